@@ -1,0 +1,8 @@
+"""Tercet: programmable orchestration for LLM serving.
+
+An engine offers three verbs, ``prep_recv``, ``remote_send`` and ``start_generate``; a program of a few lines
+composes them into a serving pattern. Start with :mod:`tercet.protocol` for the words, :mod:`tercet.programs` for
+the patterns.
+"""
+
+__version__ = "0.1.0"

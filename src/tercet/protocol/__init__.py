@@ -1,0 +1,48 @@
+"""The words that every other room uses: types, the :class:`Engine` protocol and the error tree.
+
+Positions are token positions in ``prompt + output``; every range is half-open, ``[begin, end)``.
+"""
+
+from tercet.protocol.addresses import KVAddrInfo, KVLayout, RankAddress
+from tercet.protocol.engine import Engine, Reservation
+from tercet.protocol.errors import (
+    BadRequest,
+    Conflict,
+    EngineError,
+    EngineUnreachable,
+    LayoutMismatch,
+    LeaseEnded,
+    NoSpace,
+    TercetError,
+    TransferFailed,
+    UnknownSequence,
+    from_wire,
+)
+from tercet.protocol.ranges import resolve_range
+from tercet.protocol.types import EngineStatus, Output, Request, Sent, TokenLogprob, Usage
+
+__all__ = [
+    "BadRequest",
+    "Conflict",
+    "Engine",
+    "EngineError",
+    "EngineStatus",
+    "EngineUnreachable",
+    "KVAddrInfo",
+    "KVLayout",
+    "LayoutMismatch",
+    "LeaseEnded",
+    "NoSpace",
+    "Output",
+    "RankAddress",
+    "Request",
+    "Reservation",
+    "Sent",
+    "TercetError",
+    "TokenLogprob",
+    "TransferFailed",
+    "UnknownSequence",
+    "Usage",
+    "from_wire",
+    "resolve_range",
+]

@@ -1,0 +1,90 @@
+"""The protocol that real and simulated engines implement."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.types import EngineStatus, Output, Request, Sent
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """What ``prep_recv`` returned: where to send, and how much is there already.
+
+    ``matched_len`` tokens of the prompt are in the receiver's prefix cache and pinned; ``end`` is the absolute end of
+    the reserved range, so ``[matched_len, end)`` is what a sender must provide.
+    """
+
+    kv_addr_info: KVAddrInfo
+    matched_len: int
+
+    @property
+    def lease(self) -> str:
+        """The lease that pins the blocks."""
+        return self.kv_addr_info.lease
+
+    @property
+    def end(self) -> int:
+        """Absolute end of the reserved range."""
+        return self.kv_addr_info.end
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the receiver does not have yet."""
+        return self.end - self.matched_len
+
+
+class Engine(Protocol):
+    """One engine: three verbs, and what it takes to stop them.
+
+    Every method raises errors of :mod:`tercet.protocol.errors` and nothing else. Cancelling a call, or closing its
+    generator, ends the work on the engine and gives back what it took.
+    """
+
+    @property
+    def name(self) -> str:
+        """The engine's name in the fleet."""
+        ...
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
+
+        The blocks stay pinned under a lease until ``start_generate`` of the same sequence takes them over, the
+        context exits, or the lease expires. What was received by then stays behind as prefix cache.
+
+        Raises :class:`~tercet.protocol.errors.NoSpace` when the blocks are not to be had now.
+        """
+        ...
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        """Have the KV of ``prompt[begin:end)`` here, from cache or by prefilling, and push it into ``to``.
+
+        Returns when all of it is in place. With ``sample`` the first output token is sampled here too (``end`` must
+        then be the prompt's end) and returned as :attr:`Sent.first`.
+        """
+        ...
+
+    def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        """Prefill ``prompt[begin:]``, then decode; yields outputs until one has a finish reason.
+
+        ``begin`` is the position up to which the caller provided KV; what is not there after all is computed.
+        ``output`` are tokens generated already, elsewhere: they count for ``max_tokens``, penalties, ``min_tokens``,
+        seeds and grammar state, and are not yielded again.
+        """
+        ...
+
+    async def abort(self, seq_id: str) -> None:
+        """End whatever this engine does for ``seq_id``; unknown ids are fine."""
+        ...
+
+    async def status(self) -> EngineStatus:
+        """The engine's current state."""
+        ...

@@ -1,0 +1,120 @@
+"""Everything that can go wrong, as one tree.
+
+::
+
+    TercetError
+    ├── BadRequest            400  the caller's input is wrong; ``param`` names the field
+    ├── UnknownSequence       404  no such seq_id or lease on this engine
+    ├── Conflict              409  the seq_id is already in use
+    ├── LayoutMismatch        409  the two engines cannot exchange KV; the message names the difference
+    ├── LeaseEnded            410  the lease was released, expired or already used
+    ├── NoSpace               503  the engine has no free blocks for this now; try another one or later
+    ├── EngineError           500  the engine failed while it ran the request
+    ├── TransferFailed        502  KV did not arrive at the receiver
+    └── EngineUnreachable     503  no answer from the engine
+
+``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
+``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class TercetError(Exception):
+    """Base of all errors of Tercet. ``param`` names the offending field, when there is one."""
+
+    code: ClassVar[str] = "tercet_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_wire(self) -> dict[str, Any]:
+        """The error body of an HTTP answer."""
+        return {
+            "error": {"message": self.message, "type": type(self).__name__, "param": self.param, "code": self.code}
+        }
+
+
+class BadRequest(TercetError):
+    """The input is wrong; sending it again will not help."""
+
+    code = "bad_request"
+    status = 400
+
+
+class UnknownSequence(TercetError):
+    """The engine holds nothing under this seq_id or lease."""
+
+    code = "unknown_sequence"
+    status = 404
+
+
+class Conflict(TercetError):
+    """The seq_id already names a reservation or a running request of this engine."""
+
+    code = "conflict"
+    status = 409
+
+
+class LayoutMismatch(TercetError):
+    """KV of one engine has no meaning in the other one."""
+
+    code = "layout_mismatch"
+    status = 409
+
+
+class LeaseEnded(TercetError):
+    """The lease is over, and its blocks may belong to somebody else: nothing more is written under it."""
+
+    code = "lease_ended"
+    status = 410
+
+
+class NoSpace(TercetError):
+    """The engine cannot pin that many blocks now."""
+
+    code = "no_space"
+    status = 503
+
+
+class EngineError(TercetError):
+    """The engine failed while it ran the request."""
+
+    code = "engine_error"
+    status = 500
+
+
+class TransferFailed(TercetError):
+    """KV did not arrive: the receiver refused it, vanished, or took too long."""
+
+    code = "transfer_failed"
+    status = 502
+
+
+class EngineUnreachable(TercetError):
+    """The engine's process does not answer."""
+
+    code = "engine_unreachable"
+    status = 503
+
+
+_BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetError, *TercetError.__subclasses__())}
+
+
+def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
+    """Rebuild the error that :meth:`TercetError.to_wire` wrote; unknown bodies become an :class:`EngineError`."""
+    detail: Any = body.get("error")
+    if not isinstance(detail, Mapping):
+        return EngineError(f"HTTP {status}: {dict(body)!r}")
+    message = str(detail.get("message") or f"HTTP {status}")
+    param = detail.get("param")
+    cls = _BY_CODE.get(str(detail.get("code")))
+    if cls is None:
+        cls = BadRequest if 400 <= status < 500 else EngineError
+    return cls(message, str(param) if param is not None else None)

@@ -1,0 +1,29 @@
+"""Half-open token ranges and how a caller may write their ends."""
+
+from __future__ import annotations
+
+from tercet.protocol.errors import BadRequest
+
+
+def resolve_end(length: int, end: int | None) -> int:
+    """The absolute end of ``prompt[:end]``: ``None`` is the whole prompt, a negative one counts from its end.
+
+    Raises :class:`BadRequest` when it falls outside ``[0, length]``.
+    """
+    resolved = length if end is None else end + length if end < 0 else end
+    if not 0 <= resolved <= length:
+        raise BadRequest(f"end: {end} is outside a prompt of {length} tokens", "end")
+    return resolved
+
+
+def resolve_range(length: int, begin: int, end: int | None) -> tuple[int, int]:
+    """Absolute ``[begin, end)`` within a prompt of ``length`` tokens.
+
+    Raises :class:`BadRequest` for a negative ``begin`` or an empty or backward range.
+    """
+    resolved = resolve_end(length, end)
+    if begin < 0:
+        raise BadRequest(f"begin: {begin} is negative; only end may count from the prompt's end", "begin")
+    if begin >= resolved:
+        raise BadRequest(f"begin: {begin} leaves nothing of prompt[:{resolved}]", "begin")
+    return begin, resolved

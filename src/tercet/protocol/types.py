@@ -1,0 +1,109 @@
+"""Requests, outputs and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to serve, as programs see it.
+
+    ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
+    ``SamplingParams`` by field name; what is left out has vLLM's default. ``headers`` are the client's HTTP headers,
+    lower case.
+    """
+
+    seq_id: str
+    prompt: tuple[int, ...]
+    sampling_params: Mapping[str, Any] = {}
+    priority: int = 0
+    cache_salt: str | None = None
+    headers: Mapping[str, str] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.prompt)
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability (natural) of one token at one position; ``rank`` is its 1-based place in the vocabulary."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine did for a sequence, in tokens; sent once, with the first output.
+
+    ``prompt + output`` = ``cached`` (found in the prefix cache) + ``received`` (pushed under a lease) + ``computed``
+    (run through the model here).
+    """
+
+    cached: int = 0
+    received: int = 0
+    computed: int = 0
+
+
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one sequence. The last output of a stream has a ``finish_reason``, no other has.
+
+    ``logprobs`` has one entry per token: the sampled token first, then the requested top ones.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...] | None, ...] | None = None
+    usage: Usage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the sequence ends with this output."""
+        return self.finish_reason is not None
+
+
+class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What ``remote_send`` did; it is returned when every byte is in place and acknowledged by every rank.
+
+    ``[begin, end)`` are the token positions that the receiver now holds. ``pieces`` counts the writes on the wire and
+    ``bytes`` the KV in them. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first`` is the
+    first output token, when the caller asked the sender to sample it.
+    """
+
+    begin: int
+    end: int
+    bytes: int
+    pieces: int
+    seconds: float
+    usage: Usage
+    first: Output | None = None
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's state: who it is, how loaded it is, and what it holds for others.
+
+    ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included.
+    """
+
+    engine: str
+    model: str
+    version: str
+    vllm_version: str
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    max_model_len: int
+    leases: int
+    sends: int
+    counters: Mapping[str, int] = {}
