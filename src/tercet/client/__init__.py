@@ -1,0 +1,5 @@
+"""The engine protocol over HTTP: :class:`HttpEngine` speaks to a vLLM server that runs Tercet's plugin."""
+
+from tercet.client.http import HttpEngine
+
+__all__ = ["HttpEngine"]

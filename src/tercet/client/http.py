@@ -1,0 +1,221 @@
+"""An engine behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from tercet.protocol import (
+    EngineStatus,
+    EngineUnreachable,
+    LeaseEnded,
+    Output,
+    Request,
+    Reservation,
+    Sent,
+    TercetError,
+    UnknownSequence,
+    from_wire,
+)
+from tercet.protocol.wire import (
+    PREFIX,
+    AbortCall,
+    PrepRecvAnswer,
+    PrepRecvCall,
+    ReleaseCall,
+    RemoteSendCall,
+    StartGenerateCall,
+)
+
+T = TypeVar("T")
+DATA = b"data: "
+# Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
+SILENCE_SECONDS = 300.0
+
+
+class HttpEngine:
+    """Implements :class:`~tercet.protocol.Engine` for a server at ``url``. Use as an async context manager."""
+
+    def __init__(self, name: str, url: str, connect_timeout: float = 5.0) -> None:
+        self._name = name
+        self._url = url.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout, sock_read=SILENCE_SECONDS)
+        self._session: aiohttp.ClientSession | None = None
+        # Leases of sequences whose context is still open here; start_generate takes them over.
+        self._held: dict[str, str] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        """The engine's name in the fleet."""
+        return self._name
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine's server."""
+        return self._url
+
+    async def __aenter__(self) -> HttpEngine:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), json_serialize=_dumps
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._background:
+            await asyncio.wait(self._background, timeout=5)
+        if self._session is not None:
+            await self._session.close()
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        """See :meth:`tercet.protocol.Engine.prep_recv`."""
+        return self._reservation(request, end)
+
+    @asynccontextmanager
+    async def _reservation(self, request: Request, end: int | None) -> AsyncIterator[Reservation]:
+        call = PrepRecvCall(
+            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
+        )  # fmt: skip
+        posting = asyncio.ensure_future(self._post("prep_recv", call, PrepRecvAnswer))
+        try:
+            # Shielded: the engine reserves whether or not we still listen, so we must learn the lease to end it.
+            answer = await asyncio.shield(posting)
+        except asyncio.CancelledError:
+            posting.add_done_callback(self._release_answered)
+            raise
+        reservation = Reservation(answer.kv_addr_info, answer.matched_len)
+        self._held[request.seq_id] = reservation.lease
+        try:
+            yield reservation
+        finally:
+            if self._held.pop(request.seq_id, None) is not None:
+                await asyncio.shield(self._spawn(reservation.lease))
+
+    def _release_answered(self, posting: asyncio.Future[PrepRecvAnswer]) -> None:
+        if not posting.cancelled() and posting.exception() is None:
+            self._spawn(posting.result().kv_addr_info.lease)
+
+    def _spawn(self, lease: str) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._release(lease))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _release(self, lease: str) -> None:
+        try:
+            await self._post("release", ReleaseCall(lease=lease), dict[str, Any])
+        except (UnknownSequence, LeaseEnded, EngineUnreachable):
+            return  # over already, or its engine is, and then the lease's time to live ends it
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        """See :meth:`tercet.protocol.Engine.remote_send`."""
+        call = RemoteSendCall(
+            prompt=list(request.prompt),
+            kv_addr_info=to.kv_addr_info,
+            begin=begin,
+            end=to.end if end is None else end,
+            seq_id=request.seq_id,
+            sample=sample,
+            sampling_params=request.sampling_params,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        return await self._post("remote_send", call, Sent)
+
+    async def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        """See :meth:`tercet.protocol.Engine.start_generate`."""
+        call = StartGenerateCall(
+            prompt=list(request.prompt),
+            seq_id=request.seq_id,
+            begin=begin,
+            output=list(output),
+            sampling_params=request.sampling_params,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        async with self._call("start_generate", call) as response:
+            self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
+            finished = False
+            try:
+                async for line in response.content:
+                    if line.startswith(DATA):
+                        output_now = _output_of(line[len(DATA) :])
+                        finished = output_now.finished
+                        yield output_now
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineUnreachable(f"{self._name} broke off: {error}") from error
+            if not finished:
+                raise EngineUnreachable(f"{self._name} ended the stream without a finish reason")
+
+    async def abort(self, seq_id: str) -> None:
+        """See :meth:`tercet.protocol.Engine.abort`."""
+        await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
+
+    async def status(self) -> EngineStatus:
+        """See :meth:`tercet.protocol.Engine.status`."""
+        try:
+            async with self._client.get(f"{self._url}{PREFIX}/status") as response:
+                return await self._decode(response, EngineStatus)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
+
+    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T]) -> T:
+        async with self._call(verb, call) as response:
+            return await self._decode(response, kind)
+
+    @asynccontextmanager
+    async def _call(self, verb: str, call: msgspec.Struct) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = f"{self._url}{PREFIX}/{verb}"
+        body = msgspec.json.encode(call)
+        try:
+            response = await self._client.post(url, data=body, headers={"content-type": "application/json"})
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
+        try:
+            if response.status >= 400:
+                await self._decode(response, dict[str, Any])
+            yield response
+        finally:
+            # Closing an unfinished answer is how the engine learns that nobody waits for it any more.
+            response.release() if response.content.at_eof() else response.close()
+
+    async def _decode(self, response: aiohttp.ClientResponse, kind: type[T]) -> T:
+        try:
+            body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"{self._name} broke off: {error}") from error
+        if response.status >= 400:
+            raise _error_of(response.status, body)
+        return msgspec.json.decode(body, type=kind)
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("HttpEngine is used outside its async context")
+        return self._session
+
+
+def _dumps(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _output_of(data: bytes) -> Output:
+    if data.startswith(b'{"error"'):
+        raise _error_of(500, data)
+    return msgspec.json.decode(data, type=Output)
+
+
+def _error_of(status: int, body: bytes) -> TercetError:
+    try:
+        return from_wire(status, msgspec.json.decode(body, type=dict[str, Any]))
+    except msgspec.MsgspecError:
+        return from_wire(status, {"error": {"message": f"HTTP {status}: {body[:200].decode(errors='replace')}"}})

@@ -1,0 +1,81 @@
+"""Engines by role, and the one way for a program to get one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from tercet.fleet.trace import Trace, TracedEngine
+from tercet.protocol import BadRequest, Engine, EngineUnreachable
+from tercet.scheduling import PICKERS
+
+Role = Literal["prefill", "decode", "both"]
+
+
+@dataclass
+class Member:
+    """One engine of the fleet. ``in_flight`` counts the sequences that this front door runs on it now."""
+
+    name: str
+    url: str
+    role: Role
+    engine: Engine
+    in_flight: int = 0
+
+    def can(self, role: Role) -> bool:
+        """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
+        return role == "both" or self.role in (role, "both")
+
+
+class Fleet:
+    """The engines that programs choose from.
+
+    A fleet handed to a program is a view of the shared one: the counts are shared, the trace is the request's own.
+    """
+
+    def __init__(self, members: Sequence[Member], trace: Trace | None = None) -> None:
+        self._members = members
+        self._turns: Counter[tuple[str, ...]] = Counter()
+        self._trace = trace
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Every engine."""
+        return self._members
+
+    def traced(self, trace: Trace) -> Fleet:
+        """A view of this fleet whose engines note in ``trace`` what they do."""
+        view = Fleet(self._members, trace)
+        view._turns = self._turns
+        return view
+
+    @contextmanager
+    def pick(self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None) -> Iterator[Engine]:
+        """An engine that may serve in ``role`` (``both`` means any), chosen by a picker; counted while entered.
+
+        ``other_than`` is left out when there is another one. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if no engine has the role, and
+        :class:`~tercet.protocol.BadRequest` for an unknown picker.
+        """
+        member = self._choose(role, by, other_than.name if other_than is not None else None)
+        member.in_flight += 1
+        try:
+            yield member.engine if self._trace is None else TracedEngine(member.engine, self._trace)
+        finally:
+            member.in_flight -= 1
+
+    def _choose(self, role: Role, by: str, without: str | None) -> Member:
+        picker = PICKERS.get(by)
+        if picker is None:
+            raise BadRequest(f"pick: there is no picker {by!r}; choose one of {', '.join(sorted(PICKERS))}", "pick")
+        able = [member for member in self._members if member.can(role)]
+        candidates = [member for member in able if member.name != without] or able
+        if not candidates:
+            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
+        key = tuple(member.name for member in candidates)
+        turn = self._turns[key]
+        self._turns[key] += 1
+        return candidates[picker(candidates, turn)]

@@ -1,0 +1,125 @@
+"""What one request went through: an event for each verb that its program called."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+
+from tercet.protocol import Engine, EngineStatus, Output, Request, Reservation, Sent
+
+
+class TraceEvent(msgspec.Struct, omit_defaults=True):
+    """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
+
+    For ``start_generate`` ``seconds`` is the time to its first output.
+    """
+
+    verb: str
+    engine: str
+    seconds: float = 0.0
+    begin: int = 0
+    end: int = 0
+    cached: int = 0
+    received: int = 0
+    computed: int = 0
+    bytes: int = 0
+    pieces: int = 0
+    to: str = ""
+
+
+class Trace(msgspec.Struct):
+    """The events of one request, and the times (seconds) that its client saw."""
+
+    program: str = ""
+    events: list[TraceEvent] = []
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+class TracedEngine:
+    """An engine that notes in ``trace`` what it is asked to do."""
+
+    def __init__(self, engine: Engine, trace: Trace) -> None:
+        self._engine = engine
+        self._trace = trace
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self._engine.name
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        """See :meth:`tercet.protocol.Engine.prep_recv`."""
+        return self._prep_recv(request, end)
+
+    @asynccontextmanager
+    async def _prep_recv(self, request: Request, end: int | None) -> AsyncIterator[Reservation]:
+        started = time.monotonic()
+        async with self._engine.prep_recv(request, end) as reservation:
+            self._note(
+                TraceEvent("prep_recv", self.name, begin=0, end=reservation.end, cached=reservation.matched_len), started
+            )
+            yield reservation
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        """See :meth:`tercet.protocol.Engine.remote_send`."""
+        started = time.monotonic()
+        sent = await self._engine.remote_send(request, to, begin, end, sample)
+        event = TraceEvent(
+            "remote_send",
+            self.name,
+            begin=sent.begin,
+            end=sent.end,
+            cached=sent.usage.cached,
+            computed=sent.usage.computed,
+            bytes=sent.bytes,
+            pieces=sent.pieces,
+            to=to.kv_addr_info.engine,
+        )
+        self._note(event, started)
+        return sent
+
+    async def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        """See :meth:`tercet.protocol.Engine.start_generate`."""
+        started = time.monotonic()
+        stream = self._engine.start_generate(request, begin, output)
+        try:
+            async for item in stream:
+                if item.usage is not None:
+                    self._note_start(request, begin, len(output), item, started)
+                yield item
+        finally:
+            await stream.aclose()
+
+    def _note_start(self, request: Request, begin: int, num_output: int, item: Output, started: float) -> None:
+        usage = item.usage
+        if usage is not None:
+            event = TraceEvent(
+                "start_generate",
+                self.name,
+                begin=begin,
+                end=request.num_tokens + num_output,
+                cached=usage.cached,
+                received=usage.received,
+                computed=usage.computed,
+            )
+            self._note(event, started)
+
+    def _note(self, event: TraceEvent, started: float) -> None:
+        event.seconds = time.monotonic() - started
+        self._trace.events.append(event)
+
+    async def abort(self, seq_id: str) -> None:
+        """See :meth:`tercet.protocol.Engine.abort`."""
+        await self._engine.abort(seq_id)
+
+    async def status(self) -> EngineStatus:
+        """See :meth:`tercet.protocol.Engine.status`."""
+        return await self._engine.status()

@@ -1,0 +1,29 @@
+"""Prefill-decode disaggregation."""
+
+from collections.abc import AsyncIterator
+
+from tercet.fleet import Fleet
+from tercet.protocol import Output, Request
+
+
+async def disaggregated(
+    request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded"
+) -> AsyncIterator[Output]:
+    """Prefill on one engine, decode on another, which receives the KV while it is computed.
+
+    The first token comes from the prefill engine. With fewer than ``min_send`` tokens missing on the decode engine,
+    a transfer is not worth a second engine, and it prefills them itself.
+    """
+    with fleet.pick("decode", by=pick) as decode:
+        async with decode.prep_recv(request) as space:
+            begin, output = space.matched_len, ()
+            if space.missing >= min_send:
+                with fleet.pick("prefill", by=pick, other_than=decode) as prefill:
+                    sent = await prefill.remote_send(request, space, begin, sample=True)
+                if sent.first is not None:
+                    yield sent.first
+                    if sent.first.finished:
+                        return
+                    begin, output = sent.end, sent.first.token_ids
+            async for more in decode.start_generate(request, begin, output):
+                yield more

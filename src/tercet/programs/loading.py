@@ -1,0 +1,79 @@
+"""From a program's name, or ``file.py:function``, and its parameters to something that can be called."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from tercet.fleet import Fleet
+from tercet.programs.data_parallel import data_parallel
+from tercet.programs.disaggregated import disaggregated
+from tercet.protocol import BadRequest, Output, Request
+
+Program = Callable[[Request, Fleet], AsyncIterator[Output]]
+BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
+    "data_parallel": data_parallel,
+    "disaggregated": disaggregated,
+}
+
+
+def load_program(name: str, args: Mapping[str, str] | None = None) -> Program:
+    """The program called ``name``: a built-in one, or ``path/to/file.py:function``.
+
+    ``args`` are its keyword parameters, as text; they are converted to the types in its signature. Raises
+    :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a parameter.
+    """
+    function = BUILT_IN.get(name) or _from_file(name)
+    if not inspect.isasyncgenfunction(function):
+        raise BadRequest(f"program: {name} is not an async generator (async def with yield)", "program")
+    return partial(function, **_convert(name, function, args or {}))
+
+
+def _from_file(name: str) -> Callable[..., AsyncIterator[Output]]:
+    path, colon, function_name = name.rpartition(":")
+    if not colon:
+        known = ", ".join(sorted(BUILT_IN))
+        raise BadRequest(f"program: there is no {name!r}; choose one of {known}, or file.py:function", "program")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise BadRequest(f"program: there is no file {path}", "program")
+    module = _import(file)
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise BadRequest(f"program: {path} has no function {function_name}", "program")
+    return function
+
+
+def _import(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"tercet_program_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise BadRequest(f"program: {file} is not a Python file", "program")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code, which may raise anything
+        raise BadRequest(f"program: {file} failed to load: {type(error).__name__}: {error}", "program") from error
+    return module
+
+
+def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    allowed = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    converted: dict[str, Any] = {}
+    for key, value in args.items():
+        if key not in allowed:
+            raise BadRequest(
+                f"program: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "program"
+            )
+        try:
+            converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"program: {name}: {key}={value}: {error}", "program") from error
+    return converted

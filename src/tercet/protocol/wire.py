@@ -1,0 +1,108 @@
+"""The verbs as JSON over HTTP: one struct per call. Unknown fields are refused.
+
+``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
+``SamplingParams`` by field name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.errors import BadRequest
+
+PREFIX = "/tercet/v1"
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Prompt = str | list[TokenId]
+
+
+class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time."""
+
+    prompt: Prompt
+    seq_id: Name
+    end: int | None = None
+    cache_salt: str | None = None
+    ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Its answer. ``ttl`` is the time in seconds after which the lease ends by itself."""
+
+    kv_addr_info: KVAddrInfo
+    matched_len: int
+    ttl: float
+
+
+class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
+
+    ``recv_rank`` is the receiver's rank that this engine's rank 0 writes to. With ``sample`` the first output token
+    is sampled here and comes with the answer.
+    """
+
+    prompt: Prompt
+    kv_addr_info: KVAddrInfo
+    begin: int
+    seq_id: Name
+    recv_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    end: int | None = None
+    sample: bool = False
+    sampling_params: Mapping[str, Any] = {}
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
+
+    With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each.
+    """
+
+    prompt: Prompt
+    seq_id: Name
+    begin: Annotated[int, msgspec.Meta(ge=0)] = 0
+    output: list[TokenId] = []
+    stream: bool = True
+    sampling_params: Mapping[str, Any] = {}
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/abort``: end whatever this engine does for ``seq_id``."""
+
+    seq_id: Name
+
+
+class ReleaseCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/release``: end a lease; what arrived under it stays as prefix cache."""
+
+    lease: Name
+
+
+class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Its answer: tokens ``[0, valid_end)`` of the reserved prompt are in the prefix cache, as far as whole blocks go."""
+
+    valid_end: int
+
+
+C = TypeVar("C")
+_FIELD = re.compile(r"field `([^`]+)`")
+_PATH = re.compile(r"at `\$\.?([^`\[]*)")
+
+
+def decode_call(body: bytes, kind: type[C]) -> C:
+    """Parse a call's body; raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        found = _FIELD.search(str(error)) or _PATH.search(str(error))
+        field = found.group(1) if found and found.group(1) else None
+        where = f"{field}: " if field else ""
+        raise BadRequest(f"{where}{error}", field) from error

@@ -1,0 +1,17 @@
+"""The front door: vLLM's OpenAI server over an engine-core client that runs programs.
+
+Chat templates, detokenisation, stop strings, logprobs, usage, tool and reasoning parsers and the error format are
+vLLM's. :mod:`.core_client` takes the place of the client that would talk to a local engine; :mod:`.service` runs a
+program for each sequence; :mod:`.server` puts it together.
+"""
+
+from tercet.router.config import EngineAddress, RouterConfig
+
+__all__ = ["EngineAddress", "RouterConfig", "serve"]
+
+
+def serve(config: RouterConfig) -> None:
+    """Run the front door until it is told to stop; imports vLLM, which takes seconds."""
+    from tercet.router.server import serve as serve_with_vllm
+
+    serve_with_vllm(config)

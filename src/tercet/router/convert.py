@@ -1,0 +1,126 @@
+"""Between vLLM's engine-core messages and Tercet's words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+from tercet.protocol import Output, Request, TokenLogprob, Usage
+
+FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
+# What the front door does itself with the text, or what vLLM derives anew on the engine.
+NOT_FORWARDED = frozenset(
+    {"n", "stop", "output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args",
+     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
+     "flat_logprobs"}
+)  # fmt: skip
+_DEFAULTS = SamplingParams()
+
+
+def to_request(request: EngineCoreRequest, headers: Mapping[str, str]) -> Request:
+    """A program's request from vLLM's; raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet."""
+    unsupported = {
+        "multi-modal input": bool(request.mm_features),
+        "prompt embeddings": request.prompt_embeds is not None,
+        "LoRA adapters": request.lora_request is not None,
+        "pooling": request.pooling_params is not None,
+        "streaming input": request.resumable,
+    }
+    for what, wanted in unsupported.items():
+        if wanted:
+            raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
+    return Request(
+        seq_id=request.request_id,
+        prompt=tuple(request.prompt_token_ids or ()),
+        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        headers=headers,
+    )
+
+
+def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from vLLM's defaults, as plain values."""
+    extra = {key for key in params.extra_args or {} if key != "kv_transfer_params"}
+    if extra:
+        raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
+    fields: dict[str, Any] = {}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(params, name)
+        if name.startswith("_") or name in NOT_FORWARDED or _is_default(name, value):
+            continue
+        fields[name] = _plain(value)
+    return fields
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = getattr(_DEFAULTS, name)
+    return value is default or (not isinstance(value, np.ndarray) and value == default)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: kept for name, kept in fields.items() if kept is not None and not name.startswith("_")}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    return value
+
+
+def to_core_output(seq_id: str, prompt_len: int, output: Output, usage: Usage | None) -> EngineCoreOutput:
+    """vLLM's message for one output; ``usage`` is given with the first output only."""
+    return EngineCoreOutput(
+        request_id=seq_id,
+        new_token_ids=list(output.token_ids),
+        new_logprobs=None if output.logprobs is None else _logprobs_lists(output.logprobs),
+        new_prompt_logprobs_tensors=None
+        if output.prompt_logprobs is None
+        else _prompt_logprobs(output.prompt_logprobs),
+        finish_reason=None if output.finish_reason is None else FINISH_REASONS[output.finish_reason],
+        stop_reason=output.stop_reason,
+        prefill_stats=None if usage is None else _prefill_stats(prompt_len, usage),
+    )
+
+
+def _prefill_stats(prompt_len: int, usage: Usage) -> PrefillStats:
+    stats = PrefillStats()
+    cached = min(usage.cached, prompt_len)
+    stats.set(prompt_len, cached, min(usage.received, prompt_len - cached))
+    return stats
+
+
+def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
+    width = max(len(position) for position in positions)
+    token_ids = np.zeros((len(positions), width), dtype=np.int64)
+    values = np.full((len(positions), width), -np.inf, dtype=np.float32)
+    ranks = np.zeros(len(positions), dtype=np.int64)
+    for row, position in enumerate(positions):
+        ranks[row] = position[0].rank or 0
+        for column, found in enumerate(position):
+            token_ids[row, column], values[row, column] = found.token_id, found.logprob
+        # The engine's answer names each token once; vLLM's own has the sampled one again among the top ones.
+        for column in range(len(position), width):
+            token_ids[row, column], values[row, column] = position[0].token_id, position[0].logprob
+    return LogprobsLists(token_ids, values, ranks)
+
+
+def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> LogprobsTensors:
+    import torch
+
+    known = [position for position in positions if position is not None]
+    lists = _logprobs_lists(known)
+    return LogprobsTensors(
+        torch.from_numpy(lists.logprob_token_ids),
+        torch.from_numpy(lists.logprobs),
+        torch.from_numpy(lists.sampled_token_ranks),
+    )

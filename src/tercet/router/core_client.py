@@ -1,0 +1,143 @@
+"""The engine-core client that runs programs, in the place where vLLM's API server expects one engine.
+
+Relies on ``AsyncLLM`` using, for generation, only the methods below and the attributes ``engine_ranks_managed`` and
+``resources.engine_dead``. That flag is never set: the loss of one engine must not fail every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from tercet.fleet import Trace
+from tercet.protocol import EngineError, Request, TercetError, Usage
+from tercet.router.context import RequestContext, current
+from tercet.router.convert import to_core_output, to_request
+from tercet.router.service import Service
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Resources:
+    """What ``AsyncLLM`` reads to know whether its engine lives."""
+
+    engine_dead: bool = False
+
+
+class ProgramClient(EngineCoreClient):
+    """Takes requests from ``AsyncLLM``, runs a program for each, and hands its outputs back."""
+
+    def __init__(self, service: Service, vllm_config: Any) -> None:
+        self._service = service
+        self._config = vllm_config
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
+        self._output_processor: OutputProcessor | None = None
+        self.engine_ranks_managed = [0]
+        self.resources = Resources()
+
+    def report_errors_to(self, output_processor: OutputProcessor) -> None:
+        """Where a failed request's error goes, so that its client gets the status and the message."""
+        self._output_processor = output_processor
+
+    # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Everything that arrived since the last call; waits for at least one output."""
+        outputs = [await self._ready.get()]
+        while not self._ready.empty():
+            outputs.append(self._ready.get_nowait())
+        return EngineCoreOutputs(outputs=outputs)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Start the request's program."""
+        context = current()
+        sequence = to_request(request, context.headers)
+        task = asyncio.get_running_loop().create_task(self._run(sequence, context))
+        self._tasks[sequence.seq_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(sequence.seq_id, None))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Cancel programs; each gives back what it took, wherever it is."""
+        for request_id in request_ids:
+            task = self._tasks.get(request_id)
+            if task is not None:
+                task.cancel()
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        """Text generation only."""
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """There is none."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Cancel every program."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def dp_engines_running(self) -> bool:
+        """Whether there is work."""
+        return bool(self._tasks)
+
+    # ---- one request -----------------------------------------------------------------------------------------
+
+    async def _run(self, request: Request, context: RequestContext) -> None:
+        trace = Trace()
+        context.traces.append(trace)
+        with self._errors_reach_the_client(request.seq_id):
+            first = True
+            async with aclosing(self._service.run(request, trace)) as outputs:
+                async for output in outputs:
+                    usage = _prompt_usage(trace, output.usage) if first else None
+                    self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))
+                    first = False
+
+    @contextmanager
+    def _errors_reach_the_client(self, seq_id: str) -> Iterator[None]:
+        try:
+            yield
+        except TercetError as error:
+            self._service.failed(error)
+            self._fail(seq_id, error)
+        except Exception as error:  # a user's program may raise anything; it fails its own request only
+            logger.exception("the program of request %s failed", seq_id)
+            failure = EngineError(f"the program failed: {type(error).__name__}: {error}")
+            self._service.failed(failure)
+            self._fail(seq_id, failure)
+
+    def _fail(self, seq_id: str, error: TercetError) -> None:
+        processor = self._output_processor
+        state = processor.request_states.get(seq_id) if processor is not None else None
+        if processor is None or state is None or state.queue is None:
+            return
+        state.queue.put(_http_error(error))
+        processor.abort_requests((seq_id,), internal=True)
+
+
+def _prompt_usage(trace: Trace, usage: Usage | None) -> Usage:
+    """What the client's ``usage`` shall call cached: prompt tokens that no engine had to compute."""
+    if usage is not None:
+        return usage
+    found = next((event for event in reversed(trace.events) if event.verb == "remote_send"), None)
+    cached_there = sum(event.cached for event in trace.events if event.verb == "prep_recv")
+    return Usage(cached=max(cached_there, found.cached if found is not None else 0))
+
+
+def _http_error(error: TercetError) -> Exception:
+    if error.status == HTTPStatus.BAD_REQUEST:
+        return VLLMValidationError(error.message, parameter=error.param)
+    return GracefulHTTPError(error.message, HTTPStatus(error.status))

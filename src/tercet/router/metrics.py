@@ -1,0 +1,57 @@
+"""The front door's own metrics, beside vLLM's, on ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from tercet.fleet import Trace
+from tercet.protocol import TercetError
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters of programs and verbs. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._running = Gauge("tercet_sequences_running", "Sequences that this front door is serving.")
+        self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
+        self._fallbacks = Counter(
+            "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
+        )
+        self._errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
+        self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
+        self._verb = Histogram(
+            "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
+        )
+        self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
+
+    @contextmanager
+    def sequence(self) -> Iterator[None]:
+        """One sequence under way."""
+        self._running.inc()
+        try:
+            yield
+        finally:
+            self._running.dec()
+
+    def finished(self, trace: Trace) -> None:
+        """A sequence was served to its end."""
+        self._sequences.labels(trace.program).inc()
+        if trace.ttft is not None:
+            self._ttft.labels(trace.program).observe(trace.ttft)
+        for event in trace.events:
+            self._verb.labels(event.verb, event.engine).observe(event.seconds)
+            if event.bytes:
+                self._bytes.labels(event.engine, event.to).inc(event.bytes)
+
+    def fell_back(self, program: str, error: TercetError) -> None:
+        """A program failed before its first token."""
+        self._fallbacks.labels(program, error.code).inc()
+
+    def failed(self, error: TercetError) -> None:
+        """A sequence ended in an error."""
+        self._errors.labels(error.code).inc()

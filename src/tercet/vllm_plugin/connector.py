@@ -1,0 +1,218 @@
+"""``TercetConnector``: vLLM's KV connector interface, mapped onto the scheduler's and the worker's half.
+
+vLLM loads it by ``--kv-transfer-config`` (``kv_connector_module_path``), once in the scheduler's process and once in
+each worker. It relies on: ``on_new_request`` being called before a request is first scheduled;
+``build_connector_meta`` before ``num_computed_tokens`` moves; ``save_kv_layer`` once per layer and step, after that
+layer's attention; ``wait_for_save`` after the last layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from tercet.protocol import KVLayout
+from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
+from tercet.vllm_plugin.config import parse_config
+from tercet.vllm_plugin.control import ControlClient
+from tercet.vllm_plugin.fingerprint import layout_of
+from tercet.vllm_plugin.memory import LayerPlanes
+from tercet.vllm_plugin.messages import StepMetadata, WorkerHandshake, params_of
+from tercet.vllm_plugin.reservations import Reservations
+from tercet.vllm_plugin.resume import start_grammar_after
+from tercet.vllm_plugin.sends import Sends
+from tercet.vllm_plugin.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request as VLLMRequest
+
+
+class TercetConnector(KVConnectorBase_V1, SupportsHMA):
+    """One engine's connector, in either role."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported()
+        _require_one_cache_group(kv_cache_config)
+        _require_one_replica(vllm_config)
+        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._handshakes: list[WorkerHandshake] = []
+        self._resumed: dict[str, list[int]] = {}
+        self.reservations: Reservations | None = None
+        self.sends: Sends | None = None
+        self._workers: ControlClient | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.WORKER:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            self._worker = WorkerSide(get_tp_group().rank_in_group, self._config)
+
+    # ---- worker ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the transport over this rank's KV cache."""
+        num_blocks = self._kv_cache_config.num_blocks
+        planes = LayerPlanes(kv_caches, num_blocks)
+        self._worker_side.register(planes, num_blocks, layout_of(self._vllm_config, self._block_size, planes))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """This rank's endpoints."""
+        return self._worker_side.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._worker_side.begin_step(connector_metadata)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """One layer's KV is complete for this step."""
+        self._worker_side.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """All layers are; nothing waits here, since blocks stay pinned until they are acknowledged."""
+        self._worker_side.end_step()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing is loaded: peers write straight into reserved blocks."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See :meth:`start_load_kv`."""
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer hooks do not run inside a full CUDA graph."""
+        return True
+
+    @property
+    def _worker_side(self) -> WorkerSide:
+        if self._worker is None:
+            raise RuntimeError("a worker's hook was called in the scheduler's process")
+        return self._worker
+
+    # ---- scheduler -------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
+        self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
+        self._workers = ControlClient([handshake.control for handshake in self._handshakes])
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Take hold of the scheduler, whose thread all of the following runs on."""
+        if self._workers is None:
+            raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
+        total = self._kv_cache_config.num_blocks
+        self.reservations = Reservations(scheduler, self._workers, int(total * self._config.max_lease_share))
+        self.sends = Sends(scheduler, self._workers)
+
+    @property
+    def transports(self) -> list[str]:
+        """Transport addresses, by rank."""
+        return [handshake.transport for handshake in self._handshakes]
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of every rank of this engine."""
+        return msgspec.json.decode(self._handshakes[0].layout, type=KVLayout)
+
+    @property
+    def config(self) -> Any:
+        """The plugin's settings."""
+        return self._config
+
+    @property
+    def workers(self) -> ControlClient:
+        """The control channel to every worker."""
+        if self._workers is None:
+            raise UnsupportedVLLM("the workers' endpoints have not arrived")
+        return self._workers
+
+    def on_new_request(self, request: VLLMRequest) -> None:
+        """A request arrived: it may send its KV, stand on a reservation, or go on with output from elsewhere."""
+        params = params_of(request.kv_transfer_params)
+        if params is None or self.reservations is None or self.sends is None:
+            return
+        if params.send is not None:
+            self.sends.begin(request, params.send)
+        if params.seq is not None:
+            if params.seq.output:
+                request.append_output_token_ids(list(params.seq.output))
+                start_grammar_after(request, params.seq.output)
+                self._resumed[request.request_id] = params.seq.output
+            if params.seq.lease is not None:
+                self.reservations.adopt(params.seq.lease, request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """A step's orders for the workers."""
+        metadata = StepMetadata()
+        if self.sends is not None:
+            self.sends.plan(scheduler_output, metadata)
+        if self._resumed:
+            starting = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+            metadata.resumed = {key: self._resumed.pop(key) for key in starting & self._resumed.keys()}
+        return metadata
+
+    def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are freed by vLLM as usual; those on their way to a peer are pinned by :class:`Sends`."""
+        self._resumed.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: VLLMRequest, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`request_finished`."""
+        return self.request_finished(request, block_ids[0])
+
+    def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing is fetched: what a peer pushed is attached to the request when it arrives."""
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Nothing to note."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A preempted sender recomputes; blocks already planned stay pinned, so nothing is lost."""
+        return False
+
+    def shutdown(self) -> None:
+        """Stop threads and sockets of either role."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._workers is not None:
+            self._workers.close()
+
+
+def _require_one_cache_group(config: KVCacheConfig) -> None:
+    groups = len(config.kv_cache_groups)
+    if groups != 1:
+        raise UnsupportedVLLM(f"this model has {groups} KV cache groups; Tercet supports models with one")
+
+
+def _require_one_replica(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size != 1 or parallel.pipeline_parallel_size != 1:
+        raise UnsupportedVLLM(
+            "Tercet supports --data-parallel-size 1 and --pipeline-parallel-size 1: start one engine per replica"
+        )

@@ -1,0 +1,161 @@
+"""The control channel: the scheduler's process tells each worker about leases and sends, and waits for the answer.
+
+It is apart from vLLM's own worker queue because that one is served only between forward passes, whereas a lease must
+be granted and revoked at once. The worker answers from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from tercet.protocol import EngineError, TercetError
+
+ANSWER_SECONDS = 10.0
+
+
+class GrantLease(msgspec.Struct, frozen=True, tag=True):
+    """Let ``blocks`` be written under ``lease``; slot i holds tokens from ``begin + i * block_size``."""
+
+    lease: str
+    blocks: list[int]
+    begin: int
+    end: int
+    block_size: int
+    notify: str
+
+
+class RevokeLease(msgspec.Struct, frozen=True, tag=True):
+    """Refuse ``lease`` from now on; the answer is the end of the contiguous valid KV."""
+
+    lease: str
+
+
+class CancelSend(msgspec.Struct, frozen=True, tag=True):
+    """Stop reading KV for ``send_id``; the answer comes when that is so."""
+
+    send_id: str
+
+
+class PushCached(msgspec.Struct, frozen=True, tag=True):
+    """Push ``blocks`` of every layer to slots from ``slot`` on, with no forward pass."""
+
+    send_id: str
+    lease: str
+    base: int
+    addresses: list[str]
+    notify: str
+    slot: int
+    blocks: list[int]
+    begin: int
+    end: int
+
+
+class ReadCounters(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the transport's counters."""
+
+
+Command = GrantLease | RevokeLease | CancelSend | PushCached | ReadCounters
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One command under a serial number, so that an answer which came too late is recognised."""
+
+    serial: int
+    command: Command
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to ``serial``: a value, or what went wrong."""
+
+    serial: int
+    value: Any = None
+    error: str | None = None
+
+
+class ControlServer:
+    """A worker's end: runs ``handle`` for each command, in its own thread."""
+
+    def __init__(self, handle: Callable[[Command], Any]) -> None:
+        self._handle = handle
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where the scheduler's process connects."""
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def _serve(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Envelope)
+        while True:
+            try:
+                peer, body = self._socket.recv_multipart()
+                envelope = decoder.decode(body)
+            except zmq.ContextTerminated:
+                self._socket.close()
+                return
+            except (ValueError, msgspec.MsgspecError):
+                continue  # not ours: some other process found the port
+            self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
+
+    def _answer(self, envelope: Envelope) -> Answer:
+        try:
+            return Answer(envelope.serial, self._handle(envelope.command))
+        except TercetError as error:
+            return Answer(envelope.serial, error=error.message)
+        except Exception as error:  # the thread must live on, whatever one command did
+            return Answer(envelope.serial, error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop answering and join the thread."""
+        self._context.term()
+        self._thread.join()
+
+
+class ControlClient:
+    """The scheduler's end: sends a command to every worker and collects the answers, in rank order."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._serial = 0
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        for address in addresses:
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.connect(address)
+            self._sockets.append(socket)
+
+    def call_each(self, commands: Sequence[Command]) -> list[Any]:
+        """Send ``commands[rank]`` to each worker; raises :class:`EngineError` if one fails or does not answer."""
+        self._serial += 1
+        for socket, command in zip(self._sockets, commands, strict=True):
+            socket.send(msgspec.msgpack.encode(Envelope(self._serial, command)))
+        return [self._await(rank) for rank in range(len(self._sockets))]
+
+    def call_all(self, command: Command) -> list[Any]:
+        """Send one command to every worker."""
+        return self.call_each([command] * len(self._sockets))
+
+    def _await(self, rank: int) -> Any:
+        socket = self._sockets[rank]
+        while socket.poll(int(ANSWER_SECONDS * 1000)):
+            answer = msgspec.msgpack.decode(socket.recv(), type=Answer)
+            if answer.serial != self._serial:
+                continue
+            if answer.error is not None:
+                raise EngineError(f"worker {rank}: {answer.error}")
+            return answer.value
+        raise EngineError(f"worker {rank} did not answer on its control channel within {ANSWER_SECONDS:.0f} s")
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(linger=0)

@@ -1,0 +1,149 @@
+"""Methods that the general plugin adds to vLLM's ``EngineCore``, for the HTTP edge to call.
+
+vLLM runs a utility call on the core's thread, between two engine steps. Expected failures come back as values, since
+vLLM would log an exception as a fault of the engine. Every method returns ``[result, None]`` or ``[None, [code,
+message, param]]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import msgspec
+
+from tercet.protocol import EngineError, TercetError
+from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.control import ReadCounters
+from tercet.vllm_plugin.messages import SendParams
+from tercet.vllm_plugin.reservations import FILLER_TOKEN
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request as VLLMRequest
+
+
+P = ParamSpec("P")
+
+
+def _answers(method: Callable[P, Any]) -> Callable[P, list[Any]]:
+    @wraps(method)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        try:
+            return [method(*args, **kwargs), None]
+        except TercetError as error:
+            return [None, [error.code, error.message, error.param]]
+
+    return answer
+
+
+def _connector(core: EngineCore) -> TercetConnector:
+    connector = core.scheduler.get_kv_connector()
+    if not isinstance(connector, TercetConnector):
+        raise EngineError("this engine runs without TercetConnector: start it with the documented --kv-transfer-config")
+    if connector.reservations is None:
+        connector.attach(core.scheduler)
+    return connector
+
+
+@_answers
+def tercet_describe(core: EngineCore) -> dict[str, Any]:
+    """Attach to the scheduler; say what the edge must know about this engine."""
+    connector = _connector(core)
+    return {
+        "transports": connector.transports,
+        "layout": msgspec.to_builtins(connector.layout),
+        "lease_ttl": connector.config.lease_ttl,
+        "total_blocks": core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+    }
+
+
+@_answers
+def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, notify: str) -> int:
+    """Reserve blocks for ``tokens``; returns the matched length."""
+    connector = _connector(core)
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
+    return connector.reservations.reserve(lease, owner, len(tokens), notify)  # type: ignore[union-attr]
+
+
+@_answers
+def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
+    """Make received KV findable in the prefix cache."""
+    _connector(core).reservations.commit(lease, valid_end)  # type: ignore[union-attr]
+
+
+@_answers
+def tercet_release(core: EngineCore, lease: str) -> int:
+    """End a lease; returns how far its KV was valid."""
+    return _connector(core).reservations.release(lease)  # type: ignore[union-attr]
+
+
+@_answers
+def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: dict[str, Any]) -> bool:
+    """Push cached KV with no forward pass; whether all of it was cached."""
+    params = msgspec.convert(send, SendParams)
+    probe = _probe(core, f"tercet-probe-{params.send_id}", tokens, cache_salt)
+    return _connector(core).sends.push_cached(probe, params)  # type: ignore[union-attr]
+
+
+@_answers
+def tercet_end_send(core: EngineCore, send_id: str) -> int:
+    """Stop a send and unpin its blocks; returns how many of its tokens were cached."""
+    return _connector(core).sends.end(send_id)  # type: ignore[union-attr]
+
+
+@_answers
+def tercet_status(core: EngineCore) -> dict[str, Any]:
+    """Load and holdings of this engine."""
+    connector = _connector(core)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    running, waiting = core.scheduler.get_request_counts()
+    return {
+        "total_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "running": running,
+        "waiting": waiting,
+        "kv_cache_usage": pool.get_usage(),
+        "leases": len(connector.reservations or ()),
+        "sends": len(connector.sends or ()),
+        "counters": _sum(connector.workers.call_all(ReadCounters())),
+    }
+
+
+def _sum(per_worker: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(counters.get(name, 0) for counters in per_worker) for name in per_worker[0]}
+
+
+def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None) -> VLLMRequest:
+    """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request as VLLMRequest
+
+    return VLLMRequest(
+        request_id=request_id,
+        prompt_token_ids=[*tokens, FILLER_TOKEN],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=cache_salt,
+        block_hasher=core.request_block_hasher,
+    )
+
+
+METHODS: tuple[Callable[..., list[Any]], ...] = (
+    tercet_describe,
+    tercet_reserve,
+    tercet_commit,
+    tercet_release,
+    tercet_push_cached,
+    tercet_end_send,
+    tercet_status,
+)
+
+
+def install_core_methods() -> None:
+    """Add the methods to ``EngineCore``; relies on utility calls being looked up by name on the instance."""
+    from vllm.v1.engine.core import EngineCore
+
+    for method in METHODS:
+        setattr(EngineCore, method.__name__, method)

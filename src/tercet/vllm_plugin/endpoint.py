@@ -1,0 +1,180 @@
+"""The endpoint plugin: the verbs over HTTP, on vLLM's own API server (load it with ``VLLM_PLUGINS=tercet``)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.datastructures import State
+from starlette.responses import StreamingResponse
+
+from tercet.protocol import Output, TercetError, UnknownSequence
+from tercet.protocol.types import FinishReason
+from tercet.protocol.wire import (
+    PREFIX,
+    AbortCall,
+    PrepRecvCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RemoteSendCall,
+    StartGenerateCall,
+    decode_call,
+)
+from tercet.vllm_plugin.edge import Edge
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+T = TypeVar("T")
+router = APIRouter(prefix=PREFIX, tags=["tercet"])
+
+
+class TercetEndpoints:
+    """vLLM's ``EndpointPlugin`` contract."""
+
+    name = "tercet"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.include_router(router)
+        app.add_exception_handler(TercetError, _on_error)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Attach to the engine behind this server."""
+        name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
+        edge = Edge(engine_client, name)  # type: ignore[arg-type]
+        await edge.start()
+        state.tercet = edge
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, TercetError):
+        raise error
+    return _json(error.to_wire(), error.status)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _edge(request: Request) -> Edge:
+    return request.app.state.tercet
+
+
+def _body(kind: type) -> dict[str, Any]:
+    schema = msgspec.json.schema(kind, ref_template="#/components/schemas/{name}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(kind, schema)}}}}
+
+
+def _inline(kind: type, schema: dict[str, Any]) -> dict[str, Any]:
+    """Put a schema's definitions where it refers to them, since FastAPI collects only its own components."""
+    (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
+
+    def expand(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return expand(components[node["$ref"]])
+            return {key: expand(value) for key, value in node.items()}
+        return [expand(item) for item in node] if isinstance(node, list) else node
+
+    return expand(schema)
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``; cancel it when the client goes away, so that it gives back what it took."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))
+async def prep_recv(request: Request) -> Response:
+    """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
+    call = decode_call(await request.body(), PrepRecvCall)
+    return _json(await _edge(request).prep_recv(call))
+
+
+@router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
+async def remote_send(request: Request) -> Response:
+    """Have the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
+    call = decode_call(await request.body(), RemoteSendCall)
+    return _json(await _unless_disconnected(request, _edge(request).remote_send(call)))
+
+
+@router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
+async def start_generate(request: Request) -> Response:
+    """Prefill `prompt[begin:]` and decode; a stream of server-sent events, or one answer with `stream: false`."""
+    call = decode_call(await request.body(), StartGenerateCall)
+    outputs = _edge(request).start_generate(call)
+    if not call.stream:
+        return _json(await _unless_disconnected(request, _collect(outputs)))
+    # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
+    first = await _unless_disconnected(request, anext(outputs))
+    return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
+
+
+@router.post("/abort", openapi_extra=_body(AbortCall))
+async def abort(request: Request) -> Response:
+    """End whatever this engine does for a sequence; unknown ids are fine."""
+    call = decode_call(await request.body(), AbortCall)
+    return _json({"aborted": await _edge(request).abort(call.seq_id)})
+
+
+@router.post("/release", openapi_extra=_body(ReleaseCall))
+async def release(request: Request) -> Response:
+    """End a lease; what arrived under it stays behind as prefix cache."""
+    call = decode_call(await request.body(), ReleaseCall)
+    return _json(ReleaseAnswer(valid_end=await _edge(request).release(call.lease)))
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """This engine's load, and what it holds for others."""
+    return _json(await _edge(request).status())
+
+
+async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:
+    encoder = msgspec.json.Encoder()
+    try:
+        yield b"data: " + encoder.encode(first) + b"\n\n"
+        async for output in rest:
+            yield b"data: " + encoder.encode(output) + b"\n\n"
+    except TercetError as error:
+        yield b"data: " + encoder.encode(error.to_wire()) + b"\n\n"
+    finally:
+        await rest.aclose()
+
+
+async def _collect(outputs: AsyncGenerator[Output, None]) -> Output:
+    """All outputs as one."""
+    collected = [output async for output in outputs]
+    if not collected:
+        raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
+    finish_reason: FinishReason | None = collected[-1].finish_reason
+    has_logprobs = any(output.logprobs is not None for output in collected)
+    return Output(
+        token_ids=tuple(token for output in collected for token in output.token_ids),
+        finish_reason=finish_reason,
+        stop_reason=collected[-1].stop_reason,
+        logprobs=tuple(at for output in collected for at in output.logprobs or ()) if has_logprobs else None,
+        prompt_logprobs=collected[0].prompt_logprobs,
+        usage=collected[0].usage,
+    )

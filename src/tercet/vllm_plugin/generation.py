@@ -1,0 +1,102 @@
+"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from tercet.protocol import BadRequest, EngineError, Output, TokenLogprob
+from tercet.protocol.types import FinishReason
+from tercet.vllm_plugin.messages import TercetParams
+from tercet.vllm_plugin.sampling import first_token_only, to_vllm
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class Generation:
+    """One request: its tokens, its parameters, and the stream of what comes out."""
+
+    def __init__(
+        self,
+        client: AsyncLLM,
+        tokens: list[int],
+        sampling_params: Mapping[str, Any],
+        params: TercetParams,
+        priority: int,
+        cache_salt: str | None,
+        num_output: int = 0,
+    ) -> None:
+        self._client = client
+        self._tokens = tokens
+        self._sampling_params = sampling_params
+        self._params = params
+        self._priority = priority
+        self._cache_salt = cache_salt
+        self._num_output = num_output
+        self._request_id = f"tercet-{uuid.uuid4().hex}"
+        self._aborting: asyncio.Task[None] | None = None
+        self.num_cached = 0
+
+    def abort(self) -> None:
+        """End the request; its stream then closes with the finish reason ``abort``."""
+        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
+
+    async def first(self) -> Output:
+        """Compute the prompt and sample one token.
+
+        Its finish reason is what the whole request's would be: a request that goes on elsewhere is not finished.
+        """
+        wanted = self._sampling_params.get("max_tokens")
+        async for output in self._run(first_token_only(self._sampling_params)):
+            limit = self._client.vllm_config.model_config.max_model_len
+            goes_on = wanted != 1 and len(self._tokens) + 1 < limit
+            if output.finish_reason == "length" and goes_on:
+                return Output(output.token_ids, logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs)
+            return output
+        raise EngineError("the engine ended the request without a token")
+
+    def outputs(self) -> AsyncGenerator[Output, None]:
+        """Outputs until one has a finish reason."""
+        return self._run(self._sampling_params)
+
+    async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
+        from vllm import TokensPrompt
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        vllm_params = to_vllm(sampling_params, self._params.to_kv_transfer_params(), self._num_output)
+        prompt = TokensPrompt(prompt_token_ids=self._tokens)
+        if self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
+        stream = self._client.generate(prompt, vllm_params, self._request_id, priority=self._priority)
+        try:
+            async for item in stream:
+                self.num_cached = item.num_cached_tokens or self.num_cached
+                yield _output_of(item)
+        except (VLLMClientError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"the engine failed: {error}") from error
+        finally:
+            await stream.aclose()
+
+
+def _output_of(item: RequestOutput) -> Output:
+    choice = item.outputs[0]
+    return Output(
+        token_ids=tuple(choice.token_ids),
+        finish_reason=cast(FinishReason | None, choice.finish_reason),
+        stop_reason=choice.stop_reason,
+        logprobs=None if choice.logprobs is None else tuple(_logprobs(at) for at in choice.logprobs),
+        prompt_logprobs=None
+        if item.prompt_logprobs is None
+        else tuple(None if at is None else _logprobs(at) for at in item.prompt_logprobs),
+    )
+
+
+def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, found.logprob, found.rank) for token, found in at.items())

@@ -1,0 +1,114 @@
+"""The edge's inbox for what workers report: sends that ended, leases that were filled."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tercet.protocol import TransferFailed
+from tercet.vllm_plugin.messages import LeaseFilled, SendDone
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A finished send, summed over ranks."""
+
+    bytes: int
+    pieces: int
+
+
+@dataclass
+class SendInFlight:
+    """One send, until every rank has reported. ``failed`` completes as soon as one rank reports an error."""
+
+    send_id: str
+    ranks: int
+    reports: dict[int, SendDone] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.failed: asyncio.Future[None] = loop.create_future()
+
+    def take(self, report: SendDone) -> None:
+        """Note one rank's report."""
+        self.reports[report.rank] = report
+        if report.error is not None and not self.failed.done():
+            self.failed.set_result(None)
+        if (report.error is not None or len(self.reports) == self.ranks) and not self.done.done():
+            self.done.set_result(None)
+
+    async def wait(self) -> Delivered:
+        """Wait for all ranks; raises :class:`~tercet.protocol.TransferFailed` if one failed."""
+        await self.done
+        errors = [report.error for report in self.reports.values() if report.error is not None]
+        if errors:
+            raise TransferFailed(errors[0], "kv_addr_info")
+        reports = self.reports.values()
+        return Delivered(sum(report.bytes for report in reports), sum(report.pieces for report in reports))
+
+
+class Inbox:
+    """Receives the reports of this engine's workers and gives each to whoever waits for it."""
+
+    def __init__(self, on_filled: Callable[[LeaseFilled, int], None]) -> None:
+        self._on_filled = on_filled
+        self._sends: dict[str, SendInFlight] = {}
+        self._filled: dict[str, dict[int, int]] = {}
+        self._ranks = 1
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket.linger = 0
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where workers report."""
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def start(self, ranks: int) -> None:
+        """Begin to receive; ``ranks`` workers report on each send and lease."""
+        self._ranks = ranks
+        self._task = asyncio.get_running_loop().create_task(self._receive())
+
+    @contextmanager
+    def sending(self) -> Iterator[SendInFlight]:
+        """A new send to wait for; forgotten on exit."""
+        sending = SendInFlight(uuid.uuid4().hex, self._ranks)
+        self._sends[sending.send_id] = sending
+        try:
+            yield sending
+        finally:
+            del self._sends[sending.send_id]
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._socket.recv()
+            try:
+                self._take(message)
+            except msgspec.MsgspecError:
+                continue  # not from a worker of ours
+
+    def _take(self, message: bytes) -> None:
+        kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])
+        if kind == SendDone.__name__:
+            done = msgspec.msgpack.decode(body, type=SendDone)
+            sending = self._sends.get(done.send_id)
+            if sending is not None:
+                sending.take(done)
+        elif kind == LeaseFilled.__name__:
+            self._take_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
+
+    def _take_filled(self, filled: LeaseFilled) -> None:
+        ends = self._filled.setdefault(filled.lease, {})
+        ends[filled.rank] = filled.valid_end
+        if len(ends) == self._ranks:
+            del self._filled[filled.lease]
+            self._on_filled(filled, min(ends.values()))

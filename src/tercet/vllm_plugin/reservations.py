@@ -1,0 +1,180 @@
+"""Blocks reserved for KV that other engines will push: lease, fill, and hand over or give back.
+
+Runs on the scheduler's thread, so that nothing here races with scheduling. The KV cache manager sees a reservation
+as a request of its own which waits for an external load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tercet.protocol import Conflict, NoSpace, UnknownSequence
+from tercet.vllm_plugin.control import ControlClient, GrantLease, RevokeLease
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+# Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
+FILLER_TOKEN = 0
+
+
+@dataclass
+class Held:
+    """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here."""
+
+    lease: str
+    owner: VLLMRequest
+    tokens: list[int]
+    matched_len: int
+    num_blocks: int
+
+    @property
+    def end(self) -> int:
+        """Absolute end of the reserved range."""
+        return len(self.tokens)
+
+
+class Reservations:
+    """All leases of this engine. ``max_blocks`` caps what they pin together: leases cannot be preempted."""
+
+    def __init__(self, scheduler: Scheduler, workers: ControlClient, max_blocks: int) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._workers = workers
+        self._max_blocks = max_blocks
+        self._held: dict[str, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def reserve(self, lease: str, owner: VLLMRequest, end: int, notify: str) -> int:
+        """Reserve blocks for the first ``end`` tokens of ``owner`` and open them for writing.
+
+        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`. Returns the matched length in tokens,
+        a multiple of the block size. Raises :class:`NoSpace` or :class:`Conflict`; then nothing stays taken.
+        """
+        if lease in self._held:
+            raise Conflict(f"lease {lease} exists already", "lease")
+        matched = self._allocate(owner, end)
+        blocks = self._blocks_of(owner)
+        block_size = self._manager.coordinator.single_type_managers[0].block_size
+        try:
+            grant = GrantLease(lease, blocks[matched // block_size :], matched, end, block_size, notify)
+            self._workers.call_all(grant)
+        except BaseException:
+            self._manager.free(owner)
+            raise
+        self._held[lease] = Held(lease, owner, list(owner.all_token_ids)[:end], matched, len(blocks))
+        return matched
+
+    def _allocate(self, owner: VLLMRequest, end: int) -> int:
+        # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
+        scheduler, manager = self._scheduler, self._manager
+        computed, matched, _ = manager.get_computed_blocks(owner)
+        block_size = manager.coordinator.single_type_managers[0].block_size
+        needed = -(-end // block_size)
+        pinned = sum(held.num_blocks for held in self._held.values())
+        if pinned + needed > self._max_blocks:
+            raise NoSpace(
+                f"{needed} blocks on top of {pinned} under lease exceed max_lease_share ({self._max_blocks} blocks)"
+            )
+        allocated = manager.allocate_slots(
+            owner,
+            0,
+            num_new_computed_tokens=matched,
+            new_computed_blocks=computed,
+            num_external_computed_tokens=end - matched,
+            delay_cache_blocks=True,
+            reserved_blocks=scheduler._inflight_prefill_reserved_blocks() + scheduler._spec_decode_step_blocks,
+            has_scheduled_reqs=bool(scheduler.running),
+            skip_zeroing_group_ids=(0,),
+        )
+        if allocated is None:
+            free = manager.block_pool.get_num_free_blocks()
+            raise NoSpace(f"{needed} blocks are needed and {free} are free, some of them promised to running requests")
+        return matched
+
+    def _blocks_of(self, owner: VLLMRequest) -> list[int]:
+        return manager_blocks(self._manager, owner.request_id)
+
+    def commit(self, lease: str, valid_end: int) -> None:
+        """Make the KV received so far, ``[0, valid_end)``, findable in the prefix cache; the lease stays open."""
+        held = self._held.get(lease)
+        if held is not None:
+            self._manager.cache_blocks(held.owner, min(valid_end, held.end))
+
+    def release(self, lease: str) -> int:
+        """End a lease and give its blocks back; what arrived stays as prefix cache. Returns its valid end.
+
+        Raises :class:`UnknownSequence` for a lease that is not held.
+        """
+        held = self._take(lease)
+        valid_end = self._close(held)
+        self._manager.cache_blocks(held.owner, valid_end)
+        self._manager.free(held.owner)
+        return valid_end
+
+    def adopt(self, lease: str, request: VLLMRequest) -> None:
+        """Hand a reservation's blocks to the request that decodes on them.
+
+        Leaves the request as vLLM leaves one whose asynchronous load has finished: blocks attached,
+        ``num_computed_tokens`` set, queued among those that hold KV. A lease that ended meanwhile is no error: the
+        request then computes everything itself.
+        """
+        if lease not in self._held:
+            return
+        held = self._take(lease)
+        valid_end = self._close(held)
+        computed = min(valid_end, request.num_tokens - 1)
+        matches = list(request.all_token_ids)[:computed] == held.tokens[:computed]
+        if computed == 0 or not matches:
+            self._manager.cache_blocks(held.owner, valid_end)
+            self._manager.free(held.owner)
+            return
+        self._rename_blocks(held.owner.request_id, request.request_id)
+        self._zero_unwritten(request, valid_end)
+        request.num_computed_tokens = computed
+        self._manager.cache_blocks(request, computed)
+        self._count_prefill(request, held.matched_len, computed)
+        self._requeue(request)
+
+    def _take(self, lease: str) -> Held:
+        try:
+            return self._held.pop(lease)
+        except KeyError:
+            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used") from None
+
+    def _close(self, held: Held) -> int:
+        # After the workers have answered, no byte is written under this lease any more: only now may blocks move on.
+        ends: list[int] = self._workers.call_all(RevokeLease(held.lease))
+        return min(min(ends), held.end)
+
+    def _rename_blocks(self, old: str, new: str) -> None:
+        for manager in self._manager.coordinator.single_type_managers:
+            manager.req_to_blocks[new] = manager.req_to_blocks.pop(old)
+            manager.num_cached_block[new] = manager.num_cached_block.pop(old, 0)
+
+    def _zero_unwritten(self, request: VLLMRequest, valid_end: int) -> None:
+        block_size = self._manager.coordinator.single_type_managers[0].block_size
+        if self._scheduler.needs_kv_cache_zeroing:
+            self._manager.record_blocks_for_zeroing(request.request_id, -(-valid_end // block_size) * block_size)
+
+    def _count_prefill(self, request: VLLMRequest, matched: int, computed: int) -> None:
+        if request.prefill_stats is not None:
+            cached = min(matched, computed)
+            total = request.num_prompt_tokens
+            request.prefill_stats.set(total, min(cached, total), min(computed, total) - min(cached, total))
+
+    def _requeue(self, request: VLLMRequest) -> None:
+        # Behind a request that needs blocks, one that holds blocks would wait for ever.
+        self._scheduler.waiting.remove_request(request)
+        self._scheduler.kv_holding_waiting.add_request(request)
+
+
+def manager_blocks(manager: Any, request_id: str) -> list[int]:
+    """Physical block ids of a request, in token order (one KV cache group)."""
+    groups: Sequence[list[int]] = manager.get_block_ids(request_id)
+    return list(groups[0])

@@ -1,0 +1,58 @@
+"""Sampling parameters from the wire, checked and turned into vLLM's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from tercet.protocol import BadRequest
+
+# Fields that are the engine's own business, or have another name on the verbs.
+NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
+CALLER_FIELDS = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
+
+
+def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min_tokens_done: int) -> SamplingParams:
+    """vLLM's ``SamplingParams`` for a request whose tokens are streamed by Tercet.
+
+    ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest` naming the field.
+    """
+    unknown = [name for name in given if name not in CALLER_FIELDS or name in NOT_FOR_CALLERS]
+    if unknown:
+        raise BadRequest(f"sampling_params: unknown field `{unknown[0]}`", f"sampling_params.{unknown[0]}")
+    fields = dict(given)
+    if fields.get("n", 1) != 1:
+        raise BadRequest("sampling_params.n: a sequence has one output; start one per choice", "sampling_params.n")
+    _check_max_tokens(fields, min_tokens_done)
+    if isinstance(fields.get("logit_bias"), Mapping):
+        fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+    try:
+        if isinstance(fields.get("structured_outputs"), Mapping):
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        return SamplingParams(
+            **fields,
+            detokenize=bool(fields.get("stop")),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": dict(kv_transfer_params)},
+        )
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
+
+
+def _check_max_tokens(fields: Mapping[str, Any], done: int) -> None:
+    max_tokens = fields.get("max_tokens")
+    if isinstance(max_tokens, int) and 1 <= max_tokens <= done:
+        raise BadRequest(
+            f"sampling_params.max_tokens: {max_tokens} is reached by the {done} tokens of output already",
+            "sampling_params.max_tokens",
+        )
+
+
+def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same parameters for a sender that samples one token.
+
+    ``min_tokens`` of one masks the end of sequence on the first token just as a larger one does.
+    """
+    return {**given, "max_tokens": 1, "min_tokens": min(int(given.get("min_tokens") or 0), 1)}

@@ -1,0 +1,135 @@
+"""Sends: requests whose KV goes to another engine while it is computed.
+
+Runs on the scheduler's thread. Per step it plans which blocks have become complete, pins them, and tells the workers;
+a pin lasts until :meth:`Sends.end`, since the request itself may finish, or be preempted, before its last byte left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tercet.protocol import UnknownSequence
+from tercet.vllm_plugin.control import CancelSend, ControlClient, PushCached
+from tercet.vllm_plugin.messages import Push, SendOpening, SendParams, StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+
+@dataclass
+class Sending:
+    """One send. Blocks below ``next_block`` (an index into the block table) have been planned."""
+
+    params: SendParams
+    next_block: int
+    opened: bool = False
+    cached: int = 0
+    pins: list[KVCacheBlock] = field(default_factory=list)
+
+
+class Sends:
+    """All sends of this engine, by send id and by the vLLM request that computes each."""
+
+    def __init__(self, scheduler: Scheduler, workers: ControlClient) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._workers = workers
+        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
+        self._sending: dict[str, Sending] = {}
+        self._by_request: dict[str, Sending] = {}
+        # An end that overtakes its own request in the input queue must win; bounded, since some never arrive.
+        self._ended_early: deque[str] = deque(maxlen=1024)
+
+    def __len__(self) -> int:
+        return len(self._sending)
+
+    def begin(self, request: VLLMRequest, params: SendParams) -> None:
+        """Follow ``request``; its KV of ``[begin, end)`` shall go out."""
+        if params.send_id in self._ended_early:
+            self._ended_early.remove(params.send_id)
+            return
+        sending = Sending(params, next_block=params.begin // self._block_size)
+        self._sending[params.send_id] = sending
+        self._by_request[request.request_id] = sending
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Add to ``metadata`` what the workers shall push in the step that ``output`` describes."""
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            sending = self._by_request.get(request_id)
+            if sending is not None:
+                self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
+
+    def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
+        # Before the step's own bookkeeping, num_computed_tokens counts what earlier steps or the cache provide.
+        params = sending.params
+        cached, done = request.num_computed_tokens, request.num_computed_tokens + scheduled
+        if not sending.opened:
+            sending.opened, sending.cached = True, min(cached, params.end)
+            metadata.opened.append(
+                SendOpening(params.send_id, params.lease, params.base, tuple(params.addresses), params.notify)
+            )
+            self._add_push(metadata.ready, request, sending, self._complete_until(params, cached))
+        self._add_push(metadata.pushes, request, sending, self._complete_until(params, done))
+        if done >= params.end and request.request_id in self._by_request:
+            metadata.finish.append((params.send_id, params.begin, params.end))
+            del self._by_request[request.request_id]
+
+    def _complete_until(self, params: SendParams, done: int) -> int:
+        # A partly filled block goes out once, when its last token of the range is there.
+        if done >= params.end:
+            return -(-params.end // self._block_size)
+        return done // self._block_size
+
+    def _add_push(self, pushes: list[Push], request: VLLMRequest, sending: Sending, until: int) -> None:
+        if until <= sending.next_block:
+            return
+        blocks = self._manager.get_blocks(request.request_id).blocks[0][sending.next_block : until]
+        self._manager.block_pool.touch(blocks)
+        sending.pins.extend(blocks)
+        slot = sending.next_block - sending.params.base // self._block_size
+        pushes.append(Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks)))
+        sending.next_block = until
+
+    def push_cached(self, probe: VLLMRequest, params: SendParams) -> bool:
+        """Push ``[begin, end)`` with no forward pass, if all of it is in the prefix cache; whether it was.
+
+        ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
+        """
+        computed, matched, _ = self._manager.get_computed_blocks(probe)
+        if matched < params.end:
+            return False
+        first, until = params.begin // self._block_size, -(-params.end // self._block_size)
+        blocks = list(computed.blocks[0][first:until])
+        self._manager.block_pool.touch(blocks)
+        self._sending[params.send_id] = Sending(params, until, opened=True, cached=params.end, pins=blocks)
+        slot = first - params.base // self._block_size
+        command = PushCached(
+            params.send_id, params.lease, params.base, params.addresses, params.notify, slot,
+            [block.block_id for block in blocks], params.begin, params.end,
+        )  # fmt: skip
+        try:
+            self._workers.call_all(command)
+        except BaseException:
+            self.end(params.send_id)
+            raise
+        return True
+
+    def end(self, send_id: str) -> int:
+        """Stop a send, done or not, and unpin its blocks; returns how many tokens of it were cached.
+
+        Raises :class:`UnknownSequence` if its request has not arrived; it is then refused when it does.
+        """
+        sending = self._sending.pop(send_id, None)
+        if sending is None:
+            self._ended_early.append(send_id)
+            raise UnknownSequence(f"send {send_id} is not under way")
+        self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
+        # Unpinned blocks may be rewritten at once, so the workers must have stopped reading them.
+        self._workers.call_all(CancelSend(send_id))
+        self._manager.block_pool.free_blocks(reversed(sending.pins))
+        return sending.cached
