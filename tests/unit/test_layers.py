@@ -1,0 +1,155 @@
+"""Imports point down only: the table of rooms and layers, and who may touch engines, tensors and sockets."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
+
+LAYERS = {
+    0: {"protocol", "observe"},
+    1: {"vllm_plugin", "sim", "transport", "client"},
+    2: {"programs", "scheduling", "migration", "fleet"},
+    3: {"router", "gateway", "cluster", "bench"},
+    4: {"cli"},
+}
+LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
+# Beside what the table allows: rooms of one layer see each other only where it says so.
+SIDEWAYS = {("vllm_plugin", "transport")} | {(a, b) for layer in (0, 2) for a in LAYERS[layer] for b in LAYERS[layer]}
+
+DECISIONS = LAYERS[2]
+BARRED_FROM_DECISIONS = {"torch", "vllm", "socket", "aiohttp", "zmq"}
+ENGINE_LIBRARIES = {"torch", "vllm"}
+
+
+class Import(NamedTuple):
+    """One import statement: ``module`` as written, made absolute."""
+
+    file: str
+    line: int
+    module: str
+
+    @property
+    def importer(self) -> str:
+        """The room that the statement is in; a module beside the rooms stands for itself."""
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def library(self) -> str:
+        return self.module.split(".")[0]
+
+    @property
+    def target(self) -> str | None:
+        """The room that is imported, if it is one of ours."""
+        parts = self.module.split(".")
+        return parts[1] if parts[0] == "tercet" and len(parts) > 1 else None
+
+    def __str__(self) -> str:
+        return f"src/tercet/{self.file}:{self.line} imports {self.module}"
+
+
+def imports_in(file: str, text: str) -> Iterator[Import]:
+    """Every import of a file, those inside functions and under TYPE_CHECKING included."""
+    package = ["tercet", *file.split("/")[:-1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from tercet import router` names a room in the imported names.
+            modules = [f"tercet.{alias.name}" for alias in node.names] if module == "tercet" else [module]
+            yield from (Import(file, node.lineno, name) for name in modules)
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for path in sorted(SOURCE.rglob("*.py"))
+        for found in imports_in(path.relative_to(SOURCE).as_posix(), path.read_text())
+    ]
+
+
+def points_wrong(found: Import) -> str | None:
+    """Why an import breaks the table, or None."""
+    here, there = found.importer, found.target
+    if there is None or here == there or here == "__init__" or there not in LAYER_OF:
+        return None
+    if here not in LAYER_OF:
+        return f"{found}: {here} is in no layer of the table"
+    if LAYER_OF[here] > LAYER_OF[there] or (here, there) in SIDEWAYS:
+        return None
+    return f"{found}: layer {LAYER_OF[here]} ({here}) may not see layer {LAYER_OF[there]} ({there})"
+
+
+def touches_engine(found: Import) -> bool:
+    """Whether an engine library is imported where none belongs."""
+    allowed = found.importer in {"vllm_plugin", "router"} or found.file == "cluster/model.py"
+    return found.library in ENGINE_LIBRARIES and not allowed
+
+
+def report(broken: list[str]) -> str:
+    return "\n  ".join(["imports that the layers do not allow:", *broken])
+
+
+def test_every_package_is_in_the_table() -> None:
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert rooms <= set(LAYER_OF), f"give these a layer: {', '.join(sorted(rooms - set(LAYER_OF)))}"
+
+
+def test_imports_point_down() -> None:
+    broken = [why for found in all_imports() if (why := points_wrong(found))]
+    assert not broken, report(broken)
+
+
+def test_decisions_do_no_io_and_see_no_tensors() -> None:
+    broken = [str(f) for f in all_imports() if f.importer in DECISIONS and f.library in BARRED_FROM_DECISIONS]
+    assert not broken, report(broken)
+
+
+def test_engine_libraries_stay_in_their_rooms() -> None:
+    broken = [str(found) for found in all_imports() if touches_engine(found)]
+    assert not broken, report(broken)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("fleet/load.py", "from tercet.protocol import Request", False),
+        ("fleet/load.py", "from tercet.scheduling.pick import pick", False),
+        ("fleet/load.py", "from tercet.router import server", True),
+        ("fleet/load.py", "from tercet import cli", True),
+        ("fleet/load.py", "def f():\n    import tercet.gateway.sidecar", True),
+        ("fleet/load.py", "from ..client import http", False),
+        ("protocol/types.py", "from ..client import http", True),
+        ("vllm_plugin/worker.py", "from tercet.transport import Receiver", False),
+        ("client/http.py", "from tercet.transport import Receiver", True),
+        ("transport/tcp.py", "from tercet.vllm_plugin import config", True),
+        ("router/server.py", "from tercet.cluster import model", True),
+        ("cli/main.py", "from tercet.bench import load", False),
+        ("cli.py", "from tercet.bench import load", False),
+        ("attic/old.py", "from tercet.protocol import Request", True),
+    ],
+)
+def test_the_rule_itself(file: str, text: str, wrong: bool) -> None:
+    (found,) = imports_in(file, text)
+    assert bool(points_wrong(found)) is wrong
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("cluster/model.py", "import torch", False),
+        ("cluster/local.py", "import torch", True),
+        ("sim/engine.py", "from vllm.v1 import engine", True),
+        ("router/server.py", "from vllm.v1 import engine", False),
+    ],
+)
+def test_the_engine_rule_itself(file: str, text: str, wrong: bool) -> None:
+    (found,) = imports_in(file, text)
+    assert touches_engine(found) is wrong
