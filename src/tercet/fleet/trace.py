@@ -60,7 +60,8 @@ class TracedEngine:
         started = time.monotonic()
         async with self._engine.prep_recv(request, end) as reservation:
             self._note(
-                TraceEvent("prep_recv", self.name, begin=0, end=reservation.end, cached=reservation.matched_len), started
+                TraceEvent("prep_recv", self.name, begin=0, end=reservation.end, cached=reservation.matched_len),
+                started,
             )
             yield reservation
 

@@ -36,9 +36,7 @@ class TercetError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """The error body of an HTTP answer."""
-        return {
-            "error": {"message": self.message, "type": type(self).__name__, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": type(self).__name__, "param": self.param, "code": self.code}}
 
 
 class BadRequest(TercetError):

@@ -78,7 +78,6 @@ async def _serve_openai(config: RouterConfig, service: Service, max_model_len: i
         tasks = await engine_client.get_supported_tasks()
         app = build_app(args, tasks, engine_client.model_config)
         app.include_router(admin.router)
-        app.add_middleware(ContextMiddleware)
         app.state.tercet = service
         await init_app_state(engine_client, app.state, args, tasks)
         shutdown = await serve_http(
@@ -98,6 +97,7 @@ def _vllm_args(config: RouterConfig, max_model_len: int) -> argparse.Namespace:
     argv = [
         "--model", config.model, "--served-model-name", config.served_model_name,
         "--host", config.host, "--port", str(config.port), "--max-model-len", str(max_model_len),
+        "--middleware", f"{ContextMiddleware.__module__}.{ContextMiddleware.__qualname__}",
         "--disable-uvicorn-access-log", *config.vllm_args,
     ]  # fmt: skip
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)

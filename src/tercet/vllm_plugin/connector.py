@@ -186,9 +186,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is fetched: what a peer pushed is attached to the request when it arrives."""
         return 0, False
 
-    def update_state_after_alloc(
-        self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Nothing to note."""
 
     @property

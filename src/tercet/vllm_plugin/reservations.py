@@ -113,8 +113,7 @@ class Reservations:
         """
         held = self._take(lease)
         valid_end = self._close(held)
-        self._manager.cache_blocks(held.owner, valid_end)
-        self._manager.free(held.owner)
+        self._give_back(held, valid_end)
         return valid_end
 
     def adopt(self, lease: str, request: VLLMRequest) -> None:
@@ -129,10 +128,8 @@ class Reservations:
         held = self._take(lease)
         valid_end = self._close(held)
         computed = min(valid_end, request.num_tokens - 1)
-        matches = list(request.all_token_ids)[:computed] == held.tokens[:computed]
-        if computed == 0 or not matches:
-            self._manager.cache_blocks(held.owner, valid_end)
-            self._manager.free(held.owner)
+        if not self._can_continue(held, request, computed):
+            self._give_back(held, valid_end)
             return
         self._rename_blocks(held.owner.request_id, request.request_id)
         self._zero_unwritten(request, valid_end)
@@ -140,6 +137,24 @@ class Reservations:
         self._manager.cache_blocks(request, computed)
         self._count_prefill(request, held.matched_len, computed)
         self._requeue(request)
+
+    def _can_continue(self, held: Held, request: VLLMRequest, computed: int) -> bool:
+        """Whether ``request`` may go on at position ``computed`` in the reserved blocks.
+
+        The next token's KV must not go into a block that the prefix cache shares; that happens when all tokens are
+        there and only the last one is computed again. Without the reservation, vLLM finds the same blocks in its
+        cache and computes the last one anew.
+        """
+        if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
+            return False
+        manager = self._manager.coordinator.single_type_managers[0]
+        blocks = manager.req_to_blocks[held.owner.request_id]
+        at = computed // manager.block_size
+        return at >= len(blocks) or self._manager.block_pool.is_block_writable(blocks[at])
+
+    def _give_back(self, held: Held, valid_end: int) -> None:
+        self._manager.cache_blocks(held.owner, valid_end)
+        self._manager.free(held.owner)
 
     def _take(self, lease: str) -> Held:
         try:

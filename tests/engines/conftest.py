@@ -1,0 +1,137 @@
+"""Two real vLLM engines and a front door, started once for all tests here, in float32 so that tokens can be compared."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tercet.client import HttpEngine
+from tercet.protocol import EngineStatus
+
+START_SECONDS = 420
+MODEL = "smollm2"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engines)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def get_json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return msgspec.json.decode(response.read())
+
+
+@dataclass
+class Fleet:
+    """A running `tercet up`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def engine_url(self, role: str) -> str:
+        return next(engine["url"] for engine in get_json(f"{self.url}/tercet/v1/engines") if engine["role"] == role)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def start_fleet(tmp: Path, *args: str) -> Fleet:
+    """Run `tercet up` with float32 engines and wait until the front door answers."""
+    port = free_port()
+    log = tmp / "up.log"
+    command = [
+        sys.executable, "-m", "tercet.cli", "up", "--model", MODEL, "--prefill", "1", "--decode", "1",
+        "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"), *args,
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy())
+    fleet = Fleet(process, f"http://127.0.0.1:{port}", log)
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"tercet up ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        try:
+            get_json(f"{fleet.url}/tercet/v1/engines")
+            return fleet
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    fleet.stop()
+    pytest.fail(f"tercet up was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The shared fleet: one prefill and one decode engine behind a front door."""
+    running = start_fleet(tmp_path_factory.mktemp("fleet"), "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+    yield running
+    running.stop()
+
+
+# Small enough that a prompt of a few hundred tokens is prefilled in chunks.
+MAX_BATCHED = 256
+ENGINE_ARGS = ("--max-num-batched-tokens", str(MAX_BATCHED))
+
+
+@pytest.fixture
+async def prefill(fleet: Fleet) -> AsyncIterator[HttpEngine]:
+    async with HttpEngine("prefill-0", fleet.engine_url("prefill")) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def decode(fleet: Fleet) -> AsyncIterator[HttpEngine]:
+    async with HttpEngine("decode-0", fleet.engine_url("decode")) as engine:
+        yield engine
+
+
+async def settled(engine: HttpEngine, seconds: float = 30.0) -> EngineStatus:
+    """The engine's status once it holds nothing for anybody; fails if that does not happen."""
+    deadline = time.monotonic() + seconds
+    while True:
+        status = await engine.status()
+        busy = status.running or status.waiting or status.leases or status.sends
+        if not busy and status.free_blocks == status.total_blocks:
+            return status
+        if time.monotonic() > deadline:
+            pytest.fail(f"{engine.name} still holds something after {seconds:.0f} s: {status}")
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def nothing_leaks(prefill: HttpEngine, decode: HttpEngine) -> AsyncIterator[None]:
+    """Afterwards blocks, leases and sends of both engines are back where they were."""
+    await settled(prefill)
+    await settled(decode)
+    yield
+    await settled(prefill)
+    await settled(decode)

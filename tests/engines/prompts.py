@@ -1,0 +1,40 @@
+"""Prompts of exact lengths, and what one engine alone answers to them."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from typing import Any
+
+import aiohttp
+
+BLOCK = 128
+VOCABULARY = range(1000, 40000)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """`length` token ids, the same for the same seed."""
+    return random.Random(f"{seed}/{length}").choices(VOCABULARY, k=length)
+
+
+async def complete(url: str, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    """POST /v1/completions; the parsed answer."""
+    body = {
+        "model": "smollm2", "prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **fields
+    }  # fmt: skip
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+async def alone(engine_url: str, prompt: list[int], **fields: Any) -> list[int]:
+    """What a lone engine generates, with a cache of its own so that nothing is found and nothing is left to find."""
+    return tokens_of(await complete(engine_url, prompt, cache_salt=uuid.uuid4().hex, **fields))

@@ -1,0 +1,426 @@
+"""The verbs over HTTP: what they return, what they refuse, and that a lease always ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from tercet.client import HttpEngine
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    KVAddrInfo,
+    LayoutMismatch,
+    NoSpace,
+    Request,
+    Reservation,
+    TransferFailed,
+    UnknownSequence,
+)
+
+from .conftest import MAX_BATCHED, Fleet, settled
+from .prompts import BLOCK, alone, prompt_of
+
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+
+
+def request_of(prompt: list[int], **fields: Any) -> Request:
+    sampling = {"temperature": 0, "max_tokens": 8, **fields.pop("sampling", {})}
+    salt = fields.pop("cache_salt", uuid.uuid4().hex)
+    return Request(
+        seq_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling_params=sampling, cache_salt=salt, **fields
+    )  # fmt: skip
+
+
+async def generate(engine: HttpEngine, request: Request, begin: int = 0, output: tuple[int, ...] = ()) -> list[int]:
+    return [token async for item in engine.start_generate(request, begin, output) for token in item.token_ids]
+
+
+# ---- what they do --------------------------------------------------------------------------------------------
+
+
+async def test_start_generate_needs_no_prep_recv(fleet: Fleet, decode: HttpEngine) -> None:
+    prompt = prompt_of(100)
+    assert await generate(decode, request_of(prompt)) == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_text_prompts_are_tokenised_by_the_engine(decode: HttpEngine) -> None:
+    call = {"prompt": "The capital of France is", "seq_id": "text", "stream": False,
+            "sampling_params": {"temperature": 0, "max_tokens": 4}}  # fmt: skip
+    status, answer = await post(decode, "start_generate", call)
+    assert status == 200, answer
+    assert len(answer["token_ids"]) == 4
+    assert answer["finish_reason"] == "length"
+
+
+async def test_negative_end_counts_from_the_prompts_end(decode: HttpEngine) -> None:
+    async with decode.prep_recv(request_of(prompt_of(200)), end=-1) as space:
+        assert (space.matched_len, space.end) == (0, 199)
+
+
+async def test_without_sampling_the_receiver_samples_the_first_token(
+    prefill: HttpEngine, decode: HttpEngine
+) -> None:
+    prompt = prompt_of(300)
+    request = request_of(prompt)
+    async with decode.prep_recv(request, end=-1) as space:
+        sent = await prefill.remote_send(request, space, space.matched_len)
+        assert sent.first is None
+        tokens = await generate(decode, request, sent.end)
+    assert tokens == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_the_split_point_is_the_callers(prefill: HttpEngine, decode: HttpEngine) -> None:
+    """Balanced disaggregation: the receiver prefills what is beyond `end`."""
+    prompt = prompt_of(400)
+    request = request_of(prompt)
+    async with decode.prep_recv(request, end=250) as space:
+        await prefill.remote_send(request, space, 0)
+        outputs = [item async for item in decode.start_generate(request, 250)]
+    usage = outputs[0].usage
+    assert usage is not None
+    assert (usage.cached, usage.received, usage.computed) == (0, 250, 150)
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_received_kv_is_ordinary_prefix_cache(prefill: HttpEngine, decode: HttpEngine) -> None:
+    """Context migration: two verbs, and another sequence finds the context."""
+    context, salt = prompt_of(3 * BLOCK), uuid.uuid4().hex
+    moved = request_of(context, cache_salt=salt)
+    async with decode.prep_recv(moved) as space:
+        await prefill.remote_send(moved, space, 0)
+    prompt = context + prompt_of(30, seed=1)
+    outputs = [item async for item in decode.start_generate(request_of(prompt, cache_salt=salt))]
+    usage = outputs[0].usage
+    assert usage is not None
+    assert usage.cached == 3 * BLOCK
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_cached_kv_is_sent_without_a_forward_pass(prefill: HttpEngine, decode: HttpEngine) -> None:
+    context, salt = prompt_of(2 * BLOCK), uuid.uuid4().hex
+    await generate(prefill, request_of(context + [5], cache_salt=salt))
+    moved = request_of(context, cache_salt=salt)
+    async with decode.prep_recv(moved) as space:
+        sent = await prefill.remote_send(moved, space, 0)
+    assert (sent.usage.cached, sent.usage.computed) == (2 * BLOCK, 0)
+    layout = space.kv_addr_info.layout
+    assert sent.bytes == 2 * layout.num_layers * layout.block_bytes
+
+
+async def test_two_senders_may_fill_one_reservation(prefill: HttpEngine, decode: HttpEngine) -> None:
+    prompt = prompt_of(2 * BLOCK + 40)
+    request = request_of(prompt)
+    async with decode.prep_recv(request, end=-1) as space:
+        await prefill.remote_send(request, space, 0, BLOCK)
+        await prefill.remote_send(request, space, BLOCK)
+        outputs = [item async for item in decode.start_generate(request, space.end)]
+    usage = outputs[0].usage
+    assert usage is not None
+    assert (usage.received, usage.computed) == (len(prompt) - 1, 1)
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_what_did_not_arrive_is_computed(decode: HttpEngine) -> None:
+    """A caller's promise is not trusted: no token comes from KV that is not there."""
+    prompt = prompt_of(300)
+    request = request_of(prompt)
+    async with decode.prep_recv(request):
+        outputs = [item async for item in decode.start_generate(request, 300)]
+    usage = outputs[0].usage
+    assert usage is not None
+    assert usage.computed == 300
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_output_generated_elsewhere_counts(decode: HttpEngine) -> None:
+    prompt = prompt_of(100)
+    expected = await alone(decode.url, prompt, max_tokens=8)
+    rest = await generate(decode, request_of(prompt), 0, tuple(expected[:5]))
+    assert expected[:5] + rest == expected
+
+
+async def test_prep_recv_is_quick_beside_a_long_prefill(decode: HttpEngine) -> None:
+    running = asyncio.create_task(generate(decode, request_of(prompt_of(1500))))
+    started = time.monotonic()
+    async with decode.prep_recv(request_of(prompt_of(200))):
+        waited = time.monotonic() - started
+    assert not running.done(), "the prefill should outlast prep_recv, which waits for one step at most"
+    await running
+    total = time.monotonic() - started
+    assert waited < total * 2 * MAX_BATCHED / 1500
+
+
+# ---- leases --------------------------------------------------------------------------------------------------
+
+
+async def test_leaving_the_context_ends_the_lease(decode: HttpEngine) -> None:
+    before = await settled(decode)
+    async with decode.prep_recv(request_of(prompt_of(500))) as space:
+        during = await decode.status()
+        assert during.leases == 1
+        assert during.free_blocks == before.free_blocks - 4
+    after = await settled(decode)
+    assert after.free_blocks == before.free_blocks
+    with pytest.raises(UnknownSequence):
+        await release(decode, space.lease)
+
+
+async def test_lease_expires_by_itself(decode: HttpEngine) -> None:
+    call = {"prompt": prompt_of(300), "seq_id": "expires", "ttl": 0.5}
+    status, answer = await post(decode, "prep_recv", call)
+    assert status == 200, answer
+    assert answer["ttl"] == 0.5
+    await settled(decode)
+
+
+async def test_push_to_an_ended_lease_is_refused(prefill: HttpEngine, decode: HttpEngine) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request) as space:
+        await release(decode, space.lease)
+        with pytest.raises(TransferFailed, match="ended"):
+            await prefill.remote_send(request, space, 0)
+
+
+async def test_push_to_a_lease_that_never_was_is_refused(prefill: HttpEngine, decode: HttpEngine) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request) as space:
+        info = msgspec.structs.replace(space.kv_addr_info, lease="0" * 32)
+        with pytest.raises(TransferFailed):
+            await prefill.remote_send(request, Reservation(info, 0), 0)
+
+
+async def test_lease_that_ends_during_the_push_stops_it(prefill: HttpEngine, decode: HttpEngine) -> None:
+    request = request_of(prompt_of(1500))
+    async with decode.prep_recv(request) as space:
+        sending = asyncio.create_task(prefill.remote_send(request, space, 0))
+        await until(lambda status: status.sends == 1, prefill)
+        await release(decode, space.lease)
+        with pytest.raises(TransferFailed):
+            await sending
+
+
+async def test_no_space_is_said_and_takes_nothing(decode: HttpEngine) -> None:
+    """Leases are capped to a share of the pool, since they cannot be preempted."""
+    before = await settled(decode)
+    prompt, taken = prompt_of(2000), []
+    with pytest.raises(NoSpace):
+        for _ in range(before.total_blocks):
+            context = decode.prep_recv(request_of(prompt))
+            await context.__aenter__()
+            taken.append(context)
+    for context in taken:
+        await context.__aexit__(None, None, None)
+    assert (await settled(decode)).free_blocks == before.free_blocks
+
+
+# ---- abort at each step --------------------------------------------------------------------------------------
+
+
+async def test_abort_of_a_reservation(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request):
+        await decode.abort(request.seq_id)
+        assert (await decode.status()).leases == 0
+
+
+async def test_abort_of_a_send(prefill: HttpEngine, decode: HttpEngine) -> None:
+    request = request_of(prompt_of(1500))
+    async with decode.prep_recv(request) as space:
+        sending = asyncio.create_task(prefill.remote_send(request, space, 0))
+        await until(lambda status: status.sends == 1, prefill)
+        await prefill.abort(request.seq_id)
+        with pytest.raises(Exception, match=r".+"):
+            await sending
+        await settled(prefill)
+
+
+async def test_abort_of_a_generation(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(50), sampling={"max_tokens": 500, "ignore_eos": True})
+    outputs = []
+    async for item in decode.start_generate(request):
+        outputs.append(item)
+        if len(outputs) == 2:
+            await decode.abort(request.seq_id)
+    assert outputs[-1].finish_reason == "abort"
+
+
+async def test_abort_of_nothing_is_fine(decode: HttpEngine) -> None:
+    await decode.abort("nobody")
+
+
+@pytest.mark.parametrize("after", [0.0, 0.01, 0.05, 0.2, 0.6])
+async def test_disconnecting_gives_everything_back(prefill: HttpEngine, decode: HttpEngine, after: float) -> None:
+    """Cancelled wherever it is, the three-verb sequence leaves nothing behind (see `nothing_leaks`)."""
+    request = request_of(prompt_of(700), sampling={"max_tokens": 200, "ignore_eos": True})
+
+    async def serve() -> None:
+        async with decode.prep_recv(request) as space:
+            sent = await prefill.remote_send(request, space, 0, sample=True)
+            assert sent.first is not None
+            await generate(decode, request, sent.end, sent.first.token_ids)
+
+    task = asyncio.create_task(serve())
+    await asyncio.sleep(after)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_client_that_leaves_a_stream_ends_the_sequence(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(50), sampling={"max_tokens": 1000, "ignore_eos": True})
+    stream = decode.start_generate(request)
+    await anext(stream)
+    await stream.aclose()
+    await settled(decode)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------
+
+GOOD_PREP = {"prompt": [1, 2, 3], "seq_id": "bad-input"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "change", "field"),
+    [
+        ("prep_recv", {"prompt": []}, "prompt"),
+        ("prep_recv", {"prompt": ""}, "prompt"),
+        ("prep_recv", {"prompt": [10**9]}, "prompt"),
+        ("prep_recv", {"prompt": [-1]}, "prompt"),
+        ("prep_recv", {"prompt": 7}, "prompt"),
+        ("prep_recv", {"prompt": [1] * 100_000}, "prompt"),
+        ("prep_recv", {"end": 4}, "end"),
+        ("prep_recv", {"end": -4}, "end"),
+        ("prep_recv", {"end": -3}, "end"),
+        ("prep_recv", {"end": 0}, "end"),
+        ("prep_recv", {"end": "three"}, "end"),
+        ("prep_recv", {"ttl": -1}, "ttl"),
+        ("prep_recv", {"seq_id": ""}, "seq_id"),
+        ("prep_recv", {"seqid": "x"}, "seqid"),
+        ("start_generate", {"begin": -1}, "begin"),
+        ("start_generate", {"begin": 4}, "begin"),
+        ("start_generate", {"output": ["a"]}, "output"),
+        ("start_generate", {"sampling_params": {"temprature": 0}}, "sampling_params.temprature"),
+        ("start_generate", {"sampling_params": {"temperature": -1}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"temperature": "hot"}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"max_tokens": 0}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"n": 2}}, "sampling_params.n"),
+        ("start_generate", {"sampling_params": {"max_tokens": 2}, "output": [4, 5]}, "sampling_params.max_tokens"),
+        ("start_generate", {"sampling_params": {"structured_outputs": {"regex": "("}}}, None),
+        ("start_generate", {"stream": "yes"}, "stream"),
+        ("abort", {"prompt": [1]}, "prompt"),
+        ("release", {"lease": ""}, "lease"),
+        ("remote_send", {}, "kv_addr_info"),
+    ],
+)
+async def test_bad_input_names_the_field(decode: HttpEngine, verb: str, change: dict, field: str | None) -> None:
+    base = {} if verb in ("abort", "release") else GOOD_PREP
+    base = {"seq_id": "bad-input"} if verb == "abort" else base
+    base = {"begin": 0, **base} if verb == "remote_send" else base
+    status, answer = await post(decode, verb, {**base, **change})
+    assert 400 <= status < 500, answer
+    if field is not None:
+        assert answer["error"]["param"] == field
+        assert field.split(".")[0] in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}'])
+async def test_garbage_bodies(decode: HttpEngine, body: bytes) -> None:
+    for verb in ("prep_recv", "remote_send", "start_generate", "abort", "release"):
+        async with aiohttp.ClientSession() as session, session.post(f"{decode.url}/tercet/v1/{verb}", data=body) as r:
+            assert r.status == 400, await r.text()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"begin": 300}, "begin"),
+        ({"begin": 301}, "begin"),
+        ({"begin": -1}, "begin"),
+        ({"end": 301}, "end"),
+        ({"end": 100, "sample": True}, "sample"),
+        ({"recv_rank": 1}, "recv_rank"),
+        ({"recv_rank": -1}, "recv_rank"),
+        ({"prompt": [1] * 400, "end": 350}, "end"),
+    ],
+)
+async def test_bad_ranges_of_remote_send(prefill: HttpEngine, decode: HttpEngine, change: dict, field: str) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request) as space:
+        call = {"prompt": list(request.prompt), "kv_addr_info": msgspec.to_builtins(space.kv_addr_info),
+                "begin": 0, "seq_id": request.seq_id, **change}  # fmt: skip
+        status, answer = await post(prefill, "remote_send", call)
+    assert status == 400, answer
+    assert answer["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float16"}, {"block_size": 64}, {"num_layers": 31}, {"num_kv_heads": 8}, {"model": "other"},
+     {"tp_size": 3}, {"packing": "cpu-amx"}, {"head_size": 128}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+async def test_mismatch_names_the_difference(prefill: HttpEngine, decode: HttpEngine, change: dict) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request) as space:
+        info: KVAddrInfo = space.kv_addr_info
+        other = msgspec.structs.replace(info, layout=msgspec.structs.replace(info.layout, **change))
+        with pytest.raises(LayoutMismatch, match=next(iter(change))):
+            await prefill.remote_send(request, Reservation(other, 0), 0)
+
+
+async def test_seq_id_in_use_is_a_conflict(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(200))
+    async with decode.prep_recv(request):
+        with pytest.raises(Conflict):
+            await decode.prep_recv(request).__aenter__()
+
+
+async def test_another_prompt_than_was_reserved_is_refused(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(200))
+    async with decode.prep_recv(request):
+        other = msgspec.structs.replace(request, prompt=(7, *request.prompt[1:]))
+        with pytest.raises(BadRequest, match="position 0"):
+            await generate(decode, other)
+
+
+async def test_the_openapi_description_has_the_verbs(decode: HttpEngine) -> None:
+    async with aiohttp.ClientSession() as session, session.get(f"{decode.url}/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    for verb in ("prep_recv", "remote_send", "start_generate", "abort", "release"):
+        assert "requestBody" in paths[f"/tercet/v1/{verb}"]["post"]
+    assert "get" in paths["/tercet/v1/status"]
+
+
+# ---- helpers -------------------------------------------------------------------------------------------------
+
+
+async def post(engine: HttpEngine, verb: str, body: dict) -> tuple[int, dict]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{engine.url}/tercet/v1/{verb}", json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def release(engine: HttpEngine, lease: str) -> None:
+    status, answer = await post(engine, "release", {"lease": lease})
+    if status == 404:
+        raise UnknownSequence(answer["error"]["message"])
+    assert status == 200, answer
+
+
+async def until(holds: Any, engine: HttpEngine) -> None:
+    for _ in range(2000):
+        if holds(await engine.status()):
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("the engine did not get there")
+
+
