@@ -1,5 +1,5 @@
-# `make help` lists the targets. PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from.
-PYTHON ?= python3
+# `make help` lists the targets. The pins are for Python 3.11; PYTHON=... chooses the interpreter .venv is made from.
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.tercet-ready
@@ -21,7 +21,7 @@ setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
 $(READY): pyproject.toml requirements/cpu.txt
 	@rm -f $@
 	@echo "[1/4] virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; try make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; name one with make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
 	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt | sed -u '/already satisfied/d'
