@@ -1,5 +1,5 @@
 # `make help` lists the targets. The pins are for Python 3.11; PYTHON=... chooses the interpreter .venv is made from.
-PYTHON ?= $(shell command -v python3.11 || echo python3)
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.tercet-ready
