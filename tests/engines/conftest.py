@@ -1,4 +1,4 @@
-"""Two real vLLM engines and a front door, started once for all tests here, in float32 so that tokens can be compared."""
+"""Two real vLLM engines and a front door, started once for all tests here; float32, so that tokens compare."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def get_json(url: str) -> Any:
 class Fleet:
     """A running `tercet up`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     url: str
     log: Path
 
@@ -57,6 +57,7 @@ class Fleet:
         return next(engine["url"] for engine in get_json(f"{self.url}/tercet/v1/engines") if engine["role"] == role)
 
     def stop(self) -> None:
+        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(timeout=60)
@@ -91,7 +92,13 @@ def start_fleet(tmp: Path, *args: str) -> Fleet:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shared fleet: one prefill and one decode engine behind a front door."""
+    """The shared fleet: one prefill and one decode engine behind a front door.
+
+    While working on the tests, TERCET_TEST_FRONT_DOOR=URL takes one that runs already (float32, min_send=1).
+    """
+    if given := os.environ.get("TERCET_TEST_FRONT_DOOR"):
+        yield Fleet(None, given, Path(os.devnull))
+        return
     running = start_fleet(tmp_path_factory.mktemp("fleet"), "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
     yield running
     running.stop()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Any
 
 import pytest
 
 from tercet.client import HttpEngine
+from tercet.protocol import Request
 
 from .conftest import MAX_BATCHED, Fleet
 from .prompts import BLOCK, alone, complete, prompt_of, tokens_of
@@ -15,9 +17,7 @@ from .prompts import BLOCK, alone, complete, prompt_of, tokens_of
 TRACE = {"x-tercet-trace": "1"}
 
 
-@pytest.mark.parametrize(
-    "length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 17, 2 * MAX_BATCHED + 40]
-)
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 17, 2 * MAX_BATCHED + 40])
 async def test_same_tokens_as_one_engine(fleet: Fleet, nothing_leaks: None, length: int) -> None:
     prompt = prompt_of(length)
     expected = await alone(fleet.engine_url("prefill"), prompt)
@@ -90,7 +90,7 @@ async def test_first_token_counts_as_output(fleet: Fleet, nothing_leaks: None, s
 
 
 async def test_grammar_goes_on_after_the_first_token(fleet: Fleet, nothing_leaks: None) -> None:
-    fields = {"structured_outputs": {"regex": r"(yes|no), [0-9]{4}-[0-9]{2}"}, "max_tokens": 30}
+    fields: dict[str, Any] = {"structured_outputs": {"regex": r"(yes|no), [0-9]{4}-[0-9]{2}"}, "max_tokens": 30}
     prompt = prompt_of(150, seed=8)
     expected = await complete(fleet.engine_url("prefill"), prompt, cache_salt=uuid.uuid4().hex, **fields)
     answer = await complete(fleet.url, prompt, TRACE, cache_salt=uuid.uuid4().hex, **fields)
@@ -100,7 +100,7 @@ async def test_grammar_goes_on_after_the_first_token(fleet: Fleet, nothing_leaks
 
 async def test_logprobs_are_the_same(fleet: Fleet, nothing_leaks: None) -> None:
     prompt = prompt_of(140, seed=9)
-    fields = {"logprobs": 3, "max_tokens": 6}
+    fields: dict[str, Any] = {"logprobs": 3, "max_tokens": 6}
     expected = await complete(fleet.engine_url("prefill"), prompt, cache_salt=uuid.uuid4().hex, **fields)
     answer = await complete(fleet.url, prompt, cache_salt=uuid.uuid4().hex, **fields)
     got, want = (reply["choices"][0]["logprobs"] for reply in (answer, expected))
@@ -115,7 +115,5 @@ def _event(answer: dict, verb: str) -> dict:
     return {**defaults, **found}
 
 
-def _request(prompt: list[int], salt: str):  # noqa: ANN202
-    from tercet.protocol import Request
-
+def _request(prompt: list[int], salt: str) -> Request:
     return Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt), cache_salt=salt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -64,9 +65,7 @@ async def test_negative_end_counts_from_the_prompts_end(decode: HttpEngine) -> N
         assert (space.matched_len, space.end) == (0, 199)
 
 
-async def test_without_sampling_the_receiver_samples_the_first_token(
-    prefill: HttpEngine, decode: HttpEngine
-) -> None:
+async def test_without_sampling_the_receiver_samples_the_first_token(prefill: HttpEngine, decode: HttpEngine) -> None:
     prompt = prompt_of(300)
     request = request_of(prompt)
     async with decode.prep_recv(request, end=-1) as space:
@@ -105,7 +104,7 @@ async def test_received_kv_is_ordinary_prefix_cache(prefill: HttpEngine, decode:
 
 async def test_cached_kv_is_sent_without_a_forward_pass(prefill: HttpEngine, decode: HttpEngine) -> None:
     context, salt = prompt_of(2 * BLOCK), uuid.uuid4().hex
-    await generate(prefill, request_of(context + [5], cache_salt=salt))
+    await generate(prefill, request_of([*context, 5], cache_salt=salt))
     moved = request_of(context, cache_salt=salt)
     async with decode.prep_recv(moved) as space:
         sent = await prefill.remote_send(moved, space, 0)
@@ -209,14 +208,13 @@ async def test_lease_that_ends_during_the_push_stops_it(prefill: HttpEngine, dec
 async def test_no_space_is_said_and_takes_nothing(decode: HttpEngine) -> None:
     """Leases are capped to a share of the pool, since they cannot be preempted."""
     before = await settled(decode)
-    prompt, taken = prompt_of(2000), []
-    with pytest.raises(NoSpace):
-        for _ in range(before.total_blocks):
-            context = decode.prep_recv(request_of(prompt))
-            await context.__aenter__()
-            taken.append(context)
-    for context in taken:
-        await context.__aexit__(None, None, None)
+    needed = -(-2000 // BLOCK)
+    async with AsyncExitStack() as stack:
+        for _ in range(int(before.total_blocks * 0.8) // needed):
+            await stack.enter_async_context(decode.prep_recv(request_of(prompt_of(2000))))
+        full = decode.prep_recv(request_of(prompt_of(2000)))
+        with pytest.raises(NoSpace, match="max_lease_share"):
+            await full.__aenter__()
     assert (await settled(decode)).free_blocks == before.free_blocks
 
 
@@ -307,9 +305,9 @@ GOOD_PREP = {"prompt": [1, 2, 3], "seq_id": "bad-input"}
         ("start_generate", {"begin": 4}, "begin"),
         ("start_generate", {"output": ["a"]}, "output"),
         ("start_generate", {"sampling_params": {"temprature": 0}}, "sampling_params.temprature"),
-        ("start_generate", {"sampling_params": {"temperature": -1}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ("start_generate", {"sampling_params": {"temperature": "hot"}}, "sampling_params"),
-        ("start_generate", {"sampling_params": {"max_tokens": 0}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ("start_generate", {"sampling_params": {"n": 2}}, "sampling_params.n"),
         ("start_generate", {"sampling_params": {"max_tokens": 2}, "output": [4, 5]}, "sampling_params.max_tokens"),
         ("start_generate", {"sampling_params": {"structured_outputs": {"regex": "("}}}, None),
@@ -422,5 +420,3 @@ async def until(holds: Any, engine: HttpEngine) -> None:
             return
         await asyncio.sleep(0.005)
     pytest.fail("the engine did not get there")
-
-

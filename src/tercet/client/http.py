@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -34,8 +34,11 @@ from tercet.protocol.wire import (
 
 T = TypeVar("T")
 DATA = b"data: "
+JSON = {"content-type": "application/json"}
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
 SILENCE_SECONDS = 300.0
+# A verb that only books or frees waits for one engine step at most.
+QUICK = aiohttp.ClientTimeout(total=30.0)
 
 
 class HttpEngine:
@@ -77,7 +80,7 @@ class HttpEngine:
         return self._reservation(request, end)
 
     @asynccontextmanager
-    async def _reservation(self, request: Request, end: int | None) -> AsyncIterator[Reservation]:
+    async def _reservation(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
         call = PrepRecvCall(
             prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
         )  # fmt: skip
@@ -127,7 +130,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
-        return await self._post("remote_send", call, Sent)
+        return await self._post("remote_send", call, Sent, quick=False)
 
     async def start_generate(
         self, request: Request, begin: int = 0, output: Sequence[int] = ()
@@ -142,7 +145,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
-        async with self._call("start_generate", call) as response:
+        async with self._call("start_generate", call, self._timeout) as response:
             self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
             finished = False
             try:
@@ -163,21 +166,23 @@ class HttpEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         try:
-            async with self._client.get(f"{self._url}{PREFIX}/status") as response:
+            async with self._client.get(f"{self._url}{PREFIX}/status", timeout=QUICK) as response:
                 return await self._decode(response, EngineStatus)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
 
-    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T]) -> T:
-        async with self._call(verb, call) as response:
+    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], quick: bool = True) -> T:
+        async with self._call(verb, call, QUICK if quick else self._timeout) as response:
             return await self._decode(response, kind)
 
     @asynccontextmanager
-    async def _call(self, verb: str, call: msgspec.Struct) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _call(
+        self, verb: str, call: msgspec.Struct, timeout: aiohttp.ClientTimeout
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
         url = f"{self._url}{PREFIX}/{verb}"
         body = msgspec.json.encode(call)
         try:
-            response = await self._client.post(url, data=body, headers={"content-type": "application/json"})
+            response = await self._client.post(url, data=body, headers=JSON, timeout=timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +17,18 @@ Role = Literal["prefill", "decode", "both"]
 
 @dataclass
 class Member:
-    """One engine of the fleet. ``in_flight`` counts the sequences that this front door runs on it now."""
+    """One engine of the fleet.
+
+    ``in_flight`` counts the sequences that this front door runs on it now. ``reachable`` turns false when a call finds
+    no answer, and true again when somebody (the front door's watch) gets one.
+    """
 
     name: str
     url: str
     role: Role
     engine: Engine
     in_flight: int = 0
+    reachable: bool = True
 
     def can(self, role: Role) -> bool:
         """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
@@ -39,7 +44,7 @@ class Fleet:
     def __init__(self, members: Sequence[Member], trace: Trace | None = None) -> None:
         self._members = members
         self._turns: Counter[tuple[str, ...]] = Counter()
-        self._trace = trace
+        self._trace = trace or Trace()
 
     @property
     def members(self) -> Sequence[Member]:
@@ -53,17 +58,17 @@ class Fleet:
         return view
 
     @contextmanager
-    def pick(self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None) -> Iterator[Engine]:
+    def pick(self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None) -> Generator[Engine]:
         """An engine that may serve in ``role`` (``both`` means any), chosen by a picker; counted while entered.
 
-        ``other_than`` is left out when there is another one. Raises
+        Engines that do not answer are left out while others do, and so is ``other_than``. Raises
         :class:`~tercet.protocol.EngineUnreachable` if no engine has the role, and
         :class:`~tercet.protocol.BadRequest` for an unknown picker.
         """
         member = self._choose(role, by, other_than.name if other_than is not None else None)
         member.in_flight += 1
         try:
-            yield member.engine if self._trace is None else TracedEngine(member.engine, self._trace)
+            yield TracedEngine(member.engine, self._trace, lambda: setattr(member, "reachable", False))
         finally:
             member.in_flight -= 1
 
@@ -72,7 +77,8 @@ class Fleet:
         if picker is None:
             raise BadRequest(f"pick: there is no picker {by!r}; choose one of {', '.join(sorted(PICKERS))}", "pick")
         able = [member for member in self._members if member.can(role)]
-        candidates = [member for member in able if member.name != without] or able
+        alive = [member for member in able if member.reachable] or able
+        candidates = [member for member in alive if member.name != without] or alive
         if not candidates:
             raise EngineUnreachable(f"no engine of this fleet has the role {role}")
         key = tuple(member.name for member in candidates)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
 import msgspec
 
-from tercet.protocol import Engine, EngineStatus, Output, Request, Reservation, Sent
+from tercet.protocol import Engine, EngineStatus, EngineUnreachable, Output, Request, Reservation, Sent
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
@@ -40,11 +40,20 @@ class Trace(msgspec.Struct):
 
 
 class TracedEngine:
-    """An engine that notes in ``trace`` what it is asked to do."""
+    """An engine that notes in ``trace`` what it is asked to do, and tells when it cannot be reached."""
 
-    def __init__(self, engine: Engine, trace: Trace) -> None:
+    def __init__(self, engine: Engine, trace: Trace, on_unreachable: Callable[[], None]) -> None:
         self._engine = engine
         self._trace = trace
+        self._on_unreachable = on_unreachable
+
+    @contextmanager
+    def _watched(self) -> Generator[None]:
+        try:
+            yield
+        except EngineUnreachable:
+            self._on_unreachable()
+            raise
 
     @property
     def name(self) -> str:
@@ -56,13 +65,13 @@ class TracedEngine:
         return self._prep_recv(request, end)
 
     @asynccontextmanager
-    async def _prep_recv(self, request: Request, end: int | None) -> AsyncIterator[Reservation]:
+    async def _prep_recv(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
         started = time.monotonic()
-        async with self._engine.prep_recv(request, end) as reservation:
-            self._note(
-                TraceEvent("prep_recv", self.name, begin=0, end=reservation.end, cached=reservation.matched_len),
-                started,
-            )
+        async with AsyncExitStack() as stack:
+            with self._watched():
+                reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
+            event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
+            self._note(event, started)
             yield reservation
 
     async def remote_send(
@@ -70,7 +79,8 @@ class TracedEngine:
     ) -> Sent:
         """See :meth:`tercet.protocol.Engine.remote_send`."""
         started = time.monotonic()
-        sent = await self._engine.remote_send(request, to, begin, end, sample)
+        with self._watched():
+            sent = await self._engine.remote_send(request, to, begin, end, sample)
         event = TraceEvent(
             "remote_send",
             self.name,
@@ -90,14 +100,15 @@ class TracedEngine:
     ) -> AsyncGenerator[Output, None]:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
         started = time.monotonic()
-        stream = self._engine.start_generate(request, begin, output)
-        try:
-            async for item in stream:
+        async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
+            while True:
+                with self._watched():
+                    item = await anext(stream, None)
+                if item is None:
+                    return
                 if item.usage is not None:
                     self._note_start(request, begin, len(output), item, started)
                 yield item
-        finally:
-            await stream.aclose()
 
     def _note_start(self, request: Request, begin: int, num_output: int, item: Output, started: float) -> None:
         usage = item.usage

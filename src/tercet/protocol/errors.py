@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 
 class TercetError(Exception):
@@ -107,9 +107,10 @@ _BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetErr
 
 def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
     """Rebuild the error that :meth:`TercetError.to_wire` wrote; unknown bodies become an :class:`EngineError`."""
-    detail: Any = body.get("error")
-    if not isinstance(detail, Mapping):
+    found: Any = body.get("error")
+    if not isinstance(found, Mapping):
         return EngineError(f"HTTP {status}: {dict(body)!r}")
+    detail = cast("Mapping[str, Any]", found)
     message = str(detail.get("message") or f"HTTP {status}")
     param = detail.get("param")
     cls = _BY_CODE.get(str(detail.get("code")))

@@ -87,7 +87,7 @@ class ReleaseCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer: tokens ``[0, valid_end)`` of the reserved prompt are in the prefix cache, as far as whole blocks go."""
+    """Its answer: the whole blocks among tokens ``[0, valid_end)`` of the reserved prompt are prefix cache now."""
 
     valid_end: int
 

@@ -26,7 +26,13 @@ async def engines(request: Request) -> Response:
     """Every engine: name, url, role, and the sequences that this front door runs on it."""
     return _json(
         [
-            {"name": member.name, "url": member.url, "role": member.role, "in_flight": member.in_flight}
+            {
+                "name": member.name,
+                "url": member.url,
+                "role": member.role,
+                "reachable": member.reachable,
+                "in_flight": member.in_flight,
+            }
             for member in _service(request).fleet.members
         ]
     )

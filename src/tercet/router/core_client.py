@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -107,7 +107,7 @@ class ProgramClient(EngineCoreClient):
                     first = False
 
     @contextmanager
-    def _errors_reach_the_client(self, seq_id: str) -> Iterator[None]:
+    def _errors_reach_the_client(self, seq_id: str) -> Generator[None]:
         try:
             yield
         except TercetError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -30,7 +30,7 @@ class Metrics:
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
 
     @contextmanager
-    def sequence(self) -> Iterator[None]:
+    def sequence(self) -> Generator[None]:
         """One sequence under way."""
         self._running.inc()
         try:

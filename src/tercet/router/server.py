@@ -10,12 +10,12 @@ import argparse
 import asyncio
 import logging
 import signal
-from contextlib import AsyncExitStack
-from typing import Any
+from contextlib import AsyncExitStack, suppress
+from typing import Any, cast
 
 from tercet.client import HttpEngine
 from tercet.fleet import Fleet, Member
-from tercet.protocol import EngineStatus, EngineUnreachable
+from tercet.protocol import EngineStatus, EngineUnreachable, TercetError
 from tercet.router import admin
 from tercet.router.config import RouterConfig
 from tercet.router.context import ContextMiddleware
@@ -42,7 +42,11 @@ async def _serve(config: RouterConfig) -> None:
         service = Service(Fleet(members), config.program, config.program_args, Metrics())
         statuses = await asyncio.gather(*(_when_ready(member) for member in members))
         shortest = min(status.max_model_len for status in statuses)
-        await _serve_openai(config, service, shortest)
+        watch = asyncio.create_task(_watch(members))
+        try:
+            await _serve_openai(config, service, shortest)
+        finally:
+            watch.cancel()
 
 
 def _interrupt(*_: object) -> None:
@@ -64,6 +68,17 @@ async def _when_ready(member: Member) -> EngineStatus:
             if asyncio.get_running_loop().time() > deadline:
                 raise
             await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+
+async def _watch(members: list[Member]) -> None:
+    """Ask engines that did not answer whether they do again."""
+    while True:
+        await asyncio.sleep(ASK_AGAIN_SECONDS)
+        for member in members:
+            if not member.reachable:
+                with suppress(TercetError):
+                    await member.engine.status()
+                    member.reachable = True
 
 
 async def _serve_openai(config: RouterConfig, service: Service, max_model_len: int) -> None:
@@ -100,7 +115,7 @@ def _vllm_args(config: RouterConfig, max_model_len: int) -> argparse.Namespace:
         "--middleware", f"{ContextMiddleware.__module__}.{ContextMiddleware.__qualname__}",
         "--disable-uvicorn-access-log", *config.vllm_args,
     ]  # fmt: skip
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
     validate_parsed_serve_args(args)
     return args
 
@@ -111,6 +126,7 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
 
     from tercet.router.core_client import ProgramClient
 
@@ -128,7 +144,9 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     original = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
     try:
-        engine_client = AsyncLLM(config, executor_class=None, log_stats=not args.disable_log_stats, log_requests=False)
+        engine_client = AsyncLLM(
+            config, executor_class=Executor, log_stats=not args.disable_log_stats, log_requests=False
+        )  # fmt: skip
     finally:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.report_errors_to(engine_client.output_processor)

@@ -20,6 +20,7 @@ from tercet.vllm_plugin.messages import SendParams
 from tercet.vllm_plugin.reservations import FILLER_TOKEN
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request as VLLMRequest
 
@@ -38,12 +39,20 @@ def _answers(method: Callable[P, Any]) -> Callable[P, list[Any]]:
     return answer
 
 
+def _scheduler(core: EngineCore) -> Scheduler:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not isinstance(core.scheduler, Scheduler):
+        raise EngineError(f"the scheduler {type(core.scheduler).__name__} is not vLLM's own; Tercet needs that one")
+    return core.scheduler
+
+
 def _connector(core: EngineCore) -> TercetConnector:
     connector = core.scheduler.get_kv_connector()
     if not isinstance(connector, TercetConnector):
         raise EngineError("this engine runs without TercetConnector: start it with the documented --kv-transfer-config")
     if connector.reservations is None:
-        connector.attach(core.scheduler)
+        connector.attach(_scheduler(core))
     return connector
 
 
@@ -55,7 +64,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
         "transports": connector.transports,
         "layout": msgspec.to_builtins(connector.layout),
         "lease_ttl": connector.config.lease_ttl,
-        "total_blocks": core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        "total_blocks": _scheduler(core).kv_cache_manager.block_pool.num_gpu_blocks - 1,
     }
 
 
@@ -97,7 +106,7 @@ def tercet_end_send(core: EngineCore, send_id: str) -> int:
 def tercet_status(core: EngineCore) -> dict[str, Any]:
     """Load and holdings of this engine."""
     connector = _connector(core)
-    pool = core.scheduler.kv_cache_manager.block_pool
+    pool = _scheduler(core).kv_cache_manager.block_pool
     running, waiting = core.scheduler.get_request_counts()
     return {
         "total_blocks": pool.num_gpu_blocks - 1,

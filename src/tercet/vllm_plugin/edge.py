@@ -319,10 +319,13 @@ class _Busy:
         self._busy, self._key, self._task = busy, key, task
 
     def __enter__(self) -> None:
-        self._busy[self._key] = self._task.cancel
+        self._busy[self._key] = self._cancel
 
     def __exit__(self, *_: object) -> None:
         del self._busy[self._key]
+        self._cancel()
+
+    def _cancel(self) -> None:
         self._task.cancel()
 
 

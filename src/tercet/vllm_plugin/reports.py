@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -79,7 +79,7 @@ class Inbox:
         self._task = asyncio.get_running_loop().create_task(self._receive())
 
     @contextmanager
-    def sending(self) -> Iterator[SendInFlight]:
+    def sending(self) -> Generator[SendInFlight]:
         """A new send to wait for; forgotten on exit."""
         sending = SendInFlight(uuid.uuid4().hex, self._ranks)
         self._sends[sending.send_id] = sending

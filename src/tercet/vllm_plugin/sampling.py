@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from tercet.protocol import BadRequest
@@ -37,8 +38,14 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
             output_kind=RequestOutputKind.DELTA,
             extra_args={"kv_transfer_params": dict(kv_transfer_params)},
         )
+    except VLLMValidationError as error:
+        raise BadRequest(f"sampling_params: {error}", _field(error.parameter)) from error
     except (TypeError, ValueError) as error:
         raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
+
+
+def _field(parameter: str | None) -> str:
+    return "sampling_params" if parameter is None else f"sampling_params.{parameter}"
 
 
 def _check_max_tokens(fields: Mapping[str, Any], done: int) -> None:

@@ -1,0 +1,67 @@
+"""The transport as the plugin sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tercet.protocol import TercetError
+from tercet.transport.grants import Grant
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """A send that is in place at the receiver: KV bytes, and the pieces that they were written in."""
+
+    bytes: int
+    pieces: int
+
+
+OnDone = Callable[[SendReport | TercetError], None]
+OnFinished = Callable[[str, int], None]
+
+
+class KVTransport(Protocol):
+    """One rank's transport, both ways.
+
+    Calls come from several threads; none of them waits for the network, except :meth:`cancel`, and that for a bounded
+    time.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where peers connect."""
+        ...
+
+    def grant(self, grant: Grant) -> None:
+        """Let a peer write under a lease."""
+        ...
+
+    def revoke(self, lease: str) -> int:
+        """End a lease; once this returns no byte is written under it. Returns the end of its valid KV (tokens)."""
+        ...
+
+    def open(self, send_id: str, address: str, lease: str, on_done: OnDone) -> None:
+        """Begin a send to the peer at ``address``. ``on_done`` is called exactly once, from another thread."""
+        ...
+
+    def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:
+        """Queue ``blocks`` of one layer for the receiver's slots from ``slot`` on; the KV must stay as it is."""
+        ...
+
+    def finish(self, send_id: str, begin: int, end: int) -> None:
+        """Queue the claim that the KV of tokens ``[begin, end)`` is complete."""
+        ...
+
+    def cancel(self, send_id: str) -> None:
+        """End a send; once this returns its KV is not read any more. Unknown ids are fine."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Totals since the start."""
+        ...
+
+    def close(self) -> None:
+        """Stop every thread and connection."""
+        ...

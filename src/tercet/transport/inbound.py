@@ -1,0 +1,135 @@
+"""What a connection's sender may say, and what is answered: the receiver's state machine, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tercet.protocol import TercetError
+from tercet.transport.frames import (
+    HEADER_BYTES,
+    MAX_PIECE_BYTES,
+    MAX_TEXT_BYTES,
+    Header,
+    Kind,
+    ProtocolViolation,
+    ack,
+    refused,
+    unpack,
+)
+from tercet.transport.grants import GrantTable
+from tercet.transport.memory import KVMemory
+
+
+@dataclass
+class InboundCounters:
+    """What arrived, over all connections of a receiver."""
+
+    bytes_received: int = 0
+    pieces_received: int = 0
+    pieces_refused: int = 0
+
+
+class Inbound:
+    """One accepted connection.
+
+    Feed it exactly :attr:`wanted` bytes at a time; it says what to answer. A lease that has ended is answered once
+    per send, and the rest of that send is skipped, so that other sends of the connection go on.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        grants: GrantTable,
+        fingerprint: str,
+        counters: InboundCounters,
+        on_finished: Callable[[str, int], None],
+    ) -> None:
+        self._memory = memory
+        self._grants = grants
+        self._fingerprint = fingerprint
+        self._counters = counters
+        self._on_finished = on_finished
+        self._greeted = False
+        self._header: Header | None = None
+        self._refused: set[int] = set()
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes to feed next."""
+        return HEADER_BYTES if self._header is None else self._header.nbytes
+
+    def feed(self, data: memoryview) -> bytes:
+        """Take the next :attr:`wanted` bytes; returns what to send back, often nothing.
+
+        Raises :class:`~tercet.transport.frames.ProtocolViolation` when the connection must be closed.
+        """
+        if self._header is None:
+            header = unpack(data)
+            self._check(header)
+            if header.nbytes:
+                self._header = header
+                return b""
+            return self._take(header, memoryview(b""))
+        header, self._header = self._header, None
+        return self._take(header, data)
+
+    def _check(self, header: Header) -> None:
+        if (header.kind is Kind.HELLO) == self._greeted:
+            raise ProtocolViolation("the first frame, and no other, must be HELLO")
+        match header.kind:
+            case Kind.HELLO:
+                fits = 0 < header.nbytes <= MAX_TEXT_BYTES
+            case Kind.PIECE:
+                fits = 0 < header.nbytes <= max(MAX_PIECE_BYTES, self._memory.block_bytes)
+                fits = fits and header.nbytes == (header.end - header.begin) * self._memory.block_bytes
+            case Kind.FIN:
+                fits = header.nbytes == 0
+            case _:
+                raise ProtocolViolation(f"a sender does not say {header.kind.name}")
+        if not fits:
+            raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
+
+    def _take(self, header: Header, body: memoryview) -> bytes:
+        match header.kind:
+            case Kind.HELLO:
+                return self._greet(body)
+            case Kind.PIECE:
+                return self._unless_refused(header, lambda: self._write(header, body))
+            case _:
+                return self._unless_refused(header, lambda: self._finish(header))
+
+    def _greet(self, body: memoryview) -> bytes:
+        if bytes(body).decode(errors="replace") != self._fingerprint:
+            raise ProtocolViolation("layout: the sender's KV layout is another one")
+        self._greeted = True
+        return b""
+
+    def _unless_refused(self, header: Header, act: Callable[[], bytes]) -> bytes:
+        if header.send in self._refused:
+            self._counters.pieces_refused += header.kind is Kind.PIECE
+            return b""
+        try:
+            return act()
+        except TercetError as error:
+            self._refused.add(header.send)
+            self._counters.pieces_refused += header.kind is Kind.PIECE
+            return refused(header.send, error.message)
+
+    def _write(self, header: Header, body: memoryview) -> bytes:
+        def copy(runs: Sequence[tuple[int, int]]) -> None:
+            offset = 0
+            for first_block, count in runs:
+                size = count * self._memory.block_bytes
+                self._memory.write(header.layer, first_block, body[offset : offset + size])
+                offset += size
+
+        self._grants.write(header.lease, header.layer, header.begin, header.end, copy)
+        self._counters.bytes_received += header.nbytes
+        self._counters.pieces_received += 1
+        return b""
+
+    def _finish(self, header: Header) -> bytes:
+        valid_end = self._grants.finish(header.lease, header.begin, header.end)
+        self._on_finished(header.lease, valid_end)
+        return ack(header.send)

@@ -1,0 +1,96 @@
+"""An engine in memory, which keeps count of what is taken from it, and can be told to fail or to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from tercet.protocol import EngineStatus, KVAddrInfo, KVLayout, Output, Request, Reservation, Sent, TercetError, Usage
+
+LAYOUT = KVLayout("m", "float32", 2, 1, 8, 16, 1024, 1, "test")
+BLOCK = LAYOUT.block_size
+
+
+class FakeEngine:
+    """Generates `prompt[-1] + 1, + 2, ...` so that a token tells which position it is for."""
+
+    def __init__(self, name: str, matched: int = 0) -> None:
+        self._name = name
+        self.matched = matched
+        self.calls: list[tuple] = []
+        self.leases: set[str] = set()
+        self.running = 0
+        self.failures: dict[str, TercetError] = {}
+        self.pause = asyncio.Event()
+        self.pause.set()
+        self.fail_after: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        return self._prep_recv(request, end)
+
+    @asynccontextmanager
+    async def _prep_recv(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+        await self._enter("prep_recv", end)
+        resolved = request.num_tokens if end is None else end
+        lease = uuid.uuid4().hex
+        matched = min(self.matched, resolved // BLOCK * BLOCK)
+        self.leases.add(lease)
+        try:
+            info = KVAddrInfo(lease, self.name, matched, resolved, "fake", (), LAYOUT)
+            yield Reservation(info, matched)
+        finally:
+            self.leases.discard(lease)
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        self.running += 1
+        try:
+            await self._enter("remote_send", begin, end, sample)
+        finally:
+            self.running -= 1
+        stop = to.end if end is None else end
+        wanted = request.sampling_params.get("max_tokens", 3)
+        finish = "length" if wanted == 1 else None
+        first = Output((request.prompt[-1] + 1,), finish) if sample else None
+        return Sent(begin, stop, (stop - begin) * 8, 1, 0.0, Usage(computed=stop), first)
+
+    async def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        self.running += 1
+        try:
+            await self._enter("start_generate", begin, tuple(output))
+            wanted = request.sampling_params.get("max_tokens", 3)
+            for position in range(len(output), wanted):
+                await self.pause.wait()
+                if self.fail_after is not None and position >= self.fail_after:
+                    raise self.failures["stream"]
+                last = position == wanted - 1
+                usage = Usage(computed=1) if position == len(output) else None
+                yield Output((request.prompt[-1] + 1 + position,), "length" if last else None, usage=usage)
+        finally:
+            self.running -= 1
+
+    async def abort(self, seq_id: str) -> None:
+        self.calls.append(("abort", seq_id))
+
+    async def status(self) -> EngineStatus:
+        raise NotImplementedError
+
+    async def _enter(self, verb: str, *args: object) -> None:
+        self.calls.append((verb, *args))
+        await self.pause.wait()
+        await asyncio.sleep(0)
+        if verb in self.failures:
+            raise self.failures[verb]
+
+    @property
+    def verbs(self) -> list[str]:
+        return [call[0] for call in self.calls]

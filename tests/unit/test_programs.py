@@ -1,0 +1,201 @@
+"""Programs over fake engines: which verbs they call, and that they give back what they took wherever they stop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from tercet.fleet import Fleet, Member, Trace
+from tercet.programs import BUILT_IN, Program, load_program
+from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TransferFailed
+
+from .fakes import FakeEngine
+
+
+Pair = tuple[FakeEngine, FakeEngine, Fleet]
+
+
+def fleet_of(*engines: tuple[FakeEngine, str]) -> Fleet:
+    return Fleet([Member(engine.name, "", role, engine) for engine, role in engines])  # type: ignore[arg-type]
+
+
+def request_of(length: int = 100, **sampling: int) -> Request:
+    return Request(seq_id="s", prompt=tuple(range(length)), sampling_params=sampling)
+
+
+async def tokens(program: Program, request: Request, fleet: Fleet) -> list[int]:
+    return [token async for output in program(request, fleet) for token in output.token_ids]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    prefill, decode = FakeEngine("p"), FakeEngine("d")
+    return prefill, decode, fleet_of((prefill, "prefill"), (decode, "decode"))
+
+
+async def test_disaggregated_calls_the_three_verbs(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    assert await tokens(load_program("disaggregated"), request_of(), fleet) == [100, 101, 102]
+    assert prefill.calls == [("remote_send", 0, None, True)]
+    assert decode.calls == [("prep_recv", None), ("start_generate", 100, (100,))]
+
+
+async def test_disaggregated_sends_only_what_is_missing(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    decode.matched = 48
+    await tokens(load_program("disaggregated"), request_of(), fleet)
+    assert prefill.calls == [("remote_send", 48, None, True)]
+
+
+async def test_disaggregated_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    decode.matched = 96
+    assert await tokens(load_program("disaggregated"), request_of(), fleet) == [100, 101, 102]
+    assert prefill.calls == []
+    assert decode.calls == [("prep_recv", None), ("start_generate", 96, ())]
+
+
+async def test_disaggregated_ends_with_the_first_token(pair: Pair) -> None:
+    _, decode, fleet = pair
+    assert await tokens(load_program("disaggregated"), request_of(max_tokens=1), fleet) == [100]
+    assert decode.verbs == ["prep_recv"]
+
+
+async def test_data_parallel_takes_turns() -> None:
+    engines = [FakeEngine(name) for name in "abc"]
+    fleet = fleet_of(*((engine, "both") for engine in engines))
+    for _ in range(6):
+        await tokens(load_program("data_parallel"), request_of(), fleet)
+    assert [engine.verbs for engine in engines] == [["start_generate"] * 2] * 3
+
+
+async def test_least_loaded_avoids_the_busy_engine() -> None:
+    busy, idle = FakeEngine("busy"), FakeEngine("idle")
+    fleet = fleet_of((busy, "both"), (idle, "both"))
+    fleet.members[0].in_flight = 1
+    await tokens(load_program("data_parallel", {"pick": "least_loaded"}), request_of(), fleet)
+    assert (busy.verbs, idle.verbs) == ([], ["start_generate"])
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_program_is_at_most_25_lines(name: str) -> None:
+    assert len(inspect.getsource(BUILT_IN[name]).splitlines()) <= 25
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("steps", range(12))
+async def test_cancelled_at_every_await_nothing_stays_taken(pair: Pair, name: str, steps: int) -> None:
+    prefill, decode, fleet = pair
+
+    async def serve() -> None:
+        async with aclosing(load_program(name)(request_of(), fleet)) as outputs:  # type: ignore[type-var]
+            async for _ in outputs:
+                await asyncio.sleep(0)
+
+    task = asyncio.create_task(serve())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert not decode.leases
+    assert (prefill.running, decode.running) == (0, 0)
+    assert [member.in_flight for member in fleet.members] == [0, 0]
+
+
+@pytest.mark.parametrize(("engine", "verb"), [("d", "prep_recv"), ("p", "remote_send"), ("d", "start_generate")])
+@pytest.mark.parametrize("error", [NoSpace("full"), TransferFailed("lost"), EngineUnreachable("gone")])
+async def test_a_failing_verb_leaves_nothing_taken(pair: Pair, engine: str, verb: str, error: Exception) -> None:
+    prefill, decode, fleet = pair
+    (prefill if engine == "p" else decode).failures[verb] = error  # type: ignore[assignment]
+    with pytest.raises(type(error)):
+        await tokens(load_program("disaggregated"), request_of(), fleet)
+    assert not decode.leases
+    assert [member.in_flight for member in fleet.members] == [0, 0]
+
+
+# ---- fleet ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_does_not_answer_is_left_out_while_others_do() -> None:
+    gone, there = FakeEngine("gone"), FakeEngine("there")
+    fleet = fleet_of((gone, "both"), (there, "both"))
+    gone.failures["start_generate"] = EngineUnreachable("gone")
+    with pytest.raises(EngineUnreachable):
+        await tokens(load_program("data_parallel"), request_of(), fleet)
+    assert [member.reachable for member in fleet.members] == [False, True]
+    for _ in range(3):
+        await tokens(load_program("data_parallel"), request_of(), fleet)
+    assert there.verbs == ["start_generate"] * 3
+
+
+async def test_no_engine_with_the_role_is_said(pair: Pair) -> None:
+    prefill, *_ = pair
+    with pytest.raises(EngineUnreachable, match="role decode"):
+        await tokens(load_program("disaggregated"), request_of(), fleet_of((prefill, "prefill")))
+
+
+async def test_two_engines_for_both_roles_share_the_work() -> None:
+    one, two = FakeEngine("one"), FakeEngine("two")
+    await tokens(load_program("disaggregated"), request_of(), fleet_of((one, "both"), (two, "both")))
+    assert sorted([one.verbs, two.verbs]) == [["prep_recv", "start_generate"], ["remote_send"]]
+
+
+async def test_the_trace_says_what_happened(pair: Pair) -> None:
+    _, decode, fleet = pair
+    decode.matched = 16
+    trace = Trace()
+    await tokens(load_program("disaggregated"), request_of(), fleet.traced(trace))
+    assert [event.verb for event in trace.events] == ["prep_recv", "remote_send", "start_generate"]
+    prep, send, start = trace.events
+    assert (prep.engine, prep.cached, prep.end) == ("d", 16, 100)
+    assert (send.engine, send.begin, send.end, send.bytes, send.to) == ("p", 16, 100, 84 * 8, "d")
+    assert (start.begin, start.end) == (100, 101)
+
+
+# ---- loading -------------------------------------------------------------------------------------------------
+
+OWN = """
+from tercet.protocol import Output
+
+async def shout(request, fleet, *, times: int = 1):
+    for _ in range(times):
+        yield Output((42,))
+    yield Output((43,), "stop")
+
+def not_a_program(request, fleet):
+    return None
+"""
+
+
+async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    program = load_program(f"{file}:shout", {"times": "2"})
+    assert await tokens(program, request_of(), pair[2]) == [42, 42, 43]
+    assert isinstance(await anext(program(request_of(), pair[2])), Output)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("nonsense", {}, "there is no 'nonsense'"),
+        ("{file}:nothing", {}, "has no function nothing"),
+        ("{file}:not_a_program", {}, "not an async generator"),
+        ("{missing}:shout", {}, "there is no file"),
+        ("{broken}:shout", {}, "failed to load: SyntaxError"),
+        ("{file}:shout", {"loud": "1"}, "no parameter 'loud'"),
+        ("{file}:shout", {"times": "many"}, "times=many"),
+        ("data_parallel", {"min_send": "1"}, "no parameter 'min_send'"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, name: str, args: dict[str, str], says: str) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("def (")
+    name = name.format(file=tmp_path / "mine.py", missing=tmp_path / "no.py", broken=tmp_path / "broken.py")
+    with pytest.raises(BadRequest, match=says) as raised:
+        load_program(name, args)
+    assert raised.value.param == "program"

@@ -1,0 +1,90 @@
+"""Ranges, errors and the wire format."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.protocol import BadRequest, EngineError, LayoutMismatch, NoSpace, TercetError, from_wire, resolve_range
+from tercet.protocol.ranges import resolve_end
+from tercet.protocol.wire import PrepRecvCall, StartGenerateCall, decode_call
+
+from .fakes import LAYOUT
+
+
+@given(length=st.integers(1, 1000), end=st.none() | st.integers(-1100, 1100))
+def test_end_is_a_slice_end_or_refused(length: int, end: int | None) -> None:
+    expected = length if end is None else (end if end >= 0 else length + end)
+    if 0 <= expected <= length:
+        assert resolve_end(length, end) == expected == len(range(length)[:end])
+    else:
+        with pytest.raises(BadRequest) as raised:
+            resolve_end(length, end)
+        assert raised.value.param == "end"
+
+
+@given(length=st.integers(1, 100), begin=st.integers(-10, 110), end=st.none() | st.integers(-110, 110))
+def test_a_resolved_range_is_inside_and_not_empty(length: int, begin: int, end: int | None) -> None:
+    resolved = None
+    with contextlib.suppress(BadRequest):
+        resolved = resolve_range(length, begin, end)
+    if resolved is not None:
+        assert 0 <= resolved[0] < resolved[1] <= length
+    else:
+        assert begin < 0 or not range(length)[begin:end] or (end or 0) > length
+
+
+@pytest.mark.parametrize("cls", TercetError.__subclasses__())
+def test_errors_cross_the_wire(cls: type[TercetError]) -> None:
+    error = cls("what to do", "field")
+    back = from_wire(error.status, msgspec.json.decode(msgspec.json.encode(error.to_wire())))
+    assert type(back) is cls
+    assert (back.message, back.param) == ("what to do", "field")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "cls"),
+    [
+        (500, {}, EngineError),
+        (502, {"error": "text"}, EngineError),
+        (404, {"error": {"message": "m", "code": "from_elsewhere"}}, BadRequest),
+        (503, {"error": {"code": "no_space"}}, NoSpace),
+    ],
+)
+def test_errors_of_others_become_ours(status: int, body: dict, cls: type[TercetError]) -> None:
+    assert type(from_wire(status, body)) is cls
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_bad_request(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        decode_call(body, PrepRecvCall)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"seq_id": "a"}', "prompt"),
+        (b'{"prompt": [1], "seq_id": "a", "extra": 1}', "extra"),
+        (b'{"prompt": [1], "seq_id": 5}', "seq_id"),
+        (b'{"prompt": [1], "seq_id": "a", "begin": "x"}', "begin"),
+        (b'{"prompt": [1], "seq_id": "a", "output": [1, "x"]}', "output"),
+    ],
+)
+def test_the_field_is_named(body: bytes, field: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        decode_call(body, StartGenerateCall)
+    assert raised.value.param == field
+
+
+@pytest.mark.parametrize("field", LAYOUT.__struct_fields__)
+def test_a_mismatch_names_what_differs(field: str) -> None:
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    with pytest.raises(LayoutMismatch, match=field):
+        LAYOUT.require_same(other, "the other")
+    LAYOUT.require_same(LAYOUT, "itself")
