@@ -15,7 +15,6 @@ from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Requ
 
 from .fakes import FakeEngine
 
-
 Pair = tuple[FakeEngine, FakeEngine, Fleet]
 
 

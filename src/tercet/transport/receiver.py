@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Collection
 
 from tercet.transport.base import OnFinished
 from tercet.transport.frames import HEADER_BYTES, MAX_PIECE_BYTES, MAX_TEXT_BYTES, ProtocolViolation, refused
 from tercet.transport.grants import GrantTable
 from tercet.transport.inbound import Inbound, InboundCounters
 from tercet.transport.memory import KVMemory
+from tercet.transport.threads import start_thread
 
 logger = logging.getLogger(__name__)
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
@@ -20,8 +22,16 @@ class TcpReceiver:
     """Listens at ``host:port`` (0: any free one) and writes what arrives into ``memory``, as ``grants`` allow."""
 
     def __init__(
-        self, memory: KVMemory, grants: GrantTable, fingerprint: str, host: str, port: int, on_finished: OnFinished
+        self,
+        memory: KVMemory,
+        grants: GrantTable,
+        fingerprint: str,
+        host: str,
+        port: int,
+        on_finished: OnFinished,
+        cpus: Collection[int] | None = None,
     ) -> None:
+        self._cpus = cpus
         self._memory = memory
         self._grants = grants
         self._fingerprint = fingerprint
@@ -31,8 +41,7 @@ class TcpReceiver:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._accept, name="tercet-accept", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("tercet-accept", self._accept, cpus=cpus)
 
     @property
     def address(self) -> str:
@@ -51,13 +60,12 @@ class TcpReceiver:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(connection,), name="tercet-receive", daemon=True)
             with self._lock:
                 if self._closed:
                     connection.close()
                     return
-                self._connections[connection] = thread
-            thread.start()
+                # Under the lock, so that the thread's own removal comes after this entry.
+                self._connections[connection] = start_thread("tercet-receive", self._serve, connection, cpus=self._cpus)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

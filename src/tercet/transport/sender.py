@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tercet.protocol import TercetError, TransferFailed
@@ -18,6 +18,7 @@ from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import HEADER_BYTES, MAX_PIECE_BYTES, Header, Kind, ProtocolViolation, hello, unpack
 from tercet.transport.memory import KVMemory, runs
 from tercet.transport.receiver import SOCKET_BUFFER_BYTES, shut
+from tercet.transport.threads import start_thread
 
 CONNECT_SECONDS = 5.0
 # How long a cancel waits for the piece being written before it gives up the connection.
@@ -78,7 +79,9 @@ class Peer:
         timeout: float,
         counters: OutboundCounters,
         on_dead: Callable[[Peer], None],
+        cpus: Collection[int] | None,
     ) -> None:
+        self._cpus = cpus
         self.address = address
         self._memory = memory
         self._hello = hello(fingerprint)
@@ -90,8 +93,7 @@ class Peer:
         self._numbers = 0
         self._socket: socket.socket | None = None
         self._reader: threading.Thread | None = None
-        self._writer = threading.Thread(target=self._write_all, name="tercet-send", daemon=True)
-        self._writer.start()
+        self._writer = start_thread("tercet-send", self._write_all, cpus=cpus)
 
     # ---- called by the engine's threads ----------------------------------------------------------------------
 
@@ -166,8 +168,7 @@ class Peer:
             if self._state.dead is not None:
                 raise self._state.dead
         sock.sendall(self._hello)
-        self._reader = threading.Thread(target=self._read_all, args=(sock.dup(),), name="tercet-acks", daemon=True)
-        self._reader.start()
+        self._reader = start_thread("tercet-acks", self._read_all, sock.dup(), cpus=self._cpus)
         return sock
 
     def _begin_writing(self, outgoing: Outgoing) -> bool:
@@ -294,7 +295,8 @@ def _words(error: BaseException) -> str:
 class TcpSender:
     """Sends by id, over one connection per peer, which is opened on first use and again after it broke."""
 
-    def __init__(self, memory: KVMemory, fingerprint: str, timeout: float) -> None:
+    def __init__(self, memory: KVMemory, fingerprint: str, timeout: float, cpus: Collection[int] | None = None) -> None:
+        self._cpus = cpus
         self._memory = memory
         self._fingerprint = fingerprint
         self._timeout = timeout
@@ -345,7 +347,7 @@ class TcpSender:
             peer = self._peers.get(address)
             if peer is None:
                 peer = Peer(
-                    address, self._memory, self._fingerprint, self._timeout, self.counters, self._forget
+                    address, self._memory, self._fingerprint, self._timeout, self.counters, self._forget, self._cpus
                 )  # fmt: skip
                 self._peers[address] = peer
             return peer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
 from tercet.transport.base import OnDone, OnFinished
@@ -17,6 +17,7 @@ class TcpTransport:
 
     Peers must have the same ``fingerprint``. ``timeout``: seconds without progress after which a send fails.
     ``on_finished(lease, valid_end)`` is called when a sender's claim was accepted, before it is acknowledged.
+    ``cpus`` are the ones that its threads run on.
     """
 
     name = "tcp"
@@ -30,12 +31,13 @@ class TcpTransport:
         port: int = 0,
         timeout: float = 30.0,
         on_finished: OnFinished | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
         self._grants = GrantTable(memory.num_layers)
         self._receiver = TcpReceiver(
-            memory, self._grants, fingerprint, host, port, on_finished or (lambda _lease, _end: None)
+            memory, self._grants, fingerprint, host, port, on_finished or (lambda _lease, _end: None), cpus
         )
-        self._sender = TcpSender(memory, fingerprint, timeout)
+        self._sender = TcpSender(memory, fingerprint, timeout, cpus)
 
     @property
     def address(self) -> str:

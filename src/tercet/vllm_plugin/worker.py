@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -71,6 +72,8 @@ class WorkerSide:
             port=port,
             timeout=self._config.send_timeout,
             on_finished=self._lease_filled,
+            # The scheduler's process, our parent, is not pinned to the cores that this worker computes on.
+            cpus=os.sched_getaffinity(os.getppid()),
         )
         self._control = ControlServer(self._handle)
 

@@ -1,0 +1,5 @@
+"""``python -m tercet.cli``."""
+
+from tercet.cli.app import main
+
+main()

@@ -1,0 +1,48 @@
+"""``tercet engine``: one vLLM server with Tercet's plugin."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from tercet.cli.options import Host, Model, VLLMArgs, vllm_flags
+from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, has_gpu
+from tercet.cluster.model import resolve_model
+from tercet.cluster.process import require_free
+
+
+def engine(
+    model: Model = "smollm2",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of its HTTP server.")] = 8001,
+    host: Host = "127.0.0.1",
+    name: Annotated[str | None, typer.Option(help="The engine's name; HOST:PORT if not given.")] = None,
+    dtype: Annotated[str, typer.Option(help="As vLLM's. float32 for token-exact comparisons.")] = "bfloat16",
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine.")] = 1,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,
+    vllm_args: VLLMArgs = None,
+) -> None:
+    """Run one engine: a stock vLLM server that also offers the verbs.
+
+    Example: `tercet engine --model smollm2 --port 8001 -- --max-num-seqs 32`
+    """
+    cores = () if has_gpu() else tuple(sorted(os.sched_getaffinity(0)))
+    spec = EngineSpec(
+        name=name or f"{host}:{port}",
+        model=resolve_model(model, lambda line: typer.echo(line, err=True)),
+        served_model_name=served_model_name or model,
+        host=host,
+        port=port,
+        dtype=dtype,
+        cores=cores,
+        kv_cache_gib=kv_cache_gib,
+        extra_args=vllm_flags(vllm_args),
+    )
+    argv, env = engine_argv(spec), engine_env(spec)
+    if print_only:
+        typer.echo(as_shell(argv, env))
+        return
+    require_free(host, port)
+    os.execvpe(argv[0], argv, {**os.environ, **env})

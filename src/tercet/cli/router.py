@@ -1,0 +1,50 @@
+"""``tercet router``: the front door."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from tercet.cli.options import Host, Model, Program, ProgramArg, VLLMArgs, engine_address, key_values, vllm_flags
+from tercet.cluster.model import resolve_model
+from tercet.cluster.process import require_free
+from tercet.programs import load_program
+from tercet.router import RouterConfig, serve
+
+
+def router(
+    engine: Annotated[
+        list[str],
+        typer.Option(metavar="URL[,role=R][,name=N]", help="An engine; role is prefill, decode or both. Repeatable."),
+    ],
+    model: Model = "smollm2",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI API.")] = 8000,
+    host: Host = "127.0.0.1",
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
+    program: Program = "disaggregated",
+    program_arg: ProgramArg = None,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of its log.")] = "info",
+    vllm_args: VLLMArgs = None,
+) -> None:
+    """Run the front door: one OpenAI endpoint over engines that run already.
+
+    It waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
+    parsers, API keys, ...).
+
+    Example: `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
+    """
+    config = RouterConfig(
+        model=resolve_model(model, lambda line: typer.echo(line, err=True)),
+        served_model_name=served_model_name or model,
+        host=host,
+        port=port,
+        engines=tuple(engine_address(given, index) for index, given in enumerate(engine)),
+        program=program,
+        program_args=key_values(program_arg, "--program-arg"),
+        log_level=log_level,
+        vllm_args=vllm_flags(vllm_args),
+    )
+    load_program(config.program, config.program_args)
+    require_free(host, port)
+    serve(config)

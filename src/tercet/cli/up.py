@@ -1,0 +1,83 @@
+"""``tercet up``: a whole fleet on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tercet.cli.fleet_run import console, run_fleet
+from tercet.cli.options import VLLMArgs, key_values, vllm_flags
+from tercet.cluster.local import RunningFleet
+from tercet.cluster.spec import UpConfig, load_up_config
+
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.",
+            show_default="smollm2",
+        ),
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill engines.", show_default="1")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode engines.", show_default="1")] = None,
+    both: Annotated[int | None, typer.Option(min=0, help="Engines for either role.", show_default="0")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The front door's port; 0: any.", show_default="8000")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            help="`data_parallel`, `disaggregated`, or your own: `file.py:function`.", show_default="disaggregated"
+        ),
+    ] = None,
+    program_arg: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
+    kv_cache_gib: Annotated[
+        int | None, typer.Option(min=1, help="KV memory of each CPU engine.", show_default="1")
+    ] = None,
+    log_dir: Annotated[
+        str | None, typer.Option(help="Where logs go; a new directory in the cache if not given.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with the same keys (log-dir, engine-args, ...); flags win.")
+    ] = None,
+    vllm_args: VLLMArgs = None,
+) -> None:
+    """Start engines and a front door, and stop all of them on Ctrl-C.
+
+    CPU engines get cores of their own. Flags after `--` go to every vLLM engine.
+
+    Example: `tercet up --model smollm2 --prefill 1 --decode 1 --port 8000 -- --max-num-seqs 32`
+    """
+    flags: dict[str, Any] = {
+        "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
+        "program": program, "dtype": dtype, "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib,
+        "log-dir": log_dir, "program-args": key_values(program_arg, "--program-arg") or None,
+        "engine-args": vllm_flags(vllm_args) or None,
+    }  # fmt: skip
+    parsed = load_up_config(config, {key: value for key, value in flags.items() if value is not None})
+    run_fleet(parsed, lambda fleet: _stay(parsed, fleet))
+
+
+async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
+    _announce(config, fleet)
+    await fleet.until_broken(lambda name, state: console.print(f"{name} {state}"))
+
+
+def _announce(config: UpConfig, fleet: RunningFleet) -> None:
+    body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
+    console.print(f"\nready at {fleet.url}, program {config.program}")
+    for engine in fleet.engines:
+        console.print(f"  {engine.name:12} {engine.role:8} {engine.url}")
+    console.print(f"  logs: {fleet.log_dir}\n")
+    console.print(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")
+    console.print("Ctrl-C stops everything.")

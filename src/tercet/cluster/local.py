@@ -1,0 +1,169 @@
+"""A fleet on this machine: engines and a front door, started together and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, has_gpu
+from tercet.cluster.pinning import split_cores
+from tercet.cluster.process import Process, StartFailed, free_ports, require_free
+from tercet.cluster.spec import UpConfig
+from tercet.fleet import Role
+
+READY_SECONDS = 900.0
+ASK_SECONDS = 0.5
+OnEvent = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """An engine that answers."""
+
+    name: str
+    role: Role
+    url: str
+    process: Process
+
+
+@dataclass(frozen=True)
+class RunningFleet:
+    """A fleet that answers at ``url``."""
+
+    url: str
+    engines: Sequence[RunningEngine]
+    router: Process
+    log_dir: Path
+
+    async def until_broken(self, on_event: OnEvent) -> None:
+        """Wait until the front door ends, reporting engines that do; raises :class:`StartFailed` then."""
+        waiting = {asyncio.ensure_future(each.process.ended()): each.process for each in self.engines}
+        waiting[asyncio.ensure_future(self.router.ended())] = self.router
+        try:
+            while True:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    process = waiting.pop(task)
+                    if process is self.router:
+                        raise process.failure(f"ended with exit code {task.result()}")
+                    on_event(process.name, f"ended with exit code {task.result()}; log: {process.log}")
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+@asynccontextmanager
+async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncGenerator[RunningFleet]:
+    """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
+
+    ``on_event(process, state)`` is told how each process gets on. Raises
+    :class:`~tercet.cluster.process.StartFailed` when one does not become ready.
+    """
+    if config.port:
+        require_free(config.host, config.port)
+    log_dir = _log_dir(config)
+    specs = engine_specs(config, model)
+    engines = [
+        RunningEngine(
+            spec.name,
+            role,
+            f"http://{spec.host}:{spec.port}",
+            Process(spec.name, engine_argv(spec), engine_env(spec), log_dir / f"{spec.name}.log"),
+        )
+        for spec, (_, role) in zip(specs, config.roles, strict=True)
+    ]
+    port = config.port or free_ports(config.host, 1)[0]
+    url = f"http://{config.host}:{port}"
+    router = Process("router", router_argv(config, model, port, engines), _router_env(model), log_dir / "router.log")
+    processes = [*(engine.process for engine in engines), router]
+    try:
+        # The front door loads beside the engines and waits for them.
+        for process in processes:
+            await process.start()
+            on_event(process.name, "loading")
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(_until_ready(engine.process, engine.url, on_event))
+            group.create_task(_until_ready(router, url, on_event))
+        yield RunningFleet(url, engines, router, log_dir)
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        await asyncio.shield(asyncio.gather(*(process.stop() for process in processes)))
+
+
+def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
+    """Every engine's description: on CPUs each gets cores of its own, on GPUs a device of its own."""
+    count = len(config.roles)
+    ports = free_ports(config.host, count)
+    on_gpu = has_gpu()
+    cores = [()] * count if on_gpu else split_cores(sorted(os.sched_getaffinity(0)), count)
+    return [
+        EngineSpec(
+            name=name,
+            model=model,
+            served_model_name=config.public_name,
+            host=config.host,
+            port=ports[index],
+            dtype=config.dtype,
+            cores=cores[index],
+            gpus=(index,) if on_gpu else (),
+            kv_cache_gib=config.kv_cache_gib,
+            extra_args=config.engine_args,
+        )
+        for index, (name, _) in enumerate(config.roles)
+    ]
+
+
+def router_argv(config: UpConfig, model: str, port: int, engines: Sequence[RunningEngine]) -> list[str]:
+    """The front door's command line."""
+    argv = [
+        sys.executable, "-m", "tercet.cli", "router", "--model", model, "--served-model-name", config.public_name,
+        "--host", config.host, "--port", str(port), "--program", config.program, "--log-level", "warning",
+    ]  # fmt: skip
+    for engine in engines:
+        argv += ["--engine", f"{engine.url},role={engine.role},name={engine.name}"]
+    for key, value in config.program_args.items():
+        argv += ["--program-arg", f"{key}={value}"]
+    return [*argv, "--", *config.router_args] if config.router_args else argv
+
+
+def _router_env(model: str) -> dict[str, str]:
+    env = {"VLLM_NO_USAGE_STATS": "1"}
+    return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env
+
+
+def _log_dir(config: UpConfig) -> Path:
+    cache = Path(os.environ.get("TERCET_CACHE") or Path.home() / ".cache" / "tercet")
+    chosen = Path(config.log_dir) if config.log_dir else cache / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+async def _until_ready(process: Process, url: str, on_event: OnEvent) -> None:
+    began = time.monotonic()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while time.monotonic() - began < READY_SECONDS:
+            if process.returncode is not None:
+                raise process.failure(f"ended with exit code {process.returncode} while it was starting")
+            if await _answers(session, url):
+                on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
+                return
+            await asyncio.sleep(ASK_SECONDS)
+    raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
