@@ -13,6 +13,7 @@ from tercet.cli.options import VLLMArgs, key_values, vllm_flags
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.spec import UpConfig, load_up_config
 
+
 def up(
     model: Annotated[
         str | None,

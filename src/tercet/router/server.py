@@ -40,6 +40,7 @@ async def _serve(config: RouterConfig) -> None:
     async with AsyncExitStack() as stack:
         members = [await _member(stack, address) for address in config.engines]
         service = Service(Fleet(members), config.program, config.program_args, Metrics())
+        _import_vllm()  # seconds, well spent while engines are still loading
         statuses = await asyncio.gather(*(_when_ready(member) for member in members))
         shortest = min(status.max_model_len for status in statuses)
         watch = asyncio.create_task(_watch(members))
@@ -47,6 +48,11 @@ async def _serve(config: RouterConfig) -> None:
             await _serve_openai(config, service, shortest)
         finally:
             watch.cancel()
+
+
+def _import_vllm() -> None:
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def _interrupt(*_: object) -> None:

@@ -97,9 +97,9 @@ def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | No
 
 
 @_answers
-def tercet_end_send(core: EngineCore, send_id: str) -> int:
-    """Stop a send and unpin its blocks; returns how many of its tokens were cached."""
-    return _connector(core).sends.end(send_id)  # type: ignore[union-attr]
+def tercet_end_send(core: EngineCore, send_id: str) -> None:
+    """Stop a send and unpin its blocks."""
+    _connector(core).sends.end(send_id)  # type: ignore[union-attr]
 
 
 @_answers

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,22 +120,22 @@ class Edge:
                 notify=self._inbox.address,
             )
             try:
-                first = await self._push(call, tokens[:end], params, sending)
+                first, cached = await self._push(call, tokens[:end], params, sending)
                 done = await sending.wait()
-            except BaseException:
+            finally:
+                # Unpinning is nobody's business but the core's, so the answer does not wait for it.
                 self._spawn(self._end_send(sending.send_id))
-                raise
-            cached = await self._end_send(sending.send_id)
         usage = Usage(cached=cached, computed=end - cached)
         return Sent(begin, end, done.bytes, done.pieces, time.monotonic() - started, usage, first)
 
     async def _push(
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
-    ) -> Output | None:
+    ) -> tuple[Output | None, int]:
+        """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
         if not call.sample:
             send = msgspec.to_builtins(params)
             if await self._core("tercet_push_cached", tokens, call.cache_salt, send):
-                return None
+                return None, len(tokens)
         generation = Generation(
             self._client,
             tokens,
@@ -152,7 +153,7 @@ class Edge:
                 await asyncio.wait({computing})
                 await sending.wait()
             output = computing.result()
-        return output if call.sample else None
+        return (output if call.sample else None), min(generation.num_cached, len(tokens))
 
     async def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
         """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
@@ -277,21 +278,17 @@ class Edge:
             raise from_wire(500, {"error": {"code": code, "message": message, "param": param}})
         return result
 
-    async def _end_send(self, send_id: str) -> int:
-        try:
-            return await asyncio.shield(self._spawn(self._core("tercet_end_send", send_id)))
-        except UnknownSequence:
-            return 0
+    async def _end_send(self, send_id: str) -> None:
+        with suppress(UnknownSequence):
+            await self._core("tercet_end_send", send_id)
 
     def _spawn_release(self, lease: str) -> None:
         self._forget(lease)
         self._spawn(self._release_quietly(lease))
 
     async def _release_quietly(self, lease: str) -> None:
-        try:
+        with suppress(UnknownSequence):
             await self._core("tercet_release", lease)
-        except UnknownSequence:
-            return
 
     def _forget(self, lease: str) -> None:
         known = self._leases.pop(lease, None)

@@ -28,7 +28,6 @@ class Sending:
     params: SendParams
     next_block: int
     opened: bool = False
-    cached: int = 0
     pins: list[KVCacheBlock] = field(default_factory=list)
 
 
@@ -69,7 +68,7 @@ class Sends:
         params = sending.params
         cached, done = request.num_computed_tokens, request.num_computed_tokens + scheduled
         if not sending.opened:
-            sending.opened, sending.cached = True, min(cached, params.end)
+            sending.opened = True
             metadata.opened.append(
                 SendOpening(params.send_id, params.lease, params.base, tuple(params.addresses), params.notify)
             )
@@ -106,7 +105,7 @@ class Sends:
         first, until = params.begin // self._block_size, -(-params.end // self._block_size)
         blocks = list(computed.blocks[0][first:until])
         self._manager.block_pool.touch(blocks)
-        self._sending[params.send_id] = Sending(params, until, opened=True, cached=params.end, pins=blocks)
+        self._sending[params.send_id] = Sending(params, until, opened=True, pins=blocks)
         slot = first - params.base // self._block_size
         command = PushCached(
             params.send_id, params.lease, params.base, params.addresses, params.notify, slot,
@@ -119,8 +118,8 @@ class Sends:
             raise
         return True
 
-    def end(self, send_id: str) -> int:
-        """Stop a send, done or not, and unpin its blocks; returns how many tokens of it were cached.
+    def end(self, send_id: str) -> None:
+        """Stop a send, done or not, and unpin its blocks.
 
         Raises :class:`UnknownSequence` if its request has not arrived; it is then refused when it does.
         """
@@ -132,4 +131,3 @@ class Sends:
         # Unpinned blocks may be rewritten at once, so the workers must have stopped reading them.
         self._workers.call_all(CancelSend(send_id))
         self._manager.block_pool.free_blocks(reversed(sending.pins))
-        return sending.cached
