@@ -66,7 +66,7 @@ def request() -> Request:
 
 
 async def sending(prefill: HttpEngine) -> None:
-    while not (await prefill.status()).sends:  # noqa: ASYNC110 - it happens in another process
+    while not (await prefill.status()).sends:
         await asyncio.sleep(0.005)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import signal
 from contextlib import AsyncExitStack, suppress
@@ -51,8 +52,8 @@ async def _serve(config: RouterConfig) -> None:
 
 
 def _import_vllm() -> None:
-    import vllm.entrypoints.launchers.api_server.entry
-    import vllm.v1.engine.async_llm  # noqa: F401
+    for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
+        importlib.import_module(module)
 
 
 def _interrupt(*_: object) -> None:

@@ -1,0 +1,186 @@
+"""Starting and stopping processes, with small scripts in the place of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tercet.cluster import local
+from tercet.cluster.local import RunningFleet, local_fleet
+from tercet.cluster.process import Process, StartFailed, free_ports, require_free
+from tercet.cluster.spec import UpConfig
+from tercet.protocol import BadRequest
+
+SERVER = """
+import http.server, signal, subprocess, sys, time
+port, mode = int(sys.argv[1]), sys.argv[2]
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+if mode == "dies":
+    print("the model is not there"); sys.exit(3)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+if mode == "slow":
+    time.sleep(600)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def argv_of(port: int, mode: str = "serves") -> list[str]:
+    return [sys.executable, "-c", SERVER, str(port), mode]
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Engines and router become scripts; the dict says which mode each name has."""
+    modes: dict[str, str] = {}
+    monkeypatch.setattr(local, "engine_argv", lambda spec: argv_of(spec.port, modes.get(spec.name, "serves")))
+    monkeypatch.setattr(
+        local, "router_argv", lambda config, model, port, engines: argv_of(port, modes.get("router", "serves"))
+    )
+    return modes
+
+
+def config_of(tmp_path: Path, **fields: object) -> UpConfig:
+    return UpConfig(**{"port": 0, "log_dir": str(tmp_path / "logs"), **fields})  # type: ignore[arg-type]
+
+
+def children_of(logs: Path) -> list[int]:
+    """Grandchildren that the scripts wrote into their logs."""
+    return [int(log.read_text().split()[1]) for log in logs.glob("*.log") if log.read_text().startswith("child")]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def gone(pids: list[int], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
+async def test_a_fleet_starts_and_leaves_nothing(tmp_path: Path, scripts: dict[str, str]) -> None:
+    events: list[tuple[str, str]] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda name, state: events.append((name, state))) as fleet:
+        assert [engine.role for engine in fleet.engines] == ["prefill", "decode"]
+        started = children_of(fleet.log_dir)
+        assert len(started) == 3
+    assert gone(started)
+    assert {name for name, state in events if state.startswith("ready")} == {"prefill-0", "decode-0", "router"}
+
+
+@pytest.mark.parametrize("who", ["prefill-0", "decode-0", "router"])
+async def test_one_that_dies_at_start_is_said_with_its_log(tmp_path: Path, scripts: dict[str, str], who: str) -> None:
+    scripts[who] = "dies"
+    with pytest.raises(StartFailed, match="the model is not there") as raised:
+        async with local_fleet(config_of(tmp_path), "m", lambda *_: None):
+            pytest.fail("it should not have started")
+    assert raised.value.message.startswith(f"{who} ended with exit code 3")
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    process = Process("stubborn", argv_of(free_ports("127.0.0.1", 1)[0], "stubborn"), {}, tmp_path / "s.log")
+    await process.start()
+    while not children_of(tmp_path):
+        await asyncio.sleep(0.01)
+    await process.stop(grace=0.5)
+    assert process.returncode == -signal.SIGKILL
+    assert gone(children_of(tmp_path))
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.3, 1.0])
+async def test_cancelled_at_any_moment_it_leaves_nothing(tmp_path: Path, scripts: dict[str, str], after: float) -> None:
+    scripts["decode-0"] = "slow"
+
+    async def start() -> None:
+        async with local_fleet(config_of(tmp_path), "m", lambda *_: None):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(start())
+    await asyncio.sleep(after)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_an_engine_that_ends_later_is_reported_and_a_front_door_ends_the_fleet(
+    tmp_path: Path, scripts: dict[str, str]
+) -> None:
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        _kill(fleet, "prefill-0")
+        while not said:
+            await asyncio.sleep(0.01)
+        assert "prefill-0 ended with exit code -9" in said[0]
+        assert not watching.done()
+        os.kill(fleet.router._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        with pytest.raises(StartFailed, match="router ended"):
+            await watching
+
+
+def _kill(fleet: RunningFleet, name: str) -> None:
+    process = next(engine.process for engine in fleet.engines if engine.name == name)
+    os.kill(process._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+
+
+async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path, scripts: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadRequest, match=f"{port}.*--port"):
+            async with local_fleet(config_of(tmp_path, port=port), "m", lambda *_: None):
+                pytest.fail("it should not have started")
+        with pytest.raises(BadRequest):
+            require_free("127.0.0.1", port)
+    assert not list(tmp_path.glob("logs/*.log"))
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from tercet.cluster.process import Process
+async def main():
+    process = Process("p", [sys.executable, "-c", {server!r}, {port!r}, "serves"], {{}}, Path({log!r}))
+    await process.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_supervisor_takes_its_children_along(tmp_path: Path) -> None:
+    """The child's own child is vLLM's business: an API server that is terminated ends its engine."""
+    log = tmp_path / "p.log"
+    port = str(free_ports("127.0.0.1", 1)[0])
+    code = textwrap.dedent(SUPERVISOR).format(server=SERVER, port=port, log=str(log))
+    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.readline() == b"started\n"
+    child = psutil.Process(supervisor.pid).children()[0].pid
+    supervisor.kill()
+    supervisor.wait()
+    assert gone([child])
+    for pid in children_of(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
