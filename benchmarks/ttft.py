@@ -1,0 +1,77 @@
+"""Time to first token: one engine alone beside `disaggregated` through the front door, in interleaved rounds.
+
+    tercet up --port 8000 --program-arg min_send=1
+    python benchmarks/ttft.py http://127.0.0.1:8000
+
+Prints medians over the rounds (the first, warm-up round left out), in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import aiohttp
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One streamed request, in milliseconds: first token, gap to the second one, mean of the later gaps."""
+
+    ttft: float
+    second: float
+    step: float
+
+
+async def measure(session: aiohttp.ClientSession, url: str, program: str | None, length: int) -> Timing:
+    """Stream one completion of a fresh random prompt of ``length`` tokens."""
+    body = {
+        "model": "smollm2", "prompt": random.choices(range(1000, 40000), k=length), "max_tokens": 8,
+        "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    headers = {"x-tercet-program": program} if program else {}
+    began, times = time.perf_counter(), list[float]()
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                times.append((time.perf_counter() - began) * 1e3)
+    return Timing(times[0], times[1] - times[0], (times[-1] - times[1]) / (len(times) - 2))
+
+
+async def run(front_door: str, length: int, rounds: int) -> None:
+    """Measure each way in turn and print the medians."""
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{front_door}/tercet/v1/engines") as response:
+            lone = next(engine["url"] for engine in await response.json() if engine["role"] == "prefill")
+        ways = {"lone engine": (lone, None), "disaggregated": (front_door, "disaggregated")}
+        found: dict[str, list[Timing]] = {way: [] for way in ways}
+        for number in range(rounds + 1):
+            for way, (url, program) in ways.items():
+                timing = await measure(session, url, program, length)
+                if number:
+                    found[way].append(timing)
+    base = statistics.median(timing.ttft for timing in found["lone engine"])
+    print(f"{'':15}{'TTFT':>8}{'ratio':>8}{'second':>8}{'step':>8}")
+    for way, timings in found.items():
+        ttft, second, step = (
+            statistics.median(getattr(timing, name) for timing in timings) for name in ("ttft", "second", "step")
+        )
+        print(f"{way:15}{ttft:8.1f}{ttft / base:8.3f}{second:8.1f}{step:8.1f}")
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("front_door", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("--length", type=int, default=512, help="prompt length in tokens")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    asyncio.run(run(args.front_door, args.length, args.rounds))
+
+
+if __name__ == "__main__":
+    main()
