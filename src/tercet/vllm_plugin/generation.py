@@ -93,7 +93,7 @@ def _output_of(item: RequestOutput) -> Output:
         stop_reason=choice.stop_reason,
         logprobs=None if choice.logprobs is None else tuple(_logprobs(at) for at in choice.logprobs),
         prompt_logprobs=None
-        if item.prompt_logprobs is None
+        if not item.prompt_logprobs  # only the first item of a stream has any
         else tuple(None if at is None else _logprobs(at) for at in item.prompt_logprobs),
     )
 
