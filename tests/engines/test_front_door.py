@@ -121,8 +121,8 @@ async def test_bad_requests_get_openai_errors(fleet: Fleet, fields: dict, header
             session.post(f"{fleet.url}/v1/completions", json={**body, "stream": stream}, headers=headers) as response,
         ):
             text = await response.text()
-        # A stream has begun when its program runs, so what the program refuses is an event of it.
-        assert response.status == status or (stream and '"error"' in text), text
+        # vLLM answers a stream's head before it checks some of the parameters; the refusal is then an event of it.
+        assert response.status == status or (stream and not headers and '"error"' in text), text
 
 
 async def test_what_the_front_door_tells(fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tercet.fleet import Trace
+from tercet.protocol import TercetError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -42,7 +43,7 @@ def current() -> RequestContext:
 
 
 class ContextMiddleware:
-    """Sets the context and, with ``x-tercet-trace: 1``, adds the trace to the answer.
+    """Refuses unknown programs, sets the context and, with ``x-tercet-trace: 1``, adds the trace to the answer.
 
     A stream gets one more event before ``[DONE]``, a JSON answer the key ``tercet``.
     """
@@ -56,6 +57,12 @@ class ContextMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if PROGRAM_HEADER in headers:
+            try:
+                scope["app"].state.tercet.program_called(headers[PROGRAM_HEADER])
+            except TercetError as error:
+                await _refuse(error, send)
+                return
         context = RequestContext(headers)
         token = _current.set(context)
         try:
@@ -63,6 +70,13 @@ class ContextMiddleware:
             await self._app(scope, receive, _TracingSend(send, context) if traced else send)
         finally:
             _current.reset(token)
+
+
+async def _refuse(error: TercetError, send: Send) -> None:
+    body = msgspec.json.encode(error.to_wire())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class _TracingSend:

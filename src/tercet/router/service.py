@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import cast
 
 from tercet.fleet import Fleet, Trace
-from tercet.programs import Program, data_parallel, load_program
+from tercet.programs import BUILT_IN, Program, data_parallel, load_program
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
@@ -72,12 +72,21 @@ class Service:
         if request.sampling_params.get("prompt_logprobs") is not None:
             # Every prompt position must be computed on the engine that answers.
             return ONE_ENGINE, _one_engine
-        wanted = request.headers.get(PROGRAM_HEADER)
-        if wanted is None or wanted == self.program:
-            return self.program, self._default
-        if ":" in wanted:
-            raise BadRequest(f"{PROGRAM_HEADER}: names a built-in program; files are for the operator", PROGRAM_HEADER)
-        return wanted, load_program(wanted)
+        wanted = request.headers.get(PROGRAM_HEADER, self.program)
+        return wanted, self.program_called(wanted)
+
+    def program_called(self, name: str) -> Program:
+        """The program that a client may ask for by name: the front door's own, or a built-in one.
+
+        Raises :class:`~tercet.protocol.BadRequest` for any other.
+        """
+        if name == self.program:
+            return self._default
+        if name not in BUILT_IN:
+            raise BadRequest(
+                f"{PROGRAM_HEADER}: there is no program {name!r}; choose {', '.join(sorted(BUILT_IN))}", PROGRAM_HEADER
+            )
+        return load_program(name)
 
     def _start(self, program: Program, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
         return cast("AsyncGenerator[Output, None]", program(request, self.fleet.traced(trace)))
