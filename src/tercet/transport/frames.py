@@ -2,8 +2,10 @@
 
 | kind | from | fields | body |
 | --- | --- | --- | --- |
-| HELLO | sender, first | | the layout's fingerprint |
+| HELLO | sender, first | | a :class:`~tercet.transport.direct.Greeting` |
+| WELCOME | receiver, first | begin = 1: references are taken, 0: they are not | |
 | PIECE | sender | send, lease, layer, slots ``[begin, end)`` | a block of KV for each slot |
+| REFERENCE | sender | as PIECE | a :class:`~tercet.transport.direct.Reference` to the blocks |
 | FIN | sender | send, lease, tokens ``[begin, end)`` | |
 | ACK | receiver | send | |
 | REFUSED | receiver | send (0: the whole connection) | the reason, text |
@@ -15,7 +17,10 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from tercet.protocol import TercetError
+from tercet.transport.direct import Greeting
 
 MAGIC = b"TRC1"
 MAX_PIECE_BYTES = 4 * 1024 * 1024
@@ -40,6 +45,8 @@ class Kind(IntEnum):
     FIN = 3
     ACK = 4
     REFUSED = 5
+    WELCOME = 6
+    REFERENCE = 7
 
 
 class Header(NamedTuple):
@@ -70,10 +77,15 @@ def unpack(data: bytes | memoryview) -> Header:
         raise ProtocolViolation(f"unknown frame kind {kind}") from None
 
 
-def hello(fingerprint: str) -> bytes:
+def hello(greeting: Greeting) -> bytes:
     """A sender's first frame."""
-    body = fingerprint.encode()
+    body = msgspec.msgpack.encode(greeting)
     return Header(Kind.HELLO, nbytes=len(body)).pack() + body
+
+
+def welcome(by_reference: bool) -> bytes:
+    """A receiver's first frame."""
+    return Header(Kind.WELCOME, begin=int(by_reference)).pack()
 
 
 def ack(send: int) -> bytes:

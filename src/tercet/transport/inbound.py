@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from tercet.protocol import TercetError
+import msgspec
+
+from tercet.protocol import TercetError, TransferFailed
+from tercet.transport.direct import Greeting, Reference, can_read, read_reference
 from tercet.transport.frames import (
     HEADER_BYTES,
     MAX_PIECE_BYTES,
@@ -16,9 +21,13 @@ from tercet.transport.frames import (
     ack,
     refused,
     unpack,
+    welcome,
 )
 from tercet.transport.grants import GrantTable
 from tercet.transport.memory import KVMemory
+
+MAX_REFERENCE_BYTES = 64
+B = TypeVar("B", Greeting, Reference)
 
 
 @dataclass
@@ -27,6 +36,7 @@ class InboundCounters:
 
     bytes_received: int = 0
     pieces_received: int = 0
+    pieces_by_reference: int = 0
     pieces_refused: int = 0
 
 
@@ -44,13 +54,17 @@ class Inbound:
         fingerprint: str,
         counters: InboundCounters,
         on_finished: Callable[[str, int], None],
+        same_machine: bool = False,
     ) -> None:
         self._memory = memory
         self._grants = grants
         self._fingerprint = fingerprint
         self._counters = counters
         self._on_finished = on_finished
-        self._greeted = False
+        self._same_machine = same_machine
+        self._greeting: Greeting | None = None
+        self._by_reference = False
+        self._scratch = memoryview(b"")
         self._header: Header | None = None
         self._refused: set[int] = set()
 
@@ -75,14 +89,17 @@ class Inbound:
         return self._take(header, data)
 
     def _check(self, header: Header) -> None:
-        if (header.kind is Kind.HELLO) == self._greeted:
+        if (header.kind is Kind.HELLO) == (self._greeting is not None):
             raise ProtocolViolation("the first frame, and no other, must be HELLO")
         match header.kind:
             case Kind.HELLO:
                 fits = 0 < header.nbytes <= MAX_TEXT_BYTES
             case Kind.PIECE:
                 fits = 0 < header.nbytes <= max(MAX_PIECE_BYTES, self._memory.block_bytes)
-                fits = fits and header.nbytes == (header.end - header.begin) * self._memory.block_bytes
+                fits = fits and header.nbytes == self._size(header)
+            case Kind.REFERENCE:
+                fits = self._by_reference and 0 < header.nbytes <= MAX_REFERENCE_BYTES
+                fits = fits and 0 < self._size(header) <= max(MAX_PIECE_BYTES, self._memory.block_bytes)
             case Kind.FIN:
                 fits = header.nbytes == 0
             case _:
@@ -96,24 +113,46 @@ class Inbound:
                 return self._greet(body)
             case Kind.PIECE:
                 return self._unless_refused(header, lambda: self._write(header, body))
+            case Kind.REFERENCE:
+                return self._unless_refused(header, lambda: self._write(header, self._fetch(header, body)))
             case _:
                 return self._unless_refused(header, lambda: self._finish(header))
 
     def _greet(self, body: memoryview) -> bytes:
-        if bytes(body).decode(errors="replace") != self._fingerprint:
+        greeting = _decode(body, Greeting)
+        if greeting.fingerprint != self._fingerprint:
             raise ProtocolViolation("layout: the sender's KV layout is another one")
-        self._greeted = True
-        return b""
+        self._greeting = greeting
+        self._by_reference = self._same_machine and can_read(greeting)
+        return welcome(self._by_reference)
+
+    def _size(self, header: Header) -> int:
+        return (header.end - header.begin) * self._memory.block_bytes
+
+    def _fetch(self, header: Header, body: memoryview) -> memoryview:
+        """A referenced piece's bytes, in scratch memory."""
+        size, reference = self._size(header), _decode(body, Reference)
+        if self._scratch.nbytes < size:
+            self._scratch = memoryview(bytearray(size))
+        data = self._scratch[:size]
+        try:
+            live = self._greeting is not None and read_reference(self._greeting.pid, reference, header.send, data)
+        except (OSError, OverflowError, ctypes.ArgumentError) as error:
+            raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
+        if not live:
+            raise TransferFailed("the sender gave this piece up")
+        self._counters.pieces_by_reference += 1
+        return data
 
     def _unless_refused(self, header: Header, act: Callable[[], bytes]) -> bytes:
         if header.send in self._refused:
-            self._counters.pieces_refused += header.kind is Kind.PIECE
+            self._counters.pieces_refused += header.kind is not Kind.FIN
             return b""
         try:
             return act()
         except TercetError as error:
             self._refused.add(header.send)
-            self._counters.pieces_refused += header.kind is Kind.PIECE
+            self._counters.pieces_refused += header.kind is not Kind.FIN
             return refused(header.send, error.message)
 
     def _write(self, header: Header, body: memoryview) -> bytes:
@@ -125,7 +164,7 @@ class Inbound:
                 offset += size
 
         self._grants.write(header.lease, header.layer, header.begin, header.end, copy)
-        self._counters.bytes_received += header.nbytes
+        self._counters.bytes_received += body.nbytes
         self._counters.pieces_received += 1
         return b""
 
@@ -133,3 +172,10 @@ class Inbound:
         valid_end = self._grants.finish(header.lease, header.begin, header.end)
         self._on_finished(header.lease, valid_end)
         return ack(header.send)
+
+
+def _decode(body: memoryview, kind: type[B]) -> B:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation(f"{kind.__name__}: {error}") from error

@@ -80,7 +80,10 @@ class TcpReceiver:
                 self._connections.pop(connection, None)
 
     def _converse(self, connection: socket.socket) -> None:
-        inbound = Inbound(self._memory, self._grants, self._fingerprint, self.counters, self._on_finished)
+        same_machine = connection.getpeername()[0] == connection.getsockname()[0]
+        inbound = Inbound(
+            self._memory, self._grants, self._fingerprint, self.counters, self._on_finished, same_machine
+        )  # fmt: skip
         # Data lands here first and is copied once the lease is checked: a socket never writes into KV.
         scratch = memoryview(bytearray(HEADER_BYTES))
         try:

@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.base import OnDone, SendReport
+from tercet.transport.direct import LiveTable
 from tercet.transport.frames import HEADER_BYTES, MAX_PIECE_BYTES, Header, Kind, ProtocolViolation, hello, unpack
 from tercet.transport.memory import KVMemory, runs
 from tercet.transport.receiver import SOCKET_BUFFER_BYTES, shut
@@ -84,7 +87,9 @@ class Peer:
         self._cpus = cpus
         self.address = address
         self._memory = memory
-        self._hello = hello(fingerprint)
+        self._live = LiveTable()
+        self._hello = hello(self._live.greeting(fingerprint))
+        self._by_reference = False
         self._timeout = timeout
         self._counters = counters
         self._on_dead = on_dead
@@ -105,6 +110,7 @@ class Peer:
             dead = self._state.dead
             if dead is None:
                 self._state.outgoing[outgoing.number] = outgoing
+                self._live.begin(outgoing.number)
         if dead is not None:
             self._end(outgoing, dead)
         return outgoing
@@ -168,6 +174,7 @@ class Peer:
             if self._state.dead is not None:
                 raise self._state.dead
         sock.sendall(self._hello)
+        self._by_reference = _welcomed(sock)
         self._reader = start_thread("tercet-acks", self._read_all, sock.dup(), cpus=self._cpus)
         return sock
 
@@ -190,7 +197,11 @@ class Peer:
             sock.sendall(header.pack())
             return
         data = self._memory.read(header.layer, item.first_block, item.count)
-        _send_both(sock, header.pack(), data)
+        if self._by_reference:
+            reference = msgspec.msgpack.encode(self._live.reference(outgoing.number, data))
+            sock.sendall(header._replace(kind=Kind.REFERENCE, nbytes=len(reference)).pack() + reference)
+        else:
+            _send_both(sock, header.pack(), data)
         outgoing.bytes += data.nbytes
         outgoing.pieces += 1
         self._counters.bytes_sent += data.nbytes
@@ -210,17 +221,7 @@ class Peer:
             self._die(TransferFailed(f"{self.address}: {_words(error)}"))
 
     def _read(self, sock: socket.socket, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            try:
-                more = sock.recv(size - len(data))
-            except TimeoutError:
-                self._require_progress()
-                continue
-            if not more:
-                raise ConnectionResetError("the receiver closed the connection")
-            data += more
-        return data
+        return _read_exactly(sock, size, self._require_progress)
 
     def _require_progress(self) -> None:
         """Silence is fine while nothing is owed; raises when a claim was not answered in time."""
@@ -249,6 +250,8 @@ class Peer:
     def _end(self, outgoing: Outgoing, outcome: SendReport | TercetError) -> None:
         with self._state.changed:
             self._state.outgoing.pop(outgoing.number, None)
+            # Whoever unpins the blocks does so after this; a reference that is read later is not taken.
+            self._live.end(outgoing.number)
             if outgoing.ended:
                 return
             outgoing.ended = True
@@ -271,6 +274,34 @@ class Peer:
         self._queue.put(None)
         for outgoing in orphans:
             self._end(outgoing, error)
+
+
+def _welcomed(sock: socket.socket) -> bool:
+    """Wait for the receiver's first frame; whether it takes references."""
+
+    def too_long() -> None:
+        raise TimeoutError("no acknowledgement of the greeting")
+
+    header = unpack(_read_exactly(sock, HEADER_BYTES, too_long))
+    if header.kind is Kind.REFUSED:
+        raise ProtocolViolation(_read_exactly(sock, header.nbytes, too_long).decode(errors="replace"))
+    if header.kind is not Kind.WELCOME:
+        raise ProtocolViolation(f"a receiver does not begin with {header.kind.name}")
+    return header.begin == 1
+
+
+def _read_exactly(sock: socket.socket, size: int, on_timeout: Callable[[], None]) -> bytes:
+    data = b""
+    while len(data) < size:
+        try:
+            more = sock.recv(size - len(data))
+        except TimeoutError:
+            on_timeout()
+            continue
+        if not more:
+            raise ConnectionResetError("the receiver closed the connection")
+        data += more
+    return data
 
 
 def _send_both(sock: socket.socket, header: bytes, data: memoryview) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.transport import BufferMemory, Grant, GrantTable
+from tercet.transport.direct import LIVE_WORDS, Greeting, LiveTable, Reference
 from tercet.transport.frames import HEADER_BYTES, Header, Kind, ProtocolViolation, hello, unpack
 from tercet.transport.inbound import Inbound, InboundCounters
 from tercet.transport.memory import runs
@@ -16,20 +18,22 @@ from tercet.transport.memory import runs
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE = "12" * 16
 SENTINEL = 0xEE
+GREETING = hello(Greeting("same"))
 
 
 class Conversation:
-    def __init__(self, greet: bool = True) -> None:
+    def __init__(self, greet: bool = True, greeting: bytes = GREETING, same_machine: bool = False) -> None:
         self.buffers = [bytearray([SENTINEL]) * (BLOCKS * BLOCK_BYTES) for _ in range(LAYERS)]
         self.memory = BufferMemory([memoryview(buffer) for buffer in self.buffers], BLOCKS)
         self.grants = GrantTable(LAYERS)
         self.grants.grant(Grant(LEASE, (5, 2, 3), 0, 3 * SIZE, SIZE))
         self.counters, self.finished = InboundCounters(), []
         self.inbound = Inbound(
-            self.memory, self.grants, "same", self.counters, lambda lease, end: self.finished.append((lease, end))
-        )
+            self.memory, self.grants, "same", self.counters,
+            lambda lease, end: self.finished.append((lease, end)), same_machine,
+        )  # fmt: skip
         if greet:
-            assert self.say(hello("same")) == []
+            assert [answer.kind for answer in self.say(greeting)] == [Kind.WELCOME]
 
     def say(self, data: bytes) -> list[Header]:
         answers = []
@@ -99,7 +103,7 @@ def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"\r\n" * 20,
         Header(Kind.ACK, 1).pack(),
         Header(Kind.REFUSED, 1).pack(),
-        hello("same"),
+        GREETING,
         Header(Kind.PIECE, 1, LEASE, 0, 0, 1, BLOCK_BYTES + 1).pack(),
         Header(Kind.PIECE, 1, LEASE, 0, 0, 1, 0).pack(),
         Header(Kind.PIECE, 1, LEASE, 0, 2, 1, BLOCK_BYTES).pack(),
@@ -123,7 +127,7 @@ def test_pieces_before_the_greeting_are_a_violation() -> None:
 
 def test_another_layout_is_a_violation() -> None:
     with pytest.raises(ProtocolViolation, match="layout"):
-        Conversation(greet=False).say(hello("other"))
+        Conversation(greet=False).say(hello(Greeting("other")))
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=400))
@@ -174,3 +178,77 @@ def test_runs_are_the_blocks(blocks: list[int], longest: int) -> None:
 )  # fmt: skip
 def test_headers_round_trip(header: Header) -> None:
     assert unpack(header.pack()) == header
+
+
+# ---- pieces by reference -------------------------------------------------------------------------------------
+
+
+def reference(table: LiveTable, data: bytearray, slots: int, send: int = 1) -> bytes:
+    body = msgspec.msgpack.encode(table.reference(send, memoryview(data)))
+    return Header(Kind.REFERENCE, send, LEASE, 0, 0, slots, len(body)).pack() + body
+
+
+def directly(table: LiveTable) -> Conversation:
+    return Conversation(greeting=hello(table.greeting("same")), same_machine=True)
+
+
+def test_a_reference_is_copied_out_of_the_senders_memory() -> None:
+    table, data = LiveTable(), bytearray(b"\x07" * BLOCK_BYTES)
+    talk = directly(table)
+    table.begin(1)
+    assert talk.say(reference(table, data, 1)) == []
+    assert bytes(talk.memory.read(0, 5, 1)) == bytes(data)
+    assert (talk.counters.pieces_by_reference, talk.counters.bytes_received) == (1, BLOCK_BYTES)
+
+
+def test_a_reference_of_a_send_that_ended_is_not_taken() -> None:
+    table, data = LiveTable(), bytearray(BLOCK_BYTES)
+    talk = directly(table)
+    table.begin(1)
+    table.end(1)
+    assert [answer.kind for answer in talk.say(reference(table, data, 1))] == [Kind.REFUSED]
+    assert talk.untouched
+
+
+def test_an_ended_lease_takes_no_reference() -> None:
+    table, data = LiveTable(), bytearray(BLOCK_BYTES)
+    talk = directly(table)
+    table.begin(1)
+    talk.grants.revoke(LEASE)
+    assert [answer.kind for answer in talk.say(reference(table, data, 1))] == [Kind.REFUSED]
+    assert talk.untouched
+
+
+@pytest.mark.parametrize("address", [0, 1, 2**47, 2**64 - 8])
+def test_a_wild_reference_is_refused(address: int) -> None:
+    table = LiveTable()
+    talk = directly(table)
+    body = msgspec.msgpack.encode(Reference(address, address))
+    frame = Header(Kind.REFERENCE, 1, LEASE, 0, 0, 1, len(body)).pack() + body
+    assert [answer.kind for answer in talk.say(frame)] == [Kind.REFUSED]
+    assert talk.untouched
+
+
+def test_references_need_proof_of_the_same_machine() -> None:
+    table, data = LiveTable(), bytearray(BLOCK_BYTES)
+    true = table.greeting("same")
+    wrong = [
+        Conversation(greeting=hello(true), same_machine=False),
+        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=bytes(16))), same_machine=True),
+        Conversation(greeting=hello(msgspec.structs.replace(true, pid=2**22 + 1)), same_machine=True),
+        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=b"")), same_machine=True),
+    ]
+    for talk in wrong:
+        with pytest.raises(ProtocolViolation):
+            talk.say(reference(table, data, 1))
+        assert talk.untouched
+
+
+def test_live_words_are_reused_without_confusion() -> None:
+    table, data = LiveTable(), bytearray(BLOCK_BYTES)
+    talk = directly(table)
+    table.begin(1)
+    table.begin(1 + LIVE_WORDS)
+    table.end(1)
+    assert [answer.kind for answer in talk.say(reference(table, data, 1, 1))] == [Kind.REFUSED]
+    assert talk.say(reference(table, data, 1, 1 + LIVE_WORDS)) == []

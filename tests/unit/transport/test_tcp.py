@@ -62,8 +62,10 @@ def ranks(block_bytes: int = BLOCK_BYTES, timeout: float = WAIT) -> Generator[tu
         assert threading.active_count() <= before
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Rank, Rank]]:
+@pytest.fixture(params=["by reference", "inline"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
+    if request.param == "inline":
+        monkeypatch.setattr("tercet.transport.inbound.can_read", lambda greeting: False)
     with ranks() as both:
         yield both
 
