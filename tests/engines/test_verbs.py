@@ -234,7 +234,7 @@ async def test_abort_of_a_send(prefill: HttpEngine, decode: HttpEngine) -> None:
         sending = asyncio.create_task(prefill.remote_send(request, space, 0))
         await until(lambda status: status.sends == 1, prefill)
         await prefill.abort(request.seq_id)
-        with pytest.raises(Exception, match=r".+"):
+        with pytest.raises(UnknownSequence, match="aborted"):
             await sending
         await settled(prefill)
 
@@ -326,6 +326,22 @@ async def test_bad_input_names_the_field(decode: HttpEngine, verb: str, change: 
     if field is not None:
         assert answer["error"]["param"] == field
         assert field.split(".")[0] in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"tercet": 5},
+        {"tercet": {"send": {}}},
+        {"tercet": {"token": "guess", "seq": {"output": [1] * 5}}},
+        {"tercet": {"token": "guess", "send": {"send_id": "x", "lease": "0" * 32, "base": 0, "begin": 0, "end": 3,
+                                              "addresses": ["tcp://127.0.0.1:1"], "notify": "tcp://127.0.0.1:1"}}},
+    ],
+)  # fmt: skip
+async def test_clients_of_vllms_own_api_cannot_speak_for_the_edge(decode: HttpEngine, params: dict) -> None:
+    prompt = prompt_of(30)
+    expected = await alone(decode.url, prompt)
+    assert await alone(decode.url, prompt, kv_transfer_params=params) == expected
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}'])

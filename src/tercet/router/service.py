@@ -9,7 +9,16 @@ from typing import cast
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, data_parallel, load_program
-from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    EngineUnreachable,
+    NoSpace,
+    Output,
+    Request,
+    TercetError,
+    TransferFailed,
+)
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 
@@ -33,7 +42,7 @@ class Service:
 
         Raises the program's :class:`~tercet.protocol.TercetError`.
         """
-        started, first_at, num_tokens = time.monotonic(), 0.0, 0
+        started, first_at, num_tokens, finished = time.monotonic(), 0.0, 0, False
         with self._metrics.sequence():
             async with aclosing(self._with_fallback(request, trace)) as outputs:
                 async for output in outputs:
@@ -41,8 +50,11 @@ class Service:
                     num_tokens += len(output.token_ids)
                     _time(trace, started, first_at, num_tokens)
                     yield output
-                    if output.finished:
+                    finished = output.finished
+                    if finished:
                         break
+        if not finished:
+            raise EngineError(f"the program {trace.program} ended before its sequence did")
         self._metrics.finished(trace)
 
     async def _with_fallback(self, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:

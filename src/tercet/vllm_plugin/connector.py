@@ -8,6 +8,7 @@ layer's attention; ``wait_for_save`` after the last layer.
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -53,6 +54,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_one_replica(vllm_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.token = secrets.token_hex(16)
         self._handshakes: list[WorkerHandshake] = []
         self._resumed: dict[str, list[int]] = {}
         self.reservations: Reservations | None = None
@@ -114,7 +116,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
         self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
-        self._workers = ControlClient([handshake.control for handshake in self._handshakes])
+        self._workers = ControlClient([(handshake.control, handshake.secret) for handshake in self._handshakes])
 
     def attach(self, scheduler: Scheduler) -> None:
         """Take hold of the scheduler, whose thread all of the following runs on."""
@@ -148,7 +150,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request arrived: it may send its KV, stand on a reservation, or go on with output from elsewhere."""
-        params = params_of(request.kv_transfer_params)
+        params = params_of(request.kv_transfer_params, self.token)
         if params is None or self.reservations is None or self.sends is None:
             return
         if params.send is not None:

@@ -6,6 +6,7 @@ be granted and revoked at once. The worker answers from a thread of its own.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,8 +64,12 @@ Command = GrantLease | RevokeLease | CancelSend | PushCached | ReadCounters
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One command under a serial number, so that an answer which came too late is recognised."""
+    """One command under a serial number, so that an answer which came too late is recognised.
 
+    ``secret`` is the worker's own, which vLLM carried to the scheduler's process; others on this machine have none.
+    """
+
+    secret: str
     serial: int
     command: Command
 
@@ -82,6 +87,7 @@ class ControlServer:
 
     def __init__(self, handle: Callable[[Command], Any]) -> None:
         self._handle = handle
+        self.secret = secrets.token_hex(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -105,6 +111,8 @@ class ControlServer:
                 return
             except (ValueError, msgspec.MsgspecError):
                 continue  # not ours: some other process found the port
+            if not secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
+                continue
             self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
 
     def _answer(self, envelope: Envelope) -> Answer:
@@ -122,13 +130,17 @@ class ControlServer:
 
 
 class ControlClient:
-    """The scheduler's end: sends a command to every worker and collects the answers, in rank order."""
+    """The scheduler's end: sends a command to every worker and collects the answers, in rank order.
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    ``workers`` are their addresses and secrets.
+    """
+
+    def __init__(self, workers: Sequence[tuple[str, str]]) -> None:
         self._serial = 0
         self._context = zmq.Context()
+        self._secrets = [secret for _, secret in workers]
         self._sockets: list[zmq.Socket[bytes]] = []
-        for address in addresses:
+        for address, _ in workers:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.connect(address)
@@ -137,8 +149,8 @@ class ControlClient:
     def call_each(self, commands: Sequence[Command]) -> list[Any]:
         """Send ``commands[rank]`` to each worker; raises :class:`EngineError` if one fails or does not answer."""
         self._serial += 1
-        for socket, command in zip(self._sockets, commands, strict=True):
-            socket.send(msgspec.msgpack.encode(Envelope(self._serial, command)))
+        for socket, secret, command in zip(self._sockets, self._secrets, commands, strict=True):
+            socket.send(msgspec.msgpack.encode(Envelope(secret, self._serial, command)))
         return [self._await(rank) for rank in range(len(self._sockets))]
 
     def call_all(self, command: Command) -> list[Any]:

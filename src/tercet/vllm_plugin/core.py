@@ -63,6 +63,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
     return {
         "transports": connector.transports,
         "layout": msgspec.to_builtins(connector.layout),
+        "token": connector.token,
         "lease_ttl": connector.config.lease_ttl,
         "total_blocks": _scheduler(core).kv_cache_manager.block_pool.num_gpu_blocks - 1,
     }

@@ -69,12 +69,13 @@ class Edge:
         self._layout: KVLayout | None = None
         self._transports: list[str] = []
         self._lease_ttl = 0.0
+        self._token = ""
 
     async def start(self) -> None:
         """Attach to the engine; raises if it runs without the connector."""
         found = await self._core("tercet_describe")
         self._layout = msgspec.convert(found["layout"], KVLayout)
-        self._transports, self._lease_ttl = found["transports"], found["lease_ttl"]
+        self._transports, self._lease_ttl, self._token = found["transports"], found["lease_ttl"], found["token"]
         self._inbox.start(len(self._transports))
 
     # ---- verbs -----------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Edge:
             self._client,
             tokens,
             call.sampling_params if call.sample else {},
-            TercetParams(send=params),
+            TercetParams(self._token, send=params),
             call.priority,
             call.cache_salt,
         )
@@ -152,6 +153,8 @@ class Edge:
                 computing.cancel()
                 await asyncio.wait({computing})
                 await sending.wait()
+            if computing.cancelled():
+                raise UnknownSequence(f"{call.seq_id} was aborted while its KV was being sent", "seq_id")
             output = computing.result()
         return (output if call.sample else None), min(generation.num_cached, len(tokens))
 
@@ -164,7 +167,7 @@ class Edge:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
         claimed = self._claim(call.seq_id, [*tokens, *call.output])
         lease = claimed.lease if claimed else None
-        params = TercetParams(seq=SeqParams(lease, call.output))
+        params = TercetParams(self._token, seq=SeqParams(lease, call.output))
         generation = Generation(
             self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
         )

@@ -6,6 +6,7 @@ the scheduler's process. ``StepMetadata`` goes from there to the workers with ea
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +40,13 @@ class SeqParams(msgspec.Struct, frozen=True):
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The value of ``kv_transfer_params["tercet"]``: one of the two."""
+    """The value of ``kv_transfer_params["tercet"]``: one of the two.
 
+    vLLM lets any client of its API set ``kv_transfer_params``; ``token``, which only this engine's edge knows, tells
+    ours from theirs.
+    """
+
+    token: str
     send: SendParams | None = None
     seq: SeqParams | None = None
 
@@ -49,11 +55,15 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return {KEY: msgspec.to_builtins(self)}
 
 
-def params_of(kv_transfer_params: Mapping[str, Any] | None) -> TercetParams | None:
-    """Tercet's part of a vLLM request, if it has one."""
+def params_of(kv_transfer_params: Mapping[str, Any] | None, token: str) -> TercetParams | None:
+    """Tercet's part of a vLLM request, if it has one that comes from our edge."""
     if not kv_transfer_params or KEY not in kv_transfer_params:
         return None
-    return msgspec.convert(kv_transfer_params[KEY], TercetParams)
+    try:
+        params = msgspec.convert(kv_transfer_params[KEY], TercetParams)
+    except msgspec.ValidationError:
+        return None
+    return params if secrets.compare_digest(params.token.encode(), token.encode()) else None
 
 
 @dataclass(frozen=True)
@@ -94,11 +104,15 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """A worker's endpoints, collected by vLLM at start: KV transport, control channel and layout (as JSON)."""
+    """A worker's endpoints, collected by vLLM at start.
+
+    KV transport, control channel and the secret that opens it, and the layout (as JSON).
+    """
 
     rank: int
     transport: str
     control: str
+    secret: str
     layout: bytes
 
 

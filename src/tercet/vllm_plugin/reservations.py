@@ -6,17 +6,19 @@ as a request of its own which waits for an external load.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tercet.protocol import Conflict, NoSpace, UnknownSequence
+from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
 from tercet.vllm_plugin.control import ControlClient, GrantLease, RevokeLease
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
 
+logger = logging.getLogger(__name__)
 # Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
 
@@ -126,7 +128,12 @@ class Reservations:
         if lease not in self._held:
             return
         held = self._take(lease)
-        valid_end = self._close(held)
+        try:
+            valid_end = self._close(held)
+        except EngineError as error:
+            # Without the fence a late write could still land, so these blocks stay out of circulation for good.
+            logger.error("lease %s: %s; %d blocks are withdrawn", lease, error.message, held.num_blocks)
+            return
         computed = min(valid_end, request.num_tokens - 1)
         if not self._can_continue(held, request, computed):
             self._give_back(held, valid_end)

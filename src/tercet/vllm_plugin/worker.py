@@ -79,7 +79,8 @@ class WorkerSide:
 
     def handshake(self) -> WorkerHandshake:
         """This rank's endpoints, for the scheduler's process."""
-        return WorkerHandshake(self._rank, self._transport.address, self._control.address, self._layout)
+        control = self._control
+        return WorkerHandshake(self._rank, self._transport.address, control.address, control.secret, self._layout)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders; what was cached goes out at once, beside the forward pass."""
