@@ -38,7 +38,9 @@ def test_a_resolved_range_is_inside_and_not_empty(length: int, begin: int, end: 
         assert begin < 0 or not range(length)[begin:end] or (end or 0) > length
 
 
-@pytest.mark.parametrize("cls", TercetError.__subclasses__())
+@pytest.mark.parametrize(
+    "cls", [cls for cls in TercetError.__subclasses__() if cls.__module__ == TercetError.__module__]
+)
 def test_errors_cross_the_wire(cls: type[TercetError]) -> None:
     error = cls("what to do", "field")
     back = from_wire(error.status, msgspec.json.decode(msgspec.json.encode(error.to_wire())))
