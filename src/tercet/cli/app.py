@@ -1,9 +1,11 @@
-"""The ``tercet`` command and how its errors look: one line, exit code 2 for bad input, 1 for what failed."""
+"""The ``tercet`` command and how it ends: one line of complaint, exit code 2 for bad input, 1 for what failed."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 
@@ -14,10 +16,11 @@ from tercet.cli.router import router
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
 
+# The base of what typer says about the command line; it comes from the click that typer brings and has no public name.
+_CommandLineError: Any = typer.BadParameter.__mro__[2]
+
 app = typer.Typer(
     name="tercet",
-    help="Programmable orchestration for LLM serving: three verbs per engine, a few lines per serving pattern.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -36,23 +39,49 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def tercet(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Programmable orchestration for LLM serving."""
+    """Programmable orchestration for LLM serving: three verbs per engine, a few lines per serving pattern.
+
+    Start with `tercet demo`. Then:
+
+    - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
+    - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
+    """
 
 
 def main() -> None:
     """Run the command line; this is the ``tercet`` script."""
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    sys.exit(_run(sys.argv[1:] or ["--help"]))
+
+
+def _run(argv: list[str]) -> int:
+    """Exit code of one command line, with its complaint on standard error."""
     try:
-        app()
+        return app(argv, prog_name="tercet", standalone_mode=False) or 0
+    except _CommandLineError as error:
+        return _complain(f"{error.format_message().rstrip('.')}; see {_help_of(argv)}", 2)
     except BadRequest as error:
-        _exit(error, 2)
+        return _complain(error.message, 2)
     except TercetError as error:
-        _exit(error, 1)
+        return _complain(error.message, 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 128 + signal.SIGINT
 
 
-def _exit(error: TercetError, code: int) -> None:
-    typer.echo(f"tercet: {error.message}", err=True)
-    sys.exit(code)
+def _complain(text: str, code: int) -> int:
+    typer.echo(f"tercet: {text}", err=True)
+    return code
+
+
+def _help_of(argv: list[str]) -> str:
+    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    return f"tercet {argv[0]} --help" if argv and argv[0] in known else "tercet --help"
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    """Unwinds, so that whatever was started is stopped."""
+    sys.exit(128 + number)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import AsyncIterable
 from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import typer
 
-from tercet.cli.fleet_run import console, run_fleet
+from tercet.cli.fleet_run import console, run_fleet, say
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.spec import UpConfig
+from tercet.fleet.trace import Trace, TraceEvent
 from tercet.protocol import EngineError
 
 MAX_TOKENS = 48
+ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)
 PASSAGE = """\
 The harbour of Varn lies where two rivers meet the sea. Every morning the ferry crosses from the old town to the
 lighthouse, carries bread and letters over, and brings fish back. The keeper of the lighthouse is called Maren. She has
@@ -22,7 +24,16 @@ kept the lamp for thirty years, and in all that time it went dark only once, in 
 that no oil could be brought across. That night Maren lit a fire of driftwood on the cliff and sat by it until dawn, and
 the three ships that were at sea found their way home. Since then the people of Varn bring her a log of driftwood each
 year, on the shortest day, and stack it beside her door. The stack is higher than the door now, and Maren says that she
-will never be cold again, and that the lamp has never been so bright."""
+will never be cold again, and that the lamp has never been so bright.
+
+Of the three ships, the first was a herring boat with a crew of four, all of them brothers. The second carried salt from
+the south and had lost her mast off the outer rocks. The third was the mail ship, and aboard her was a schoolmaster on
+his way to a post that he had not yet seen. He wrote down what he remembered of that night: that the snow came sideways,
+that nobody spoke, and that the light on the cliff was red and low and moved a little, like something alive. He had
+meant to stay in Varn for one year. He taught there for twenty-six, and each winter, when the first ice came, he took
+his pupils up to the cliff and let them carry the wood. The youngest were allowed to light it. When he was old he was
+asked why he had never gone home, and he answered that he had, once, and that somebody had left a fire burning for him.
+"""
 QUESTION = "Who keeps the lighthouse of Varn, and what did she do on the night when the lamp went dark?"
 
 
@@ -34,73 +45,84 @@ def demo(
     One engine reads the prompt and pushes its KV into the other one, which answers. Takes about a minute, most of it
     loading.
     """
-    console.print("Starting a prefill engine, a decode engine and a front door, with SmolLM2-135M on the CPU.")
-    with tempfile.TemporaryDirectory(prefix="tercet-demo-") as logs:
-        config = UpConfig(port=0, log_dir=logs)
-        run_fleet(config, lambda fleet: _show(fleet, max_tokens))
+    say("Starting a prefill engine, a decode engine and a front door, with SmolLM2-135M.")
+    run_fleet(UpConfig(port=0), lambda fleet: _show(fleet, max_tokens))
 
 
 async def _show(fleet: RunningFleet, max_tokens: int) -> None:
-    console.print(f"\n[dim]{PASSAGE}[/dim]\n\n[bold]{QUESTION}[/bold]\n")
+    console.print(f"\n[dim]{PASSAGE}[/dim]\n[bold]{QUESTION}[/bold]\n")
     _report(await _ask(fleet, max_tokens), "What happened")
-    console.print("\nThe same question again:\n")
+    say("\nThe same question again:\n")
     _report(await _ask(fleet, max_tokens), "What happened, now that both engines know the passage")
+    say("\nStopping. Your own: tercet up --help")
 
 
-async def _ask(fleet: RunningFleet, max_tokens: int) -> dict[str, Any]:
-    """Stream one answer to the screen; returns its trace."""
+async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
+    """Stream one answer to the screen; returns its trace. Raises :class:`~tercet.protocol.EngineError`."""
     body = {
         "model": "smollm2", "stream": True, "max_tokens": max_tokens, "temperature": 0,
-        "messages": [{"role": "user", "content": f"{PASSAGE}\n\n{QUESTION}"}],
+        "messages": [{"role": "user", "content": f"{PASSAGE}\n{QUESTION}"}],
     }  # fmt: skip
-    trace: dict[str, Any] = {}
-    async with (
-        aiohttp.ClientSession(headers={"x-tercet-trace": "1"}) as session,
-        session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
-    ):
-        if response.status != 200:
-            raise EngineError(f"the front door answered {response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
-            trace = event.get("tercet", trace)
-            for choice in event.get("choices", ()):
-                console.print(choice["delta"].get("content") or "", end="", markup=False)
+    try:
+        async with (
+            aiohttp.ClientSession(headers={"x-tercet-trace": "1"}, timeout=ANSWER_TIMEOUT) as session,
+            session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status != 200:
+                raise EngineError(f"the front door answered {response.status}: {(await response.text()).strip()}")
+            trace = await show_answer(response.content)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EngineError(f"the front door's answer broke off: {error or type(error).__name__}") from error
     console.print("\n")
-    if not trace:
-        raise EngineError("the answer came without a trace")
     return trace
 
 
-def _report(trace: dict[str, Any], title: str) -> None:
-    console.print(f"[bold]{title}[/bold] (program: {trace['program']})")
-    for event in trace["events"]:
-        console.print("  " + _sentence({**_NOTHING, **event}))
-    ttft, tpot = trace.get("ttft"), trace.get("tpot")
-    if ttft is not None and tpot is not None:
-        console.print(f"  TTFT {ttft * 1000:.0f} ms, TPOT {tpot * 1000:.0f} ms")
+async def show_answer(lines: AsyncIterable[bytes]) -> Trace:
+    """Print a stream's text as it comes; returns the trace. Raises :class:`~tercet.protocol.EngineError`."""
+    trace: Trace | None = None
+    async for line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        event: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise EngineError(f"the front door's answer ended with an error: {event['error']}")
+        if "tercet" in event:
+            trace = msgspec.convert(event["tercet"], Trace)
+        for choice in event.get("choices", ()):
+            console.print(choice.get("delta", {}).get("content") or "", end="", markup=False)
+            console.file.flush()
+    if trace is None:
+        raise EngineError("the answer came without a trace of what the engines did")
+    return trace
 
 
-_NOTHING: dict[str, Any] = {"begin": 0, "end": 0, "cached": 0, "received": 0, "computed": 0, "bytes": 0, "pieces": 0}
+def _report(trace: Trace, title: str) -> None:
+    console.print(f"[bold]{title}[/bold] (program: {trace.program})")
+    for event in trace.events:
+        say("  " + sentence(event))
+    times = {"TTFT": trace.ttft, "TPOT": trace.tpot}
+    if known := [f"{name} {seconds * 1000:.0f} ms" for name, seconds in times.items() if seconds is not None]:
+        say("  " + ", ".join(known))
 
 
-def _sentence(event: dict[str, Any]) -> str:
-    took = f"({event['seconds'] * 1000:.0f} ms)"
-    match event["verb"]:
+def sentence(event: TraceEvent) -> str:
+    """What an engine did, in words."""
+    took = f"({event.seconds * 1000:.0f} ms)"
+    match event.verb:
         case "prep_recv":
             return (
-                f"{event['engine']} reserved room for {event['end']} tokens; {event['cached']} of them were in its "
-                f"cache {took}"
+                f"{event.engine} reserved room for {event.end} tokens; {event.cached} of them were in its cache {took}"
             )
         case "remote_send":
             return (
-                f"{event['engine']} prefilled {event['computed']} tokens ({event['cached']} were cached) and pushed "
-                f"tokens [{event['begin']}, {event['end']}) to {event['to']}: {event['bytes'] / 1e6:.1f} MB in "
-                f"{event['pieces']} pieces {took}"
+                f"{event.engine} prefilled {event.computed} tokens ({event.cached} were cached) and pushed "
+                f"tokens [{event.begin}, {event.end}) to {event.to or 'the other engine'}: "
+                f"{event.bytes / 1e6:.1f} MB in {event.pieces} pieces {took}"
             )
-        case _:
+        case "start_generate":
             return (
-                f"{event['engine']} decoded: {event['cached']} tokens from its cache, {event['received']} received, "
-                f"{event['computed']} computed {took}"
+                f"{event.engine} decoded: {event.cached} tokens from its cache, {event.received} received, "
+                f"{event.computed} computed {took}"
             )
+        case other:
+            return f"{event.engine}: {other} {took}"

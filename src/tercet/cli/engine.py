@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from tercet.cli.options import Host, Model, VLLMArgs, vllm_flags
-from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, has_gpu
-from tercet.cluster.model import resolve_model
-from tercet.cluster.process import require_free
+from tercet.cluster.addresses import require_free
+from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env
+from tercet.cluster.model import BUILT_IN, resolve_model
+from tercet.cluster.pinning import visible_devices
 
 
 def engine(
@@ -26,9 +27,15 @@ def engine(
 ) -> None:
     """Run one engine: a stock vLLM server that also offers the verbs.
 
-    Example: `tercet engine --model smollm2 --port 8001 -- --max-num-seqs 32`
+    On a CPU it computes on every core that this command may use, so choose them with `taskset`. This command becomes
+    the server: signals go to vLLM itself.
+
+    Examples:
+    - `tercet engine --port 8001`
+    - `taskset -c 0-7 tercet engine --model ~/models/qwen --port 8002 --name p0 -- --max-num-seqs 32`
+    - `tercet engine --model Qwen/Qwen3-0.6B --print`
     """
-    cores = () if has_gpu() else tuple(sorted(os.sched_getaffinity(0)))
+    cores = () if visible_devices() else tuple(sorted(os.sched_getaffinity(0)))
     spec = EngineSpec(
         name=name or f"{host}:{port}",
         model=resolve_model(model, lambda line: typer.echo(line, err=True)),
@@ -36,6 +43,7 @@ def engine(
         host=host,
         port=port,
         dtype=dtype,
+        built_in=model == BUILT_IN,
         cores=cores,
         kv_cache_gib=kv_cache_gib,
         extra_args=vllm_flags(vllm_args),

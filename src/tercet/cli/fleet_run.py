@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -10,13 +11,22 @@ from collections.abc import Awaitable, Callable
 
 from rich.console import Console
 
+from tercet.cluster.addresses import require_free
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
+from tercet.cluster.process import GRACE_SECONDS
 from tercet.cluster.spec import UpConfig
 from tercet.programs import load_program
 
 console = Console(stderr=False, highlight=False, soft_wrap=True)
 STILL_SECONDS = 10.0
+
+
+def say(text: str) -> None:
+    """Print a line as it is: no markup, and at once, also into a pipe. A reader that is gone is no reason to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        console.print(text, markup=False)
+        console.file.flush()
 
 
 class Progress:
@@ -33,6 +43,10 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is loading any more; may be called twice."""
         if self._status is not None:
             self._status.stop()
 
@@ -42,7 +56,7 @@ class Progress:
             self._loading.append(name)
         elif name in self._loading:
             self._loading.remove(name)
-        console.print(f"  {name}: {state}")
+        say(f"  {name}: {state}")
 
     async def tick(self) -> None:
         """Show the time that passes, until cancelled."""
@@ -54,7 +68,7 @@ class Progress:
             if self._status is not None:
                 self._status.update(line)
             else:
-                console.print(f"  {line}")
+                say(f"  {line}")
 
 
 def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
@@ -63,21 +77,27 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
     """
     load_program(config.program, config.program_args)
-    asyncio.run(_run(config, then))
+    if config.port:
+        require_free(config.host, config.port)
+    # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.
+    model = resolve_model(config.model, lambda line: say(f"  model: {line}"))
+    asyncio.run(_run(config, model, then))
 
 
-async def _run(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
     stopped_by: list[int] = []
-    task = asyncio.ensure_future(_fleet(config, then))
+    task = asyncio.ensure_future(_fleet(config, model, then))
 
     def stop(number: int) -> None:
-        if not stopped_by:
-            console.print("stopping")
+        if stopped_by:
+            say(f"still stopping; what is left is killed after {GRACE_SECONDS:.0f} s")
+        else:
+            say("stopping")
             task.cancel()
         stopped_by.append(number)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop, number)
     try:
         await task
@@ -85,14 +105,13 @@ async def _run(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]
         sys.exit(128 + stopped_by[0] if stopped_by else 1)
 
 
-async def _fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+async def _fleet(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
     with Progress() as progress:
         ticking = asyncio.create_task(progress.tick())
         try:
-            model = await asyncio.to_thread(resolve_model, config.model, lambda line: progress("model", line))
             async with local_fleet(config, model, progress) as fleet:
                 ticking.cancel()
-                progress.__exit__()
+                progress.close()
                 await then(fleet)
         finally:
             ticking.cancel()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tercet.cluster.vllm_flags import check_flags
 from tercet.protocol import BadRequest
 from tercet.router import EngineAddress
 
@@ -19,7 +20,7 @@ Program = Annotated[str, typer.Option(help="`data_parallel`, `disaggregated`, or
 ProgramArg = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
 ]
-VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="[-- VLLM FLAGS]", help="Passed on to vLLM as they are.")]
+VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
 
 
 def key_values(given: Sequence[str] | None, flag: str) -> dict[str, str]:
@@ -46,8 +47,7 @@ def engine_address(given: str, index: int) -> EngineAddress:
 
 
 def vllm_flags(given: Sequence[str] | None) -> tuple[str, ...]:
-    """What stood after ``--``; raises :class:`~tercet.protocol.BadRequest` for a stray word."""
+    """What stood after ``--``; raises :class:`~tercet.protocol.BadRequest` for what cannot be passed on."""
     flags = tuple(given or ())
-    if flags and not flags[0].startswith("-"):
-        raise BadRequest(f"{flags[0]!r} is no flag of tercet's; vLLM's own flags come after --")
+    check_flags(flags, "vLLM flags after --")
     return flags

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import typer
 
 from tercet.cli.options import Host, Model, Program, ProgramArg, VLLMArgs, engine_address, key_values, vllm_flags
+from tercet.cluster.addresses import require_free
 from tercet.cluster.model import resolve_model
-from tercet.cluster.process import require_free
 from tercet.programs import load_program
 from tercet.router import RouterConfig, serve
 
@@ -32,7 +32,9 @@ def router(
     It waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
     parsers, API keys, ...).
 
-    Example: `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
+    Examples:
+    - `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
+    - `tercet router --engine http://10.0.0.5:8001,name=a --program data_parallel -- --api-key secret`
     """
     config = RouterConfig(
         model=resolve_model(model, lambda line: typer.echo(line, err=True)),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_run import console, run_fleet
+from tercet.cli.fleet_run import run_fleet, say
 from tercet.cli.options import VLLMArgs, key_values, vllm_flags
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.spec import UpConfig, load_up_config
@@ -55,9 +55,13 @@ def up(
 ) -> None:
     """Start engines and a front door, and stop all of them on Ctrl-C.
 
-    CPU engines get cores of their own. Flags after `--` go to every vLLM engine.
+    CPU engines get cores of their own, GPU engines devices of their own. Flags after `--` go to every vLLM engine.
 
-    Example: `tercet up --model smollm2 --prefill 1 --decode 1 --port 8000 -- --max-num-seqs 32`
+    Examples:
+    - `tercet up`
+    - `tercet up --prefill 0 --decode 0 --both 2 --program data_parallel --port 9000`
+    - `tercet up --program mine.py:split --program-arg share=0.8 -- --max-num-seqs 32`
+    - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
     flags: dict[str, Any] = {
         "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
@@ -71,14 +75,15 @@ def up(
 
 async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
     _announce(config, fleet)
-    await fleet.until_broken(lambda name, state: console.print(f"{name} {state}"))
+    await fleet.until_broken(lambda name, state: say(f"{name} {state}"))
 
 
 def _announce(config: UpConfig, fleet: RunningFleet) -> None:
     body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
-    console.print(f"\nready at {fleet.url}, program {config.program}")
+    width = max(len(engine.name) for engine in fleet.engines)
+    say(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
     for engine in fleet.engines:
-        console.print(f"  {engine.name:12} {engine.role:8} {engine.url}")
-    console.print(f"  logs: {fleet.log_dir}\n")
-    console.print(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")
-    console.print("Ctrl-C stops everything.")
+        say(f"  {engine.name:{width}}  {engine.role:7}  {engine.url}")
+    say(f"  logs: {fleet.log_dir}\n")
+    say(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
+    say("Ctrl-C stops everything.")

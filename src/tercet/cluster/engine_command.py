@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tercet.cluster.pinning import as_cpu_list
+from tercet.cluster.pinning import as_cpu_list, split_cores
+from tercet.cluster.vllm_flags import KV_TRANSFER, value_of, without
+from tercet.protocol import BadRequest
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"
@@ -27,7 +28,10 @@ BUILT_IN_MAX_LEN = "2048"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices."""
+    """One vLLM engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
+
+    ``kv_cache_gib`` is the KV memory of a CPU engine. ``built_in``: the model is the small one that Tercet brings.
+    """
 
     name: str
     model: str
@@ -35,61 +39,78 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     dtype: str
+    built_in: bool = False
     cores: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     kv_cache_gib: int = 1
     extra_args: tuple[str, ...] = ()
 
 
-def has_gpu() -> bool:
-    """Whether engines run on NVIDIA GPUs here."""
-    return shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-
-
 def engine_argv(spec: EngineSpec) -> list[str]:
-    """Arguments of the server process; the caller's own vLLM flags come last and win."""
-    defaults = ["--enforce-eager", "--max-num-batched-tokens", CPU_MAX_BATCHED_TOKENS] if spec.cores else []
-    if spec.served_model_name == "smollm2":
-        defaults += ["--max-model-len", BUILT_IN_MAX_LEN]
+    """Arguments of the server process; the caller's own vLLM flags come last and win.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be joined with Tercet's.
+    """
+    defaults = {"--dtype": spec.dtype}
+    if spec.cores:
+        defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
+    if spec.built_in:
+        defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
     return [
         sys.executable, "-m", SERVER_MODULE,
         "--model", spec.model, "--served-model-name", spec.served_model_name,
-        "--host", spec.host, "--port", str(spec.port), "--dtype", spec.dtype,
-        "--disable-uvicorn-access-log",
-        *_without(defaults, spec.extra_args),
-        "--kv-transfer-config", json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":")),
-        *spec.extra_args,
+        "--host", spec.host, "--port", str(spec.port), "--disable-uvicorn-access-log",
+        *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
+          for part in (flag, value) if part),
+        KV_TRANSFER, kv_transfer_config(spec.extra_args),
+        *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
+
+
+def kv_transfer_config(args: Sequence[str]) -> str:
+    """Tercet's ``--kv-transfer-config``, with the caller's keys (such as ``kv_connector_extra_config``) added."""
+    text = value_of(args, KV_TRANSFER)
+    if text is None:
+        return json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":"))
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{KV_TRANSFER}: {error}", KV_TRANSFER) from error
+    for key, needed in KV_TRANSFER_CONFIG.items():
+        if given.get(key, needed) != needed:
+            raise BadRequest(f"{KV_TRANSFER}: {key} must be {needed}, not {given[key]}", KV_TRANSFER)
+    return json.dumps({**KV_TRANSFER_CONFIG, **given}, separators=(",", ":"))
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
     """Environment variables of the server process, beside those that it inherits."""
     env = {"VLLM_PLUGINS": PLUGIN, "TERCET_ENGINE_NAME": spec.name, "VLLM_NO_USAGE_STATS": "1"}
-    if Path(spec.model).is_dir():
+    if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     if spec.cores:
+        groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
-        env["VLLM_CPU_OMP_THREADS_BIND"] = as_cpu_list(spec.cores)
-        env["OMP_NUM_THREADS"] = str(len(spec.cores))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(as_cpu_list(group) for group in groups)
+        env["OMP_NUM_THREADS"] = str(len(groups[0]))
     if spec.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in spec.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     return env
+
+
+def ranks_of(args: Sequence[str]) -> int:
+    """How many workers vLLM starts for an engine with these flags."""
+    ranks = 1
+    for flag, short in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")):
+        value = value_of(args, flag, short)
+        if value is None:
+            continue
+        if not value.isdigit() or int(value) < 1:
+            raise BadRequest(f"{flag}: {value!r} is not a positive number", flag)
+        ranks *= int(value)
+    return ranks
 
 
 def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """The command as one would type it."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*variables, shlex.join(["python", *argv[1:]])])
-
-
-def _without(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """``defaults`` less the flags that the caller set, in either spelling."""
-    set_by_caller = {flag.split("=", 1)[0].replace("_", "-") for flag in given if flag.startswith("--")}
-    kept: list[str] = []
-    skip_value = False
-    for item in defaults:
-        if item.startswith("--"):
-            skip_value = item in set_by_caller
-        if not skip_value:
-            kept.append(item)
-    return kept

@@ -13,14 +13,19 @@ from pathlib import Path
 
 import aiohttp
 
-from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, has_gpu
-from tercet.cluster.pinning import split_cores
-from tercet.cluster.process import Process, StartFailed, free_ports, require_free
+from tercet.cluster.addresses import free_ports, require_free, url_of
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
+from tercet.cluster.model import BUILT_IN, cache_root
+from tercet.cluster.pinning import split_cores, split_devices, visible_devices
+from tercet.cluster.process import Process, StartFailed, describe_exit
 from tercet.cluster.spec import UpConfig
 from tercet.fleet import Role
+from tercet.protocol import BadRequest
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
+# Engines serve the front door alone, and their control endpoints ask for no password.
+ENGINE_HOST = "127.0.0.1"
 OnEvent = Callable[[str, str], None]
 
 
@@ -44,17 +49,22 @@ class RunningFleet:
     log_dir: Path
 
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Wait until the front door ends, reporting engines that do; raises :class:`StartFailed` then."""
-        waiting = {asyncio.ensure_future(each.process.ended()): each.process for each in self.engines}
-        waiting[asyncio.ensure_future(self.router.ended())] = self.router
+        """Wait for the end of the front door or of the last engine, reporting engines that end before.
+
+        Raises :class:`~tercet.cluster.process.StartFailed` then; it does not return.
+        """
+        processes = [self.router, *(engine.process for engine in self.engines)]
+        waiting = {asyncio.ensure_future(process.ended()): process for process in processes}
         try:
             while True:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    process = waiting.pop(task)
+                    process, how = waiting.pop(task), describe_exit(task.result())
                     if process is self.router:
-                        raise process.failure(f"ended with exit code {task.result()}")
-                    on_event(process.name, f"ended with exit code {task.result()}; log: {process.log}")
+                        raise process.failure(how)
+                    if list(waiting.values()) == [self.router]:
+                        raise process.failure(f"{how}; no engine is left")
+                    on_event(process.name, f"{how}; log: {process.log}")
         finally:
             for task in waiting:
                 task.cancel()
@@ -65,7 +75,8 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
     ``on_event(process, state)`` is told how each process gets on. Raises
-    :class:`~tercet.cluster.process.StartFailed` when one does not become ready.
+    :class:`~tercet.cluster.process.StartFailed` when one does not become ready, and
+    :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
     """
     if config.port:
         require_free(config.host, config.port)
@@ -75,13 +86,13 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
         RunningEngine(
             spec.name,
             role,
-            f"http://{spec.host}:{spec.port}",
+            url_of(spec.host, spec.port),
             Process(spec.name, engine_argv(spec), engine_env(spec), log_dir / f"{spec.name}.log"),
         )
         for spec, (_, role) in zip(specs, config.roles, strict=True)
     ]
     port = config.port or free_ports(config.host, 1)[0]
-    url = f"http://{config.host}:{port}"
+    url = url_of(config.host, port)
     router = Process("router", router_argv(config, model, port, engines), _router_env(model), log_dir / "router.log")
     processes = [*(engine.process for engine in engines), router]
     try:
@@ -101,21 +112,23 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
 
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
-    """Every engine's description: on CPUs each gets cores of its own, on GPUs a device of its own."""
+    """Every engine's description: on CPUs each gets cores of its own, on GPUs devices of its own."""
     count = len(config.roles)
-    ports = free_ports(config.host, count)
-    on_gpu = has_gpu()
-    cores = [()] * count if on_gpu else split_cores(sorted(os.sched_getaffinity(0)), count)
+    ports = free_ports(ENGINE_HOST, count)
+    devices = visible_devices()
+    gpus = split_devices(devices, count, ranks_of(config.engine_args)) if devices else [()] * count
+    cores = [()] * count if devices else split_cores(sorted(os.sched_getaffinity(0)), count)
     return [
         EngineSpec(
             name=name,
             model=model,
             served_model_name=config.public_name,
-            host=config.host,
+            host=ENGINE_HOST,
             port=ports[index],
             dtype=config.dtype,
+            built_in=config.model == BUILT_IN,
             cores=cores[index],
-            gpus=(index,) if on_gpu else (),
+            gpus=gpus[index],
             kv_cache_gib=config.kv_cache_gib,
             extra_args=config.engine_args,
         )
@@ -142,9 +155,14 @@ def _router_env(model: str) -> dict[str, str]:
 
 
 def _log_dir(config: UpConfig) -> Path:
-    cache = Path(os.environ.get("TERCET_CACHE") or Path.home() / ".cache" / "tercet")
-    chosen = Path(config.log_dir) if config.log_dir else cache / "logs" / time.strftime("%Y%m%d-%H%M%S")
-    chosen.mkdir(parents=True, exist_ok=True)
+    default = cache_root() / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    chosen = Path(config.log_dir).expanduser().absolute() if config.log_dir else default
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        if not os.access(chosen, os.W_OK | os.X_OK):
+            raise PermissionError(None, "it is not writable")
+    except OSError as error:
+        raise BadRequest(f"--log-dir: {chosen} cannot be used: {error.strerror}", "log-dir") from error
     return chosen
 
 
@@ -153,7 +171,7 @@ async def _until_ready(process: Process, url: str, on_event: OnEvent) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while time.monotonic() - began < READY_SECONDS:
             if process.returncode is not None:
-                raise process.failure(f"ended with exit code {process.returncode} while it was starting")
+                raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             if await _answers(session, url):
                 on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
                 return

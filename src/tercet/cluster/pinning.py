@@ -1,8 +1,13 @@
-"""Which cores each engine computes on."""
+"""Which cores or devices each engine computes on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from tercet.protocol import BadRequest
 
 
 def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
@@ -37,3 +42,32 @@ def as_cpu_list(cores: Sequence[int]) -> str:
             parts.append(str(first) if first == last else f"{first}-{last}")
         first = last = core
     return ",".join(parts)
+
+
+def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """NVIDIA GPUs that engines may use, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU machine."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(device for each in named.split(",") if (device := each.strip()) and device != "-1")
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(str(index) for index, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
+
+
+def split_devices(devices: Sequence[str], engines: int, each: int) -> list[tuple[str, ...]]:
+    """``each`` devices for every engine, none shared.
+
+    Raises :class:`~tercet.protocol.BadRequest` when there are too few: vLLM fills a GPU's memory with its own cache.
+    """
+    if engines * each > len(devices):
+        raise BadRequest(
+            f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
+            f"{len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
+            "prefill",
+        )
+    return [tuple(devices[index * each : (index + 1) * each]) for index in range(engines)]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tercet.protocol import BadRequest, TercetError
+from tercet.cluster import guard
+from tercet.protocol import TercetError
 
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = guard.GRACE_SECONDS
 TAIL_LINES = 15
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+TAIL_BYTES = 64 * 1024
+_STRAGGLER_SECONDS = 3.0
+_ASK_SECONDS = 0.05
 
 
 class StartFailed(TercetError):
@@ -26,7 +27,11 @@ class StartFailed(TercetError):
 
 
 class Process:
-    """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit."""
+    """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit.
+
+    It runs under :mod:`tercet.cluster.guard`, which ends it and all of its children when this process is gone, even
+    killed outright. Guard, command and children are one session, so that each can be reached through the others' end.
+    """
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -34,20 +39,32 @@ class Process:
         self._argv = argv
         self._env = env
         self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None
 
     async def start(self) -> None:
         """Start it; its output goes to the log."""
-        with self.log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **self._env},
-                start_new_session=True,
-                # Should this process be killed outright, the child gets SIGTERM and takes its own children along.
-                preexec_fn=_die_with_parent,
-            )
+        guards_end, self._lifeline = os.pipe()
+        try:
+            with self.log.open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", guard.__file__),
+                    *self._argv,
+                    stdin=guards_end,
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**os.environ, **self._env},
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._cut_lifeline()
+            raise
+        finally:
+            os.close(guards_end)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, which is also the id of the session; ``None`` before the start."""
+        return None if self._process is None else self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -55,61 +72,86 @@ class Process:
         return None if self._process is None else self._process.returncode
 
     async def ended(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its end, and end what it left behind; returns the exit code."""
         if self._process is None:
             raise RuntimeError(f"{self.name} was not started")
-        return await self._process.wait()
+        code = await self._process.wait()
+        await self._end_stragglers()
+        return code
 
     def tail(self) -> str:
         """The last lines of its log that say something."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
         return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
     def failure(self, what: str) -> StartFailed:
         """An error that says what happened, with the log's tail and place."""
-        return StartFailed(f"{self.name} {what}\n{self.tail()}\n(the whole log: {self.log})")
+        return StartFailed("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self, grace: float = GRACE_SECONDS) -> None:
         """SIGTERM to its whole session, SIGKILL to what is left after ``grace`` seconds."""
         process = self._process
-        if process is None:
-            return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), grace)
-        # Its children share the session: even after a clean exit, nothing of it may stay.
-        self._signal(signal.SIGKILL)
-        await process.wait()
+        try:
+            if process is None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()  # the guard passes it on to the session
+            try:
+                await asyncio.wait_for(process.wait(), grace)
+            except TimeoutError:
+                self._signal_session(signal.SIGKILL)
+                await process.wait()
+            await self._end_stragglers()
+        finally:
+            self._cut_lifeline()
 
-    def _signal(self, number: int) -> None:
+    async def _end_stragglers(self) -> None:
+        """After the command's own end: what stays in its session gets a moment, and then SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal_session(number)
+            if await self._session_ends():
+                return
+
+    async def _session_ends(self) -> bool:
+        for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
+            if self._process is None or not _any_alive(self._process.pid):
+                return True
+            await asyncio.sleep(_ASK_SECONDS)
+        return False
+
+    def _signal_session(self, number: int) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def require_free(host: str, port: int) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if somebody listens at ``host:port``."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise BadRequest(
-                f"port: {host}:{port} cannot be used: {error.strerror}; choose another --port", "port"
-            ) from error
+    def _cut_lifeline(self) -> None:
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
+def _any_alive(group: int) -> bool:
+    """Whether a process of this group still runs; an orphan that nobody has reaped yet does not."""
+    return any(_runs_in(group, entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+
+
+def _runs_in(group: int, pid: str) -> bool:
+    try:
+        stat = Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return False  # it ended meanwhile
+    state, _, its_group = stat[stat.rindex(")") + 2 :].split()[:3]
+    return int(its_group) == group and state not in "ZX"
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: ``ended with exit code 3``, ``was killed by SIGKILL``."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"

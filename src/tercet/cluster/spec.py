@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -9,6 +11,7 @@ from typing import Annotated, Any, cast
 import msgspec
 import yaml
 
+from tercet.cluster.vllm_flags import check_flags
 from tercet.fleet import Role
 from tercet.protocol import BadRequest
 
@@ -40,11 +43,9 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if self.prefill + self.decode + self.both == 0:
-            raise BadRequest("prefill, decode and both are all 0: there is no engine to start", "prefill")
-        if self.engine_args and not self.engine_args[0].startswith("-"):
-            raise BadRequest(
-                f"{self.engine_args[0]}: vLLM's own flags come after --, and begin with one", "engine-args"
-            )
+            raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
+        check_flags(self.engine_args, "engine-args")
+        check_flags(self.router_args, "router-args")
 
     @property
     def public_name(self) -> str:
@@ -67,19 +68,56 @@ def load_up_config(file: Path | None, flags: Mapping[str, Any]) -> UpConfig:
 
     Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.
     """
-    given = {**_read(file), **flags} if file is not None else dict(flags)
+    where = "" if file is None else f"--config {file}: "
+    given = {} if file is None else _read(file)
     try:
-        return msgspec.convert(given, UpConfig, strict=False)
+        _require_known(given)
+        return msgspec.convert({**given, **flags}, UpConfig, strict=False)
     except msgspec.ValidationError as error:
-        where = f"{file}: " if file is not None else ""
-        raise BadRequest(f"{where}{error}") from error
+        raise BadRequest(f"{where}{_complaint(error)}", "config") from error
+    except BadRequest as error:
+        raise BadRequest(f"{where}{error.message}", error.param) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise BadRequest(f"config: {file}: {error}", "config") from error
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadRequest(f"--config {file}: {error.strerror}", "config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadRequest(f"--config {file}: it is not YAML: {' '.join(str(error).split())}", "config") from error
     if not isinstance(content, dict):
-        raise BadRequest(f"config: {file} is not a mapping of keys to values", "config")
-    return {str(key): value for key, value in cast("dict[Any, Any]", content).items()}
+        raise BadRequest(f"--config {file}: it is not a mapping of keys to values", "config")
+    keys = cast("dict[Any, Any]", content)
+    return {str(key): _with_text_inside(value) for key, value in keys.items()}
+
+
+def _with_text_inside(value: Any) -> Any:
+    """``program-args`` and ``engine-args`` are text, however YAML reads ``{min_send: 64}`` and ``[--seed, 1]``."""
+    if isinstance(value, dict):
+        return {str(key): _as_text(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_as_text(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _require_known(given: Mapping[str, Any]) -> None:
+    known = [field.encode_name for field in msgspec.structs.fields(UpConfig)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+            raise BadRequest(f"unknown key {key}; {hint}", key)
+
+
+def _complaint(error: msgspec.ValidationError) -> str:
+    """``prefill: expected ...`` out of msgspec's ``Expected ... - at `$.prefill```."""
+    text, _, path = str(error).partition(" - at ")
+    key = re.sub(r"[`$]", "", path).lstrip(".")
+    return f"{key}: {text[:1].lower()}{text[1:]}" if key else text

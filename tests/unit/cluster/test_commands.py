@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tercet.cli.app import app
-from tercet.cli.options import engine_address
-from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env
-from tercet.cluster.pinning import as_cpu_list, split_cores
+from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of
+from tercet.cluster.pinning import as_cpu_list, split_cores, split_devices, visible_devices
 from tercet.cluster.spec import UpConfig, load_up_config
 from tercet.protocol import BadRequest, TercetError
 
@@ -55,7 +52,9 @@ def test_the_command_loads_the_plugin() -> None:
     assert value_of(argv, "--max-num-batched-tokens") == "512"
 
 
-@pytest.mark.parametrize("given", [("--max-num-batched-tokens", "64"), ("--max-num-batched-tokens=64",)])
+@pytest.mark.parametrize(
+    "given", [("--max-num-batched-tokens", "64"), ("--max-num-batched-tokens=64",), ("--max_num_batched_tokens", "64")]
+)
 def test_the_callers_flag_wins(given: tuple[str, ...]) -> None:
     argv = engine_argv(spec(cores=(0,), extra_args=given))
     assert tuple(argv[-len(given) :]) == given
@@ -64,10 +63,62 @@ def test_the_callers_flag_wins(given: tuple[str, ...]) -> None:
 
 
 def test_engines_on_gpus_get_a_device_and_no_cpu_settings() -> None:
-    env = engine_env(spec(gpus=(3,)))
+    env = engine_env(spec(gpus=("3",)))
     assert env["CUDA_VISIBLE_DEVICES"] == "3"
     assert not any(name.startswith(("VLLM_CPU", "OMP")) for name in env)
-    assert "--enforce-eager" not in engine_argv(spec(gpus=(3,)))
+    assert "--enforce-eager" not in engine_argv(spec(gpus=("3",)))
+
+
+def test_the_callers_transfer_settings_are_joined_with_ours() -> None:
+    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"lease_ttl": 5}}', "--seed", "1")
+    argv = engine_argv(spec(extra_args=given))
+    joined = json.loads(value_of(argv, "--kv-transfer-config"))
+    assert (joined["kv_connector"], joined["kv_connector_extra_config"]) == ("TercetConnector", {"lease_ttl": 5})
+    assert argv[-2:] == ["--seed", "1"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kv_connector": "NixlConnector"}'])
+def test_transfer_settings_that_do_not_go_with_ours_are_refused(text: str) -> None:
+    with pytest.raises(BadRequest, match="--kv-transfer-config"):
+        engine_argv(spec(extra_args=(f"--kv-transfer-config={text}",)))
+
+
+def test_only_the_built_in_model_gets_a_short_context() -> None:
+    assert value_of(engine_argv(spec(built_in=True)), "--max-model-len") == "2048"
+    assert "--max-model-len" not in engine_argv(spec())
+    given = ("--max-model-len", "512")
+    assert value_of(engine_argv(spec(built_in=True, extra_args=given)), "--max-model-len") == "512"
+
+
+@pytest.mark.parametrize(
+    ("args", "bound", "threads"),
+    [((), "0-3", "4"), (("-tp", "2"), "0-1|2-3", "2"), (("--tensor-parallel-size=2", "-pp", "2"), "0|1|2|3", "1")],
+)
+def test_every_rank_gets_cores(args: tuple[str, ...], bound: str, threads: str) -> None:
+    env = engine_env(spec(cores=(0, 1, 2, 3), extra_args=args))
+    assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == (bound, threads)
+
+
+@pytest.mark.parametrize("value", ["0", "x", "-1", ""])
+def test_a_number_of_ranks_that_is_none(value: str) -> None:
+    with pytest.raises(BadRequest, match="--tensor-parallel-size"):
+        ranks_of(("--tensor-parallel-size", value))
+
+
+def test_devices_are_split_and_never_shared() -> None:
+    assert split_devices(["4", "5", "6", "7"], 2, 2) == [("4", "5"), ("6", "7")]
+    with pytest.raises(BadRequest, match=r"3 engines with 2 GPUs each need 6, 4"):
+        split_devices(["0", "1", "2", "3"], 3, 2)
+
+
+@pytest.mark.parametrize(("named", "found"), [("", ()), ("-1", ()), ("2, 3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
+def test_devices_are_those_that_the_environment_names(named: str, found: tuple[str, ...]) -> None:
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": named}) == found
+
+
+def test_a_model_on_disk_needs_no_hub(tmp_path: Path) -> None:
+    assert engine_env(spec(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in engine_env(spec(model="org/model"))
 
 
 def test_the_shell_command_is_quoted() -> None:
@@ -96,7 +147,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("prefill: -1", "prefill"),
         ("port: 99999", "port"),
         ("- a\n- b", "not a mapping"),
-        ("a: [", "config"),
+        ("a: [", "not YAML"),
+        ("kv_cache_gib: 2", "did you mean kv-cache-gib"),
+        ("nonsense: 2", "the keys are model"),
+        ("prefill: [1]", "prefill: expected"),
+        ("engine-args: [stray]", "engine-args: 'stray'"),
+        ("engine-args: [--port, 1]", "engine-args: --port"),
+        ("router-args: [--model=x]", "router-args: --model"),
+        ("program-args: {x: {}}", "program-args"),
         ("prefill: 0\ndecode: 0", "no engine"),
     ],
 )
@@ -107,68 +165,24 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, says: str)
         load_up_config(file, {})
 
 
+def test_numbers_and_truths_in_a_file_may_be_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("program-args: {min_send: 64, eager: true}\nengine-args: [--seed, 1]\n")
+    config = load_up_config(file, {})
+    assert config.program_args == {"min_send": "64", "eager": "true"}
+    assert config.engine_args == ("--seed", "1")
+
+
+def test_a_file_that_is_not_text_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadRequest, match="not YAML"):
+        load_up_config(file, {})
+
+
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="No such file"):
         load_up_config(tmp_path / "no.yaml", {})
-
-
-def test_engine_addresses() -> None:
-    found = engine_address("http://h:1/,role=decode,name=d", 0)
-    assert (found.url, found.role, found.name) == ("http://h:1", "decode", "d")
-    assert engine_address("http://h:1", 4).name == "engine-4"
-
-
-@pytest.mark.parametrize("given", ["h:1", "http://h:1,role=cook", "http://h:1,rolle=decode", "http://h:1,decode"])
-def test_bad_engine_addresses(given: str) -> None:
-    with pytest.raises(BadRequest, match="--engine"):
-        engine_address(given, 0)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["up", "--prefill", "x"],
-        ["up", "--nonsense"],
-        ["up", "stray"],
-        ["up", "--prefill", "0", "--decode", "0"],
-        ["up", "--program", "nothing"],
-        ["up", "--program-arg", "novalue"],
-        ["up", "--program-arg", "min_send=many"],
-        ["up", "--model", "./not/here"],
-        ["up", "--config", "/not/here.yaml"],
-        ["engine", "--port", "0"],
-        ["engine", "--model", "/not/here"],
-        ["router"],
-        ["router", "--engine", "nowhere"],
-        ["router", "--engine", "http://h:1", "--log-level", "loud"],
-        ["nothing"],
-    ],
-    ids=" ".join,
-)
-def test_bad_flags_are_refused(argv: list[str]) -> None:
-    """Exit code 2 from typer itself, or our own error that `main` turns into it; nothing is started."""
-    result = CliRunner().invoke(app, argv)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        assert isinstance(result.exception, BadRequest), result.exception
-    else:
-        assert result.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["up", "--help"], ["engine", "--help"], ["router", "--help"], ["demo", "--help"]]
-)
-def test_help(argv: list[str]) -> None:
-    result = CliRunner().invoke(app, argv)
-    assert result.exit_code == 0
-    assert len(result.output) > 200
-
-
-def test_engine_print_is_the_plain_vllm_command(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["engine", "--model", str(tmp_path), "--print", "--", "--max-num-seqs", "4"])
-    assert result.exit_code == 0, result.output
-    assert "VLLM_PLUGINS=tercet" in result.output
-    assert "python -m vllm.entrypoints.openai.api_server" in result.output
-    assert result.output.strip().endswith("--max-num-seqs 4")
 
 
 def test_errors_of_the_tree_have_a_sentence() -> None:

@@ -7,9 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -17,8 +15,9 @@ import psutil
 import pytest
 
 from tercet.cluster import local
+from tercet.cluster.addresses import free_ports, require_free, url_of
 from tercet.cluster.local import RunningFleet, local_fleet
-from tercet.cluster.process import Process, StartFailed, free_ports, require_free
+from tercet.cluster.process import Process, StartFailed, describe_exit
 from tercet.cluster.spec import UpConfig
 from tercet.protocol import BadRequest
 
@@ -62,7 +61,12 @@ def config_of(tmp_path: Path, **fields: object) -> UpConfig:
 
 def children_of(logs: Path) -> list[int]:
     """Grandchildren that the scripts wrote into their logs."""
-    return [int(log.read_text().split()[1]) for log in logs.glob("*.log") if log.read_text().startswith("child")]
+    return [pid for log in logs.glob("*.log") for pid in children_of_log(log)]
+
+
+def children_of_log(log: Path) -> list[int]:
+    first, _, _ = log.read_text().partition("\n")
+    return [int(first.split()[1])] if first.startswith("child") else []
 
 
 def alive(pid: int) -> bool:
@@ -133,22 +137,23 @@ async def test_an_engine_that_ends_later_is_reported_and_a_front_door_ends_the_f
         _kill(fleet, "prefill-0")
         while not said:
             await asyncio.sleep(0.01)
-        assert "prefill-0 ended with exit code -9" in said[0]
+        assert "prefill-0 was killed by SIGKILL" in said[0]
         assert not watching.done()
-        os.kill(fleet.router._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
-        with pytest.raises(StartFailed, match="router ended"):
+        os.killpg(fleet.router.pid or 0, signal.SIGKILL)
+        with pytest.raises(StartFailed, match="router was killed by SIGKILL"):
             await watching
 
 
 def _kill(fleet: RunningFleet, name: str) -> None:
     process = next(engine.process for engine in fleet.engines if engine.name == name)
-    os.kill(process._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
 
 
 async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path, scripts: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BadRequest, match=f"{port}.*--port"):
+        with pytest.raises(BadRequest, match=f"--port.*{port}"):
             async with local_fleet(config_of(tmp_path, port=port), "m", lambda *_: None):
                 pytest.fail("it should not have started")
         with pytest.raises(BadRequest):
@@ -156,31 +161,57 @@ async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path, scr
     assert not list(tmp_path.glob("logs/*.log"))
 
 
-SUPERVISOR = """
-import asyncio, sys
-from pathlib import Path
-from tercet.cluster.process import Process
-async def main():
-    process = Process("p", [sys.executable, "-c", {server!r}, {port!r}, "serves"], {{}}, Path({log!r}))
-    await process.start()
-    print("started", flush=True)
-    await asyncio.sleep(600)
-asyncio.run(main())
-"""
+async def test_the_last_engines_end_is_the_fleets(tmp_path: Path, scripts: dict[str, str]) -> None:
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda *_: None))
+        _kill(fleet, "prefill-0")
+        _kill(fleet, "decode-0")
+        with pytest.raises(StartFailed, match="no engine is left"):
+            await watching
 
 
-def test_a_killed_supervisor_takes_its_children_along(tmp_path: Path) -> None:
-    """The child's own child is vLLM's business: an API server that is terminated ends its engine."""
-    log = tmp_path / "p.log"
-    port = str(free_ports("127.0.0.1", 1)[0])
-    code = textwrap.dedent(SUPERVISOR).format(server=SERVER, port=port, log=str(log))
-    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert supervisor.stdout is not None
-    assert supervisor.stdout.readline() == b"started\n"
-    child = psutil.Process(supervisor.pid).children()[0].pid
-    supervisor.kill()
-    supervisor.wait()
-    assert gone([child])
-    for pid in children_of(tmp_path):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+async def test_what_a_dead_engine_leaves_behind_is_ended_at_once(tmp_path: Path, scripts: dict[str, str]) -> None:
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda *_: None))
+        _kill(fleet, "prefill-0")
+        (child,) = children_of_log(fleet.log_dir / "prefill-0.log")
+        assert await asyncio.to_thread(gone, [child])
+        watching.cancel()
+
+
+def test_engines_are_not_reachable_from_elsewhere_even_when_the_front_door_is() -> None:
+    specs = local.engine_specs(UpConfig(host="0.0.0.0", both=1), "m")
+    assert {spec.host for spec in specs} == {"127.0.0.1"}
+    assert len({spec.port for spec in specs}) == 3
+
+
+@pytest.mark.parametrize("host", ["999.1.1.1", "203.0.113.7", "no such host"])
+def test_a_host_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(BadRequest, match="--host"):
+        require_free(host, 0)
+    with pytest.raises(BadRequest, match="--host"):
+        free_ports(host, 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.0.0.1", "http://10.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")],
+)
+def test_urls(host: str, url: str) -> None:
+    assert url_of(host, 80) == url
+
+
+@pytest.mark.parametrize("directory", ["/proc/nowhere", "/dev/null/logs"])
+async def test_a_log_directory_that_cannot_be_used_is_named(directory: str) -> None:
+    with pytest.raises(BadRequest, match="--log-dir"):
+        async with local_fleet(UpConfig(port=0, log_dir=directory), "m", lambda *_: None):
+            pytest.fail("it should not have started")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "ended with exit code 0"), (3, "ended with exit code 3"), (-9, "was killed by SIGKILL"),
+     (137, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"), (255, "ended with exit code 255")],
+)  # fmt: skip
+def test_exit_codes_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words

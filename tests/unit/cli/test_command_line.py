@@ -1,0 +1,139 @@
+"""What the command line refuses, and how: exit code 2 and one line that names the flag. Nothing is started."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tercet import __version__
+from tercet.cli import app
+from tercet.cli.options import engine_address, key_values
+from tercet.protocol import BadRequest, EngineError
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("up --prefill x", "--prefill"),
+        ("up --prefill -1", "--prefill"),
+        ("up --port 70000", "--port"),
+        ("up --kv-cache-gib 0", "--kv-cache-gib"),
+        ("up --nonsense", "--nonsense"),
+        ("up stray", "stray"),
+        ("up --prefill 0 --decode 0", "--prefill"),
+        ("up --prefill 2000", "prefill"),
+        ("up --program nothing", "program"),
+        ("up --program no.py:f", "program"),
+        ("up --program-arg novalue", "--program-arg"),
+        ("up --program-arg min_send=many", "min_send"),
+        ("up --program-arg nonsense=1", "nonsense"),
+        ("up --model ./not/here", "model"),
+        ("up --config /not/here.yaml", "--config"),
+        ("up --host 999.1.1.1", "--host"),
+        ("up --host 203.0.113.7", "--host"),
+        ("up -- --port 1", "--port"),
+        ("up -- --served_model_name=x", "--served-model-name"),
+        ("engine --port 0", "--port"),
+        ("engine --port", "--port"),
+        ("engine --model /not/here", "model"),
+        ("engine --model /tmp --print -- --model x", "--model"),
+        ("engine --model /tmp --print -- -tp none", "--tensor-parallel-size"),
+        ("engine --model /tmp --print -- --kv-transfer-config no", "--kv-transfer-config"),
+        ("router", "--engine"),
+        ("router --engine nowhere", "--engine"),
+        ("router --engine http://h:1,role=cook", "--engine"),
+        ("router --engine http://h:1,name=a --engine http://h:2,name=a --model /tmp", "engine"),
+        ("router --engine http://h:1 --log-level loud", "--log-level"),
+        ("router --engine http://h:1 --model /tmp -- --host x", "--host"),
+        ("demo --max-tokens 0", "--max-tokens"),
+        ("nothing", "nothing"),
+        ("--nonsense", "--nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("tercet: ")
+    assert said.err.count("\n") == 1, said.err
+    assert names in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("command", ["up", "engine", "router"])
+def test_a_port_in_use_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        engines = ["--engine", "http://127.0.0.1:1"] if command == "router" else []
+        assert app._run([command, "--model", str(tmp_path), "--port", port, *engines]) == 2
+    said = capsys.readouterr().err
+    assert "--port" in said
+    assert port in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["--help", "up --help", "engine --help", "router --help", "demo --help"])
+def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(line.split()) == 0
+    text = capsys.readouterr().out
+    assert len(text) > 200
+    if line.split()[0] in ("up", "engine", "router"):
+        assert "Examples" in text
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tercet {__version__}\n"
+
+
+def test_as_a_process_too() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tercet.cli", "up", "--port", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(r"tercet: .*--port.*\n", ended.stderr)
+
+
+def test_what_fails_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise EngineError("the engine said no")
+
+    monkeypatch.setattr("tercet.cli.demo.run_fleet", fail)
+    assert app._run(["demo"]) == 1
+    assert capsys.readouterr().err == "tercet: the engine said no\n"
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tercet.cli.demo.run_fleet", interrupt)
+    assert app._run(["demo"]) == 130
+
+
+def test_engine_print_is_the_plain_vllm_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["engine", "--model", str(tmp_path), "--print", "--", "--max-num-seqs", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("VLLM_PLUGINS=tercet TERCET_ENGINE_NAME=127.0.0.1:8001 ")
+    assert "python -m vllm.entrypoints.openai.api_server" in said
+    assert said.endswith(" --max-num-seqs 4\n")
+
+
+def test_engine_addresses() -> None:
+    found = engine_address("http://h:1/,role=decode,name=d", 0)
+    assert (found.url, found.role, found.name) == ("http://h:1", "decode", "d")
+    assert engine_address("http://h:1", 4).name == "engine-4"
+
+
+@pytest.mark.parametrize("given", ["h:1", "http://h:1,role=cook", "http://h:1,rolle=decode", "http://h:1,decode"])
+def test_bad_engine_addresses(given: str) -> None:
+    with pytest.raises(BadRequest, match="--engine"):
+        engine_address(given, 0)
+
+
+def test_key_values_keep_what_follows_the_first_equals_sign() -> None:
+    assert key_values(["a=b=c", "d="], "--x") == {"a": "b=c", "d": ""}

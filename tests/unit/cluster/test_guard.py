@@ -1,0 +1,189 @@
+"""The guard: whatever happens to whom, in the end nothing of the session is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tercet.cluster import guard
+from tercet.cluster.process import Process
+
+# A command with a child of its own; both ignore SIGTERM when told to.
+COMMAND = """
+import signal, subprocess, sys, time
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", child.pid, flush=True)
+if sys.argv[1] == "ends":
+    sys.exit(5)
+time.sleep(600)
+"""
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from tercet.cluster.process import Process
+async def main():
+    process = Process("p", [sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, Path(sys.argv[3]))
+    await process.start()
+    print(process.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def session(sid: int) -> list[psutil.Process]:
+    """Everything alive in a session, orphans included."""
+    return [process for process in psutil.process_iter() if _sid(process.pid) == sid and _alive(process)]
+
+
+def _sid(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def empties(sid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while session(sid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not session(sid)
+
+
+def until_running(log: Path) -> None:
+    while not (log.exists() and "pids" in log.read_text()):
+        time.sleep(0.02)
+
+
+def start_parent(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[bytes], int]:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, COMMAND, mode, str(tmp_path / "p.log")], stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    return parent, int(parent.stdout.readline())
+
+
+@pytest.mark.parametrize("moment", ["at once", "running"])
+def test_a_killed_parent_takes_the_whole_session_along(tmp_path: Path, moment: str) -> None:
+    parent, sid = start_parent(tmp_path, "obedient")
+    if moment == "running":
+        until_running(tmp_path / "p.log")
+        assert len(session(sid)) == 3
+    parent.kill()
+    parent.wait()
+    assert empties(sid, 10)
+
+
+def test_also_when_the_command_ignores_sigterm(tmp_path: Path) -> None:
+    parent, sid = start_parent(tmp_path, "stubborn")
+    until_running(tmp_path / "p.log")
+    parent.kill()
+    parent.wait()
+    assert not empties(sid, 1)
+    assert empties(sid, guard.GRACE_SECONDS + 10)
+
+
+async def start(tmp_path: Path, mode: str) -> Process:
+    process = Process("p", [sys.executable, "-c", COMMAND, mode], {}, tmp_path / "p.log")
+    await process.start()
+    await asyncio.to_thread(until_running, tmp_path / "p.log")
+    return process
+
+
+async def test_the_commands_exit_code_is_passed_on_and_its_child_ended(tmp_path: Path) -> None:
+    process = await start(tmp_path, "ends")
+    assert await process.ended() == 5
+    assert process.pid
+    assert not session(process.pid)
+
+
+async def test_a_command_that_is_killed_is_told_apart(tmp_path: Path) -> None:
+    process = await start(tmp_path, "obedient")
+    assert process.pid
+    (command,) = psutil.Process(process.pid).children()
+    command.kill()
+    assert await process.ended() == 128 + signal.SIGKILL
+    assert not session(process.pid)
+
+
+async def test_a_killed_guard_is_the_end_of_its_command(tmp_path: Path) -> None:
+    process = await start(tmp_path, "stubborn")
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.ended() == -signal.SIGKILL
+    assert not session(process.pid)
+
+
+async def test_stopping_is_quick_when_everybody_obeys(tmp_path: Path) -> None:
+    process = await start(tmp_path, "obedient")
+    assert process.pid
+    began = time.monotonic()
+    await process.stop()
+    assert time.monotonic() - began < 2
+    assert not session(process.pid)
+    await process.stop()
+
+
+@pytest.mark.parametrize("after", [0.0, 0.005, 0.02, 0.05, 0.1])
+async def test_stopping_right_after_the_start(tmp_path: Path, after: float) -> None:
+    process = Process("p", [sys.executable, "-c", COMMAND, "obedient"], {}, tmp_path / "p.log")
+    await process.start()
+    assert process.pid
+    await asyncio.sleep(after)
+    await process.stop()
+    assert not session(process.pid)
+
+
+async def test_cancelling_stop_still_ends_everything(tmp_path: Path) -> None:
+    process = await start(tmp_path, "obedient")
+    assert process.pid
+    stopping = asyncio.create_task(process.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert await asyncio.to_thread(empties, process.pid, 10)
+
+
+async def test_a_command_that_does_not_exist_is_said_in_the_log(tmp_path: Path) -> None:
+    process = Process("p", ["/no/such/program"], {}, tmp_path / "p.log")
+    await process.start()
+    assert await process.ended() == 127
+    assert "cannot run /no/such/program: No such file" in process.tail()
+
+
+async def test_no_file_descriptor_is_left(tmp_path: Path) -> None:
+    async def once() -> None:
+        process = await start(tmp_path, "obedient")
+        await process.stop()
+        (tmp_path / "p.log").unlink()
+
+    await once()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await once()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_tail_is_what_a_reader_needs(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    log.write_bytes(b"\xff early\n" * 100_000 + b"".join(b"line %d\n\n" % index for index in range(40)))
+    lines = Process("p", [], {}, log).tail().splitlines()
+    assert lines == [f"line {index}" for index in range(25, 40)]
