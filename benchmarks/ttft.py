@@ -39,7 +39,7 @@ async def measure(session: aiohttp.ClientSession, url: str, program: str | None,
         async for line in response.content:
             if line.startswith(b"data: {"):
                 times.append((time.perf_counter() - began) * 1e3)
-    return Timing(times[0], times[1] - times[0], (times[-1] - times[1]) / (len(times) - 2))
+    return Timing(times[0], times[1] - times[0], (times[-1] - times[1]) / max(1, len(times) - 2))
 
 
 async def run(front_door: str, length: int, rounds: int) -> None:

@@ -72,8 +72,7 @@ class WorkerSide:
             port=port,
             timeout=self._config.send_timeout,
             on_finished=self._lease_filled,
-            # The scheduler's process, our parent, is not pinned to the cores that this worker computes on.
-            cpus=os.sched_getaffinity(os.getppid()),
+            cpus=_spare_cpus(),
         )
         self._control = ControlServer(self._handle)
 
@@ -154,3 +153,12 @@ class WorkerSide:
         self._control.close()
         self._transport.close()
         self._reporter.close()
+
+
+def _spare_cpus() -> set[int] | None:
+    """CPUs that this worker does not compute on, where it is pinned and there are any.
+
+    Woken from the forward pass, a thread would run on the core that the pass runs on, and hold it up. The scheduler's
+    process, our parent, has all CPUs that this engine may use.
+    """
+    return (os.sched_getaffinity(os.getppid()) - os.sched_getaffinity(0)) or None
