@@ -1,5 +1,5 @@
 """``python -m tercet.cli``."""
 
-from tercet.cli.app import main
+from tercet.cli import main
 
 main()

@@ -53,7 +53,7 @@ def tercet(
 
 
 def main() -> None:
-    """Run the command line; this is the ``tercet`` script."""
+    """Run the command line and exit."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(_run(sys.argv[1:] or ["--help"]))
 

@@ -72,6 +72,7 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
                 raise EngineError(f"the front door answered {response.status}: {(await response.text()).strip()}")
             trace = await show_answer(response.content)
     except (aiohttp.ClientError, TimeoutError) as error:
+        console.print()
         raise EngineError(f"the front door's answer broke off: {error or type(error).__name__}") from error
     console.print("\n")
     return trace
@@ -85,6 +86,7 @@ async def show_answer(lines: AsyncIterable[bytes]) -> Trace:
             continue
         event: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
         if "error" in event:
+            console.print()
             raise EngineError(f"the front door's answer ended with an error: {event['error']}")
         if "tercet" in event:
             trace = msgspec.convert(event["tercet"], Trace)

@@ -1,9 +1,9 @@
-"""Runs one command and never outlives its parent: ``python guard.py COMMAND...`` with a pipe as standard input.
+"""Runs one command and never outlives its parent: ``python guard.py GRACE COMMAND...``, a pipe as standard input.
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
-and everything in this session is stopped: the command, its children, and what they left behind. SIGTERM stops the
-command only, and its exit code is then this process's own. Needs the standard library alone, so that it starts at
-once and stays small.
+and everything in this session is stopped: the command, its children, and what they left behind, with SIGTERM, and
+after ``GRACE`` seconds with SIGKILL. SIGTERM to this process is passed on; the command's exit code is then its own.
+Needs the standard library alone, so that it starts at once and stays small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 from types import FrameType
 
-GRACE_SECONDS = 20.0
 # After the command is gone its children may still give back shared memory.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
@@ -25,7 +24,8 @@ PARENT = 0
 class Guard:
     """The command as a child, and the signals that tell what is wanted of it."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, grace: float, command: list[str]) -> None:
+        self._grace = grace
         self._asked_to_stop = False
         self._wakeup = _wake_on_signals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -57,7 +57,7 @@ class Guard:
     def _end_session(self) -> None:
         """Never returns: this process is part of the session that it kills."""
         os.killpg(0, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(STRAGGLER_SECONDS)
@@ -77,10 +77,10 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
     """A handler, unlike SIG_IGN, makes the signal wake us, and is not inherited by the command."""
 
 
-def main(command: list[str]) -> int:
+def main(grace: float, command: list[str]) -> int:
     """Run ``command`` under guard."""
     try:
-        guard = Guard(command)
+        guard = Guard(grace, command)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
@@ -88,4 +88,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from tercet.cluster import guard
 from tercet.protocol import TercetError
 
-GRACE_SECONDS = guard.GRACE_SECONDS
+GRACE_SECONDS = 20.0
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
 _STRAGGLER_SECONDS = 3.0
@@ -29,15 +29,19 @@ class StartFailed(TercetError):
 class Process:
     """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit.
 
-    It runs under :mod:`tercet.cluster.guard`, which ends it and all of its children when this process is gone, even
-    killed outright. Guard, command and children are one session, so that each can be reached through the others' end.
+    ``grace`` are the seconds that it gets to end by itself when it is stopped. It runs under
+    :mod:`tercet.cluster.guard`, which ends it and all of its children when this process is gone, even killed outright.
+    Guard, command and children are one session, so that each can be reached after the others' end.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, grace: float = GRACE_SECONDS
+    ) -> None:
         self.name = name
         self.log = log
         self._argv = argv
         self._env = env
+        self._grace = grace
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
 
@@ -47,7 +51,7 @@ class Process:
         try:
             with self.log.open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", guard.__file__),
+                    *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *self._argv,
                     stdin=guards_end,
                     stdout=log,
@@ -93,8 +97,8 @@ class Process:
         """An error that says what happened, with the log's tail and place."""
         return StartFailed("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
-    async def stop(self, grace: float = GRACE_SECONDS) -> None:
-        """SIGTERM to its whole session, SIGKILL to what is left after ``grace`` seconds."""
+    async def stop(self) -> None:
+        """SIGTERM to its whole session, SIGKILL to what is left after the grace period."""
         process = self._process
         try:
             if process is None:
@@ -102,7 +106,7 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()  # the guard passes it on to the session
             try:
-                await asyncio.wait_for(process.wait(), grace)
+                await asyncio.wait_for(process.wait(), self._grace)
             except TimeoutError:
                 self._signal_session(signal.SIGKILL)
                 await process.wait()

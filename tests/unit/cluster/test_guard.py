@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster import guard
 from tercet.cluster.process import Process
 
 # A command with a child of its own; both ignore SIGTERM when told to.
@@ -33,7 +32,7 @@ import asyncio, sys
 from pathlib import Path
 from tercet.cluster.process import Process
 async def main():
-    process = Process("p", [sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, Path(sys.argv[3]))
+    process = Process("p", [sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, Path(sys.argv[3]), grace=3)
     await process.start()
     print(process.pid, flush=True)
     await asyncio.sleep(600)
@@ -97,7 +96,7 @@ def test_also_when_the_command_ignores_sigterm(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     assert not empties(sid, 1)
-    assert empties(sid, guard.GRACE_SECONDS + 10)
+    assert empties(sid, 10)
 
 
 async def start(tmp_path: Path, mode: str) -> Process:

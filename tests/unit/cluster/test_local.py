@@ -103,11 +103,11 @@ async def test_one_that_dies_at_start_is_said_with_its_log(tmp_path: Path, scrip
 
 
 async def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    process = Process("stubborn", argv_of(free_ports("127.0.0.1", 1)[0], "stubborn"), {}, tmp_path / "s.log")
+    process = Process("stubborn", argv_of(free_ports("127.0.0.1", 1)[0], "stubborn"), {}, tmp_path / "s.log", 0.5)
     await process.start()
     while not children_of(tmp_path):
         await asyncio.sleep(0.01)
-    await process.stop(grace=0.5)
+    await process.stop()
     assert process.returncode == -signal.SIGKILL
     assert gone(children_of(tmp_path))
 

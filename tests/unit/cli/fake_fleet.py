@@ -1,0 +1,100 @@
+"""`tercet` with small scripts in the place of vLLM: ``python -m tests.unit.cli.fake_fleet MARK MODE ARGUMENTS...``.
+
+Each server has a child of its own. MARK is in every process's command line, so that a test finds what is left. MODE
+says what the servers do: ``answers``, ``never-ready``, ``stubborn`` (ignores SIGTERM), ``breaks-off``.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+SLEEPER = "import sys, time; time.sleep(600)"
+TRACE = {
+    "program": "disaggregated", "ttft": 0.2, "tpot": 0.03,
+    "events": [
+        {"verb": "prep_recv", "engine": "decode-0", "seconds": 0.005, "end": 442},
+        {"verb": "remote_send", "engine": "prefill-0", "seconds": 0.3, "end": 442, "computed": 442,
+         "bytes": 10_000_000, "pieces": 30, "to": "decode-0"},
+        {"verb": "start_generate", "engine": "decode-0", "seconds": 0.03, "begin": 442, "received": 442},
+    ],
+}  # fmt: skip
+
+
+def main() -> None:
+    mark, mode, *arguments = sys.argv[1:]
+    if arguments[0] == "serve":
+        _serve(mark, mode, int(arguments[1]))
+    else:
+        _run_command_line(mark, mode, arguments)
+
+
+def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
+    from tercet.cli import fleet_run
+    from tercet.cli import main as tercet
+    from tercet.cluster import local
+    from tercet.cluster.process import Process
+
+    def argv(port: int) -> list[str]:
+        return [sys.executable, "-m", "tests.unit.cli.fake_fleet", mark, mode, "serve", str(port)]
+
+    def engine_argv(spec: Any) -> list[str]:
+        return argv(spec.port)
+
+    def router_argv(_config: Any, _model: str, port: int, _engines: Any) -> list[str]:
+        return argv(port)
+
+    def resolve_model(name: str, _on_progress: Any) -> str:
+        return name
+
+    for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
+        setattr(local, name, fake)
+    setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
+    setattr(fleet_run, "resolve_model", resolve_model)  # noqa: B010
+    sys.argv = ["tercet", *arguments]
+    tercet()
+
+
+def _serve(mark: str, mode: str, port: int) -> None:
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", SLEEPER, mark])
+    if mode == "never-ready":
+        time.sleep(600)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            if mode == "breaks-off":
+                self.send_header("content-length", "1000")
+            self.end_headers()
+            events: list[dict[str, Any]] = [
+                {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+                {"choices": [{"delta": {"content": "Maren [keeps] "}}]},
+                {"choices": [{"delta": {"content": "it."}}]},
+                {"choices": [], "usage": {}},
+            ]
+            if mode != "breaks-off":
+                events.append({"tercet": TRACE})
+            for event in events:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
