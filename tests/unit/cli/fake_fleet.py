@@ -36,6 +36,8 @@ def main() -> None:
 
 
 def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
+    # As `tercet.cli.main` does for its own imports, which happen here already.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tercet.cli import fleet_run
     from tercet.cli import main as tercet
     from tercet.cluster import local
