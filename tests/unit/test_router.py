@@ -1,0 +1,191 @@
+"""The front door without vLLM: which program runs, what happens when it fails, and how a trace reaches the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from tercet.fleet import Fleet, Member, Trace
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
+from tercet.router.config import EngineAddress, RouterConfig
+from tercet.router.context import ContextMiddleware, current
+from tercet.router.metrics import Metrics
+from tercet.router.service import Service
+
+from .fakes import FakeEngine
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    yield Metrics()
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+
+
+def counted(name: str, **labels: str) -> float:
+    return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+class Door:
+    def __init__(self, metrics: Metrics, program: str = "disaggregated") -> None:
+        self.prefill, self.decode = FakeEngine("p"), FakeEngine("d")
+        members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
+        self.fleet = Fleet(members)
+        self.service = Service(self.fleet, program, {}, metrics)
+        self.trace = Trace()
+
+    async def ask(self, headers: dict[str, str] | None = None, **sampling: Any) -> list[int]:
+        request = Request(seq_id="s", prompt=tuple(range(100)), sampling_params=sampling, headers=headers or {})
+        return [token async for item in self.service.run(request, self.trace) for token in item.token_ids]
+
+
+async def test_the_configured_program_runs(metrics: Metrics) -> None:
+    door = Door(metrics)
+    assert await door.ask() == [100, 101, 102]
+    assert door.trace.program == "disaggregated"
+    assert door.trace.ttft is not None
+    assert counted("tercet_sequences_total", program="disaggregated") == 1
+    assert counted("tercet_sequences_running") == 0
+
+
+async def test_a_header_picks_another_one(metrics: Metrics) -> None:
+    door = Door(metrics)
+    await door.ask({"x-tercet-program": "data_parallel"})
+    assert door.trace.program == "data_parallel"
+    with pytest.raises(BadRequest):
+        await door.ask({"x-tercet-program": "/etc/passwd:main"})
+
+
+async def test_prompt_logprobs_run_on_one_engine(metrics: Metrics) -> None:
+    door = Door(metrics)
+    await door.ask(prompt_logprobs=1)
+    assert [event.verb for event in door.trace.events] == ["start_generate"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "verb", "error"),
+    [
+        ("d", "prep_recv", NoSpace("full")),
+        ("p", "remote_send", TransferFailed("lost")),
+        ("p", "remote_send", EngineUnreachable("gone")),
+    ],
+)
+async def test_a_pattern_that_fails_before_its_first_token_is_replaced(
+    metrics: Metrics, engine: str, verb: str, error: Any
+) -> None:
+    door = Door(metrics)
+    (door.prefill if engine == "p" else door.decode).failures[verb] = error
+    assert await door.ask() == [100, 101, 102]
+    assert door.trace.program == "disaggregated -> data_parallel"
+    assert counted("tercet_fallbacks_total", program="disaggregated", code=error.code) == 1
+    assert [member.in_flight for member in door.fleet.members] == [0, 0]
+    assert not door.decode.leases
+
+
+async def test_after_the_first_token_a_failure_is_the_clients(metrics: Metrics) -> None:
+    door = Door(metrics)
+    door.decode.fail_after, door.decode.failures["stream"] = 2, EngineUnreachable("gone")
+    with pytest.raises(EngineUnreachable):
+        await door.ask()
+    assert counted("tercet_sequences_running") == 0
+
+
+async def test_bad_input_is_not_tried_elsewhere(metrics: Metrics) -> None:
+    door = Door(metrics)
+    door.decode.failures["prep_recv"] = BadRequest("no", "prompt")
+    with pytest.raises(BadRequest):
+        await door.ask()
+    assert door.prefill.calls == []
+
+
+async def test_a_program_that_ends_early_is_an_error_and_not_a_hang(metrics: Metrics, tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(
+        "from tercet.protocol import Output\nasync def short(request, fleet):\n    yield Output((1,))\n"
+    )
+    door = Door(metrics, f"{tmp_path / 'short.py'}:short")
+    with pytest.raises(EngineError, match="ended before"):
+        await door.ask()
+
+
+# ---- configuration -------------------------------------------------------------------------------------------
+
+
+def test_engines_need_names_of_their_own() -> None:
+    twice = (EngineAddress("a", "http://h:1"), EngineAddress("a", "http://h:2"))
+    with pytest.raises(BadRequest, match="called a"):
+        RouterConfig(model="m", served_model_name="m", engines=twice)
+    with pytest.raises(BadRequest, match="at least one"):
+        RouterConfig(model="m", served_model_name="m", engines=())
+
+
+# ---- context and trace ---------------------------------------------------------------------------------------
+
+
+class App:
+    """An ASGI application that answers as vLLM would, under the middleware."""
+
+    def __init__(self, content_type: str, *chunks: bytes, metrics: Metrics) -> None:
+        self.content_type, self.chunks = content_type, chunks
+        self.headers: dict[str, str] = {}
+        self.state = type("State", (), {"tercet": Door(metrics).service})()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        context = current()
+        self.headers = dict(context.headers)
+        context.traces.append(Trace(program="disaggregated"))
+        length = str(sum(map(len, self.chunks))).encode()
+        headers = [(b"content-type", self.content_type.encode()), (b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for index, chunk in enumerate(self.chunks):
+            more = index < len(self.chunks) - 1
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+async def get(app: App, **headers: str) -> tuple[int, dict[bytes, bytes], bytes]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await ContextMiddleware(app)({"type": "http", "headers": raw, "app": app}, lambda: None, send)  # type: ignore[arg-type]
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], dict(sent[0]["headers"]), body
+
+
+async def test_headers_reach_the_program_and_plain_answers_stay_as_they_are(metrics: Metrics) -> None:
+    app = App("application/json", b'{"a": 1}', metrics=metrics)
+    status, _, body = await get(app, x_mine="yes")
+    assert (status, body, app.headers) == (200, b'{"a": 1}', {"x-mine": "yes"})
+    assert current().headers == {}
+
+
+async def test_a_traced_json_answer_has_one_more_key(metrics: Metrics) -> None:
+    _, headers, body = await get(App("application/json", b'{"a"', b": 1}", metrics=metrics), x_tercet_trace="1")
+    answer = json.loads(body)
+    assert answer["a"] == 1
+    assert answer["tercet"]["program"] == "disaggregated"
+    assert headers[b"content-length"] == str(len(body)).encode()
+
+
+async def test_a_traced_stream_has_one_more_event_before_done(metrics: Metrics) -> None:
+    app = App("text/event-stream", b'data: {"a": 1}\n\n', b"data: [DONE]\n\n", metrics=metrics)
+    _, _, body = await get(app, x_tercet_trace="1")
+    events = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
+    assert json.loads(events[0]) == {"a": 1}
+    assert json.loads(events[1])["tercet"]["program"] == "disaggregated"
+    assert events[2] == b"[DONE]"
+
+
+async def test_an_unknown_program_is_refused_before_anything_runs(metrics: Metrics) -> None:
+    app = App("application/json", b"{}", metrics=metrics)
+    status, _, body = await get(app, x_tercet_program="nonsense")
+    assert status == 400
+    assert json.loads(body)["error"]["param"] == "x-tercet-program"
+    assert app.headers == {}
