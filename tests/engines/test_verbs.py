@@ -145,6 +145,32 @@ async def test_output_generated_elsewhere_counts(decode: HttpEngine) -> None:
     assert expected[:5] + rest == expected
 
 
+async def test_output_may_be_cached_already(decode: HttpEngine) -> None:
+    """More than the prompt is found in the prefix cache; vLLM itself never has that of a new request."""
+    prompt, salt = prompt_of(10), uuid.uuid4().hex
+    whole = await generate(
+        decode, request_of(prompt, cache_salt=salt, sampling={"max_tokens": 300, "ignore_eos": True})
+    )
+    request = request_of(prompt, cache_salt=salt, sampling={"max_tokens": 300, "ignore_eos": True})
+    assert await generate(decode, request, 0, tuple(whole[:280])) == whole[280:]
+
+
+async def test_sends_with_a_common_prefix_at_once(prefill: HttpEngine, decode: HttpEngine) -> None:
+    """The second one finds the prefix in a cache whose blocks the first one is only just computing."""
+    prefix, salt = prompt_of(2 * BLOCK, seed=77), uuid.uuid4().hex
+
+    async def serve(seed: int) -> list[int]:
+        request = request_of([*prefix, *prompt_of(20, seed)], cache_salt=salt if seed else uuid.uuid4().hex)
+        async with decode.prep_recv(request) as space:
+            sent = await prefill.remote_send(request, space, space.matched_len, sample=True)
+            assert sent.first is not None
+            return [*sent.first.token_ids, *await generate(decode, request, sent.end, sent.first.token_ids)]
+
+    found = await asyncio.gather(*(serve(seed) for seed in range(1, 7)))
+    for seed, tokens in enumerate(found, 1):
+        assert tokens == await alone(decode.url, [*prefix, *prompt_of(20, seed)], max_tokens=8)
+
+
 async def test_prep_recv_is_quick_beside_a_long_prefill(decode: HttpEngine) -> None:
     running = asyncio.create_task(generate(decode, request_of(prompt_of(1500))))
     started = time.monotonic()
@@ -304,6 +330,9 @@ GOOD_PREP = {"prompt": [1, 2, 3], "seq_id": "bad-input"}
         ("start_generate", {"begin": -1}, "begin"),
         ("start_generate", {"begin": 4}, "begin"),
         ("start_generate", {"output": ["a"]}, "output"),
+        ("start_generate", {"output": [10**6]}, "output"),
+        ("start_generate", {"output": [2**40]}, "output"),
+        ("start_generate", {"output": [5] * 2045, "sampling_params": {"max_tokens": 4000}}, "output"),
         ("start_generate", {"sampling_params": {"temprature": 0}}, "sampling_params.temprature"),
         ("start_generate", {"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ("start_generate", {"sampling_params": {"temperature": "hot"}}, "sampling_params"),
@@ -372,6 +401,32 @@ async def test_bad_ranges_of_remote_send(prefill: HttpEngine, decode: HttpEngine
         status, answer = await post(prefill, "remote_send", call)
     assert status == 400, answer
     assert answer["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lease": "not hex"},
+        {"lease": "ab"},
+        {"begin": -128},
+        {"begin": 5},
+        {"end": 0},
+        {"transport": "pigeon"},
+        {"ranks": [{"rank": 0, "addresses": []}]},
+        {"ranks": [{"rank": 0, "addresses": ["tcp://127.0.0.1:99999"]}]},
+        {"ranks": [{"rank": 0, "addresses": ["127.0.0.1:80"]}]},
+    ],
+    ids=str,
+)
+async def test_made_up_addresses_are_refused(prefill: HttpEngine, decode: HttpEngine, change: dict) -> None:
+    request = request_of(prompt_of(300))
+    async with decode.prep_recv(request) as space:
+        call = {"prompt": list(request.prompt), "begin": 0, "seq_id": request.seq_id,
+                "kv_addr_info": {**msgspec.to_builtins(space.kv_addr_info), **change}}  # fmt: skip
+        status, answer = await post(prefill, "remote_send", call)
+        assert status == 400, answer
+        assert answer["error"]["param"] == "kv_addr_info"
+        await prefill.remote_send(request, space, 0)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from tercet.protocol.wire import (
 
 T = TypeVar("T")
 DATA = b"data: "
+# An output with the log probabilities of a long prompt is one line.
+LONGEST_LINE = 16 * 1024 * 1024
 JSON = {"content-type": "application/json"}
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
 SILENCE_SECONDS = 300.0
@@ -65,7 +67,7 @@ class HttpEngine:
 
     async def __aenter__(self) -> HttpEngine:
         self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), json_serialize=_dumps
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE
         )
         return self
 
@@ -207,10 +209,6 @@ class HttpEngine:
         if self._session is None:
             raise RuntimeError("HttpEngine is used outside its async context")
         return self._session
-
-
-def _dumps(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _output_of(data: bytes) -> Output:

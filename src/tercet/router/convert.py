@@ -100,7 +100,7 @@ def _prefill_stats(prompt_len: int, usage: Usage) -> PrefillStats:
 
 
 def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
-    width = max(len(position) for position in positions)
+    width = max((len(position) for position in positions), default=1)
     token_ids = np.zeros((len(positions), width), dtype=np.int64)
     values = np.full((len(positions), width), -np.inf, dtype=np.float32)
     ranks = np.zeros(len(positions), dtype=np.int64)
@@ -117,7 +117,7 @@ def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsList
 def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> LogprobsTensors:
     import torch
 
-    known = [position for position in positions if position is not None]
+    known = [position for position in positions if position is not None]  # the first one has none
     lists = _logprobs_lists(known)
     return LogprobsTensors(
         torch.from_numpy(lists.logprob_token_ids),

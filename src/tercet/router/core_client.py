@@ -65,7 +65,13 @@ class ProgramClient(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start the request's program."""
         context = current()
-        sequence = to_request(request, context.headers)
+        try:
+            sequence = to_request(request, context.headers)
+        except VLLMValidationError:
+            # AsyncLLM has registered it already, and does not undo that for errors raised here.
+            if self._output_processor is not None:
+                self._output_processor.abort_requests((request.request_id,), internal=True)
+            raise
         task = asyncio.get_running_loop().create_task(self._run(sequence, context))
         self._tasks[sequence.seq_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(sequence.seq_id, None))

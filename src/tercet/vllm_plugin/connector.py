@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.metrics.stats import PrefillStats
 
 from tercet.protocol import KVLayout
 from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
@@ -60,6 +61,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self.reservations: Reservations | None = None
         self.sends: Sends | None = None
         self._workers: ControlClient | None = None
+        self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_tp_group
@@ -122,9 +124,17 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Take hold of the scheduler, whose thread all of the following runs on."""
         if self._workers is None:
             raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
+        self._scheduler = scheduler
         total = self._kv_cache_config.num_blocks
         self.reservations = Reservations(scheduler, self._workers, int(total * self._config.max_lease_share))
         self.sends = Sends(scheduler, self._workers)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that this connector is attached to."""
+        if self._scheduler is None:
+            raise UnsupportedVLLM("the connector is not attached to a scheduler yet")
+        return self._scheduler
 
     @property
     def transports(self) -> list[str]:
@@ -160,6 +170,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
                 request.append_output_token_ids(list(params.seq.output))
                 start_grammar_after(request, params.seq.output)
                 self._resumed[request.request_id] = params.seq.output
+                # vLLM asserts that no more than the prompt is cached; with output, more may be. See _count_cached.
+                request.prefill_stats = None
             if params.seq.lease is not None:
                 self.reservations.adopt(params.seq.lease, request)
 
@@ -169,9 +181,18 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         if self.sends is not None:
             self.sends.plan(scheduler_output, metadata)
         if self._resumed:
-            starting = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-            metadata.resumed = {key: self._resumed.pop(key) for key in starting & self._resumed.keys()}
+            starting = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+            metadata.resumed = {key: self._resumed.pop(key) for key in starting.keys() & self._resumed.keys()}
+            for key in metadata.resumed:
+                self._count_cached(key, starting[key])
         return metadata
+
+    def _count_cached(self, request_id: str, num_cached: int) -> None:
+        """Let a request that began with output tell how much of its prompt was not computed."""
+        request = self.scheduler.requests[request_id]
+        if request.prefill_stats is None and request.num_preemptions == 0:
+            request.prefill_stats = PrefillStats()
+            request.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are freed by vLLM as usual; those on their way to a peer are pinned by :class:`Sends`."""

@@ -7,6 +7,7 @@ tells it when to free them.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -24,6 +25,7 @@ from tercet.protocol import (
     EngineStatus,
     KVAddrInfo,
     KVLayout,
+    LeaseEnded,
     Output,
     RankAddress,
     Sent,
@@ -42,6 +44,12 @@ from tercet.vllm_plugin.reports import Inbox, SendInFlight
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+# What runs for a sequence: its generation (None), or one of its sends.
+BusyKey = tuple[str, str | None]
+LEASE = re.compile(r"[0-9a-f]{32}")
+ADDRESS = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
 
 
 @dataclass
@@ -63,7 +71,7 @@ class Edge:
         self._name = name
         self._leases: dict[str, EdgeLease] = {}
         self._lease_of_seq: dict[str, str] = {}
-        self._busy: dict[str, Callable[[], None]] = {}
+        self._busy: dict[BusyKey, Callable[[], None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(self._lease_filled)
         self._layout: KVLayout | None = None
@@ -91,6 +99,7 @@ class Edge:
         ttl = min(call.ttl or self._lease_ttl, self._lease_ttl)
         timer = asyncio.get_running_loop().call_later(ttl, self._spawn_release, lease)
         self._leases[lease] = EdgeLease(lease, call.seq_id, tokens, timer)
+        self._inbox.expect(lease)
         self._lease_of_seq[call.seq_id] = lease
         try:
             matched = await self._core("tercet_reserve", lease, tokens, call.cache_salt, self._inbox.address)
@@ -99,7 +108,10 @@ class Edge:
             if not isinstance(error, TercetError):
                 self._spawn(self._release_quietly(lease))
             raise
-        self._leases[lease].matched_len = matched
+        held = self._leases.get(lease)
+        if held is None:
+            raise LeaseEnded(f"{call.seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
+        held.matched_len = matched
         info = self._address(lease, matched, end)
         return PrepRecvAnswer(kv_addr_info=info, matched_len=matched, ttl=ttl)
 
@@ -146,7 +158,7 @@ class Edge:
             call.cache_salt,
         )
         computing = asyncio.ensure_future(generation.first())
-        with self._cancellable(f"{call.seq_id}/{params.send_id}", computing):
+        with self._cancellable((call.seq_id, params.send_id), computing):
             # A refusal by the receiver ends the work at once; there is nobody left to compute for.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
@@ -163,7 +175,8 @@ class Edge:
         tokens = await self._tokens(call.prompt)
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
-        if call.seq_id in self._busy:
+        self._check_output(tokens, call.output)
+        if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
         claimed = self._claim(call.seq_id, [*tokens, *call.output])
         lease = claimed.lease if claimed else None
@@ -172,7 +185,7 @@ class Edge:
             self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
         )
         adopted = False
-        self._busy[call.seq_id] = generation.abort
+        self._busy[call.seq_id, None] = generation.abort
         try:
             async for output in generation.outputs():
                 if not adopted:
@@ -181,13 +194,13 @@ class Edge:
                     output = msgspec.structs.replace(output, usage=usage)
                 yield output
         finally:
-            del self._busy[call.seq_id]
+            del self._busy[call.seq_id, None]
             if lease is not None and not adopted:
                 self._spawn(self._release_quietly(lease))
 
     async def abort(self, seq_id: str) -> bool:
         """End the sequence's reservation, sends and generation; whether there was any."""
-        found = [stop for key, stop in self._busy.items() if key == seq_id or key.startswith(f"{seq_id}/")]
+        found = [stop for (busy, _), stop in self._busy.items() if busy == seq_id]
         for stop in found:
             stop()
         lease = self._lease_of_seq.get(seq_id)
@@ -225,6 +238,7 @@ class Edge:
 
     def _check_send(self, call: RemoteSendCall, begin: int, end: int, length: int) -> None:
         info = call.kv_addr_info
+        _check_address(info)
         self.layout.require_same(info.layout, info.engine)
         if begin < info.begin:
             raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
@@ -239,8 +253,18 @@ class Edge:
         if call.sample and end != length:
             raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
 
+    def _check_output(self, tokens: list[int], output: list[int]) -> None:
+        config = self._client.vllm_config.model_config
+        if output and max(output) >= config.get_vocab_size():
+            raise BadRequest(f"output: token id {max(output)} is outside the vocabulary", "output")
+        if output and len(tokens) + len(output) >= config.max_model_len:
+            raise BadRequest(
+                f"output: {len(tokens)} + {len(output)} tokens leave no room in the model's {config.max_model_len}",
+                "output",
+            )
+
     def _require_free(self, seq_id: str) -> None:
-        if seq_id in self._busy or seq_id in self._lease_of_seq:
+        if (seq_id, None) in self._busy or seq_id in self._lease_of_seq:
             raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
 
     def _claim(self, seq_id: str, tokens: list[int]) -> EdgeLease | None:
@@ -294,6 +318,7 @@ class Edge:
             await self._core("tercet_release", lease)
 
     def _forget(self, lease: str) -> None:
+        self._inbox.forget(lease)
         known = self._leases.pop(lease, None)
         if known is not None:
             known.timer.cancel()
@@ -308,14 +333,14 @@ class Edge:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _cancellable(self, key: str, task: asyncio.Future[Any]) -> _Busy:
+    def _cancellable(self, key: BusyKey, task: asyncio.Future[Any]) -> _Busy:
         return _Busy(self._busy, key, task)
 
 
 class _Busy:
     """While entered, :meth:`Edge.abort` of the sequence cancels the task; leaving by an error does so too."""
 
-    def __init__(self, busy: dict[str, Callable[[], None]], key: str, task: asyncio.Future[Any]) -> None:
+    def __init__(self, busy: dict[BusyKey, Callable[[], None]], key: BusyKey, task: asyncio.Future[Any]) -> None:
         self._busy, self._key, self._task = busy, key, task
 
     def __enter__(self) -> None:
@@ -327,6 +352,20 @@ class _Busy:
 
     def _cancel(self) -> None:
         self._task.cancel()
+
+
+def _check_address(info: KVAddrInfo) -> None:
+    """Refuse what no engine has handed out, before it reaches a connection that other sends share."""
+    addresses = [address for rank in info.ranks for address in rank.addresses]
+    well_formed = (
+        LEASE.fullmatch(info.lease)
+        and 0 <= info.begin < info.end
+        and info.begin % info.layout.block_size == 0
+        and all(rank.addresses for rank in info.ranks)
+        and all(ADDRESS.fullmatch(address) and int(address.rpartition(":")[2]) < 65536 for address in addresses)
+    )
+    if info.transport != "tcp" or not well_formed:
+        raise BadRequest("kv_addr_info: not one that prep_recv returned", "kv_addr_info")
 
 
 def _usage(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:

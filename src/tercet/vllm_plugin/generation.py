@@ -52,6 +52,8 @@ class Generation:
         """
         wanted = self._sampling_params.get("max_tokens")
         async for output in self._run(first_token_only(self._sampling_params)):
+            if output.finish_reason in ("abort", "error"):
+                raise EngineError(f"the engine ended the request: {output.finish_reason}")
             limit = self._client.vllm_config.model_config.max_model_len
             goes_on = wanted != 1 and len(self._tokens) + 1 < limit
             if output.finish_reason == "length" and goes_on:

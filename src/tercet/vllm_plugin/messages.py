@@ -90,13 +90,11 @@ class SendOpening:
 class StepMetadata(KVConnectorMetadata):
     """What the workers shall do in one engine step.
 
-    ``ready`` can be pushed before the forward pass (its KV was cached), ``pushes`` layer by layer during it.
-    ``finish`` holds ``send_id, begin, end`` of sends of which this step computes the last block. ``resumed`` maps
-    vLLM request ids to the output that they start with.
+    ``pushes`` go out layer by layer during the forward pass. ``finish`` holds ``send_id, begin, end`` of sends of which
+    this step computes the last block. ``resumed`` maps vLLM request ids to the output that they start with.
     """
 
     opened: list[SendOpening] = field(default_factory=list)
-    ready: list[Push] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
     finish: list[tuple[str, int, int]] = field(default_factory=list)
     resumed: dict[str, list[int]] = field(default_factory=dict)

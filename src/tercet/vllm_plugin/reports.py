@@ -88,6 +88,14 @@ class Inbox:
         finally:
             del self._sends[sending.send_id]
 
+    def expect(self, lease: str) -> None:
+        """Listen for reports on a lease, until :meth:`forget`."""
+        self._filled[lease] = {}
+
+    def forget(self, lease: str) -> None:
+        """The lease is over."""
+        self._filled.pop(lease, None)
+
     async def _receive(self) -> None:
         while True:
             message = await self._socket.recv()
@@ -107,8 +115,9 @@ class Inbox:
             self._take_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
 
     def _take_filled(self, filled: LeaseFilled) -> None:
-        ends = self._filled.setdefault(filled.lease, {})
+        ends = self._filled.get(filled.lease)
+        if ends is None:
+            return  # the lease is over
         ends[filled.rank] = filled.valid_end
         if len(ends) == self._ranks:
-            del self._filled[filled.lease]
             self._on_filled(filled, min(ends.values()))

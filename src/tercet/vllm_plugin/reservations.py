@@ -64,7 +64,8 @@ class Reservations:
         blocks = self._blocks_of(owner)
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         try:
-            grant = GrantLease(lease, blocks[matched // block_size :], matched, end, block_size, notify)
+            writable = blocks[matched // block_size : -(-end // block_size)]
+            grant = GrantLease(lease, writable, matched, end, block_size, notify)
             self._workers.call_all(grant)
         except BaseException:
             self._manager.free(owner)
@@ -77,7 +78,8 @@ class Reservations:
         scheduler, manager = self._scheduler, self._manager
         computed, matched, _ = manager.get_computed_blocks(owner)
         block_size = manager.coordinator.single_type_managers[0].block_size
-        needed = -(-end // block_size)
+        # One token more than is received, so that decoding can begin: whoever holds blocks must not wait for another.
+        needed = -(-(end + 1) // block_size)
         pinned = sum(held.num_blocks for held in self._held.values())
         if pinned + needed > self._max_blocks:
             raise NoSpace(
@@ -88,6 +90,7 @@ class Reservations:
             0,
             num_new_computed_tokens=matched,
             new_computed_blocks=computed,
+            num_lookahead_tokens=1,
             num_external_computed_tokens=end - matched,
             delay_cache_blocks=True,
             reserved_blocks=scheduler._inflight_prefill_reserved_blocks() + scheduler._spec_decode_step_blocks,
@@ -152,6 +155,8 @@ class Reservations:
         there and only the last one is computed again. Without the reservation, vLLM finds the same blocks in its
         cache and computes the last one anew.
         """
+        if request.skip_reading_prefix_cache:  # it wants every position computed here, for prompt_logprobs say
+            return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
         manager = self._manager.coordinator.single_type_managers[0]

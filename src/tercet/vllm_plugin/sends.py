@@ -64,15 +64,16 @@ class Sends:
                 self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
-        # Before the step's own bookkeeping, num_computed_tokens counts what earlier steps or the cache provide.
+        # Before the step's own bookkeeping, num_computed_tokens counts what earlier steps or the cache provide. What
+        # the cache provides may be computed in this very step, for a request with the same prefix: vLLM enters blocks
+        # into it when they are scheduled. So cached blocks too are pushed layer by layer, behind the computation.
         params = sending.params
-        cached, done = request.num_computed_tokens, request.num_computed_tokens + scheduled
+        done = request.num_computed_tokens + scheduled
         if not sending.opened:
             sending.opened = True
             metadata.opened.append(
                 SendOpening(params.send_id, params.lease, params.base, tuple(params.addresses), params.notify)
             )
-            self._add_push(metadata.ready, request, sending, self._complete_until(params, cached))
         self._add_push(metadata.pushes, request, sending, self._complete_until(params, done))
         if done >= params.end and request.request_id in self._by_request:
             metadata.finish.append((params.send_id, params.begin, params.end))
@@ -100,7 +101,7 @@ class Sends:
         ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
         """
         computed, matched, _ = self._manager.get_computed_blocks(probe)
-        if matched < params.end:
+        if matched < params.end or self._steps_in_flight():
             return False
         first, until = params.begin // self._block_size, -(-params.end // self._block_size)
         blocks = list(computed.blocks[0][first:until])
@@ -117,6 +118,10 @@ class Sends:
             self.end(params.send_id)
             raise
         return True
+
+    def _steps_in_flight(self) -> bool:
+        # Under asynchronous scheduling the cache has blocks of steps that have not run yet.
+        return any(request.num_in_flight_tokens for request in self._scheduler.running)
 
     def end(self, send_id: str) -> None:
         """Stop a send, done or not, and unpin its blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ from tercet.vllm_plugin.control import (
 )
 from tercet.vllm_plugin.memory import LayerPlanes
 from tercet.vllm_plugin.messages import LeaseFilled, Push, Report, SendDone, SendOpening, StepMetadata, WorkerHandshake
+
+REMEMBERED_CANCELLED = 4096
 
 
 class Reporter:
@@ -58,6 +61,8 @@ class WorkerSide:
         self._config = config
         self._step = StepMetadata()
         self._notify_of_lease: dict[str, str] = {}
+        self._opening = threading.Lock()
+        self._cancelled: deque[str] = deque(maxlen=REMEMBERED_CANCELLED)
         self._reporter = Reporter()
 
     def register(self, planes: LayerPlanes, num_blocks: int, layout: KVLayout) -> None:
@@ -82,11 +87,10 @@ class WorkerSide:
         return WorkerHandshake(self._rank, self._transport.address, control.address, control.secret, self._layout)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Take a step's orders; what was cached goes out at once, beside the forward pass."""
+        """Take a step's orders."""
         self._step = metadata
         for opening in metadata.opened:
             self._open(opening)
-        self._push_layers(metadata.ready, range(len(self._planes.tensors)))
 
     def save_layer(self, layer_name: str) -> None:
         """Push the blocks that this step completes in one layer; the layer's attention has just run."""
@@ -114,8 +118,16 @@ class WorkerSide:
                 report = SendDone(send_id, self._rank, outcome.bytes, outcome.pieces)
             self._reporter.report(notify, report)
 
-        address = opening.addresses[self._rank]
-        self._transport.open(send_id, address, opening.lease, done)
+        with self._opening:
+            if send_id in self._cancelled:
+                return
+            self._transport.open(send_id, opening.addresses[self._rank], opening.lease, done)
+
+    def _cancel(self, send_id: str) -> None:
+        # A send may be cancelled before the step that opens it has reached this worker; it must not open then.
+        with self._opening:
+            self._cancelled.append(send_id)
+        self._transport.cancel(send_id)
 
     def _lease_filled(self, lease: str, valid_end: int) -> None:
         notify = self._notify_of_lease.get(lease)
@@ -133,7 +145,7 @@ class WorkerSide:
                 self._notify_of_lease.pop(command.lease, None)
                 return self._transport.revoke(command.lease)
             case CancelSend():
-                return self._transport.cancel(command.send_id)
+                return self._cancel(command.send_id)
             case PushCached():
                 return self._push_cached(command)
             case ReadCounters():
