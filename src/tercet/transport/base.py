@@ -30,6 +30,11 @@ class KVTransport(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """The wire protocol, as ``KVAddrInfo.transport`` names it."""
+        ...
+
+    @property
     def address(self) -> str:
         """Where peers connect."""
         ...
@@ -43,7 +48,11 @@ class KVTransport(Protocol):
         ...
 
     def open(self, send_id: str, address: str, lease: str, on_done: OnDone) -> None:
-        """Begin a send to the peer at ``address``. ``on_done`` is called exactly once, from another thread."""
+        """Begin a send to the peer at ``address``.
+
+        ``on_done`` is called exactly once, also for wrong input, with nothing of the transport locked; mostly from
+        another thread, but perhaps before a call for this send returns. From then on the send's KV is not read.
+        """
         ...
 
     def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:

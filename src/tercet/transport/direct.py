@@ -3,8 +3,9 @@
 Instead of its bytes, a piece carries an address. The receiver reads it with ``process_vm_readv`` (Linux), which saves
 both ways through the kernel's sockets. Two things keep that safe:
 
-- A greeting offers a random word in the sender's memory. Only a receiver that can read it, and that the sender reached
-  over loopback, takes references; otherwise bytes travel as usual.
+- A greeting names a process, and offers a random word in its memory. A receiver takes references only if that process
+  holds the connection's other end, and if it can read the word; otherwise bytes travel as usual. Were the process taken
+  on trust, a peer could have any process's memory copied, the receiver's own included.
 - Each send has a word in the sender's memory that holds its number while its blocks are pinned. It is cleared before
   they are unpinned, and the receiver reads it *after* the data: if it still matches, the data was good.
 """
@@ -14,6 +15,9 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import socket
+import struct
+from typing import Any
 
 import msgspec
 
@@ -73,8 +77,49 @@ def can_read(greeting: Greeting) -> bool:
     return bytes(found) == greeting.nonce
 
 
+def held_by(pid: int, connection: socket.socket) -> bool:
+    """Whether process ``pid``, on this machine, has the other end of a TCP connection open; false if in doubt."""
+    try:
+        inode = _inode(connection.family, connection.getpeername(), connection.getsockname())
+        if inode is None:
+            return False
+        with os.scandir(f"/proc/{pid:d}/fd") as entries:
+            return any(_target(entry.path) == f"socket:[{inode}]" for entry in entries)
+    except (OSError, ValueError):
+        return False
+
+
+def _inode(family: int, local: tuple[Any, ...], remote: tuple[Any, ...]) -> int | None:
+    """The kernel's number of the socket with these ends, if it is in this network namespace."""
+    ends = [_end(family, local), _end(family, remote)]
+    with open("/proc/net/tcp6" if family == socket.AF_INET6 else "/proc/net/tcp", encoding="ascii") as table:
+        for line in table:
+            fields = line.split()
+            if fields[1:3] == ends:
+                return int(fields[9])
+    return None
+
+
+def _end(family: int, address: tuple[Any, ...]) -> str:
+    """An address as ``/proc/net/tcp`` writes it: words in the machine's byte order, then the port."""
+    packed = socket.inet_pton(family, address[0])
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words) + f":{address[1]:04X}"
+
+
+def _target(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""
+
+
 class LiveTable:
-    """A sender's words that tell which of its sends still pin their blocks. Numbers are from 1."""
+    """A connection's words that tell which of its sends still pin their blocks.
+
+    Numbers are not 0, and a process must not use one twice: the memory of a table that is gone may become the next
+    one's, and a receiver that is late may still look there.
+    """
 
     def __init__(self) -> None:
         self._nonce = memoryview(bytearray(secrets.token_bytes(NONCE_BYTES)))

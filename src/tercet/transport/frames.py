@@ -50,7 +50,7 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """One frame's header. ``send`` numbers the sends of a connection, from 1."""
+    """One frame's header. ``send`` is a sender's number for the send, never 0 and never used twice."""
 
     kind: Kind
     send: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +27,10 @@ from tercet.transport.frames import (
 from tercet.transport.grants import GrantTable
 from tercet.transport.memory import KVMemory
 
+logger = logging.getLogger(__name__)
 MAX_REFERENCE_BYTES = 64
+# A forgotten one is refused once more, which does no harm.
+REMEMBERED_REFUSED = 4096
 B = TypeVar("B", Greeting, Reference)
 
 
@@ -45,6 +49,9 @@ class Inbound:
 
     Feed it exactly :attr:`wanted` bytes at a time; it says what to answer. A lease that has ended is answered once
     per send, and the rest of that send is skipped, so that other sends of the connection go on.
+
+    ``on_finished(lease, valid_end)`` is called before a claim is acknowledged; if it raises, the claim is refused.
+    ``held_by`` tells whether the process with a given id is the one at the connection's other end.
     """
 
     def __init__(
@@ -54,19 +61,24 @@ class Inbound:
         fingerprint: str,
         counters: InboundCounters,
         on_finished: Callable[[str, int], None],
-        same_machine: bool = False,
+        held_by: Callable[[int], bool] = lambda _pid: False,
     ) -> None:
         self._memory = memory
         self._grants = grants
         self._fingerprint = fingerprint
         self._counters = counters
         self._on_finished = on_finished
-        self._same_machine = same_machine
+        self._held_by = held_by
         self._greeting: Greeting | None = None
         self._by_reference = False
         self._scratch = memoryview(b"")
         self._header: Header | None = None
-        self._refused: set[int] = set()
+        self._refused: dict[int, None] = {}  # the latest sends that were refused, oldest first
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the sender has said who it is."""
+        return self._greeting is not None
 
     @property
     def wanted(self) -> int:
@@ -123,7 +135,7 @@ class Inbound:
         if greeting.fingerprint != self._fingerprint:
             raise ProtocolViolation("layout: the sender's KV layout is another one")
         self._greeting = greeting
-        self._by_reference = self._same_machine and can_read(greeting)
+        self._by_reference = self._held_by(greeting.pid) and can_read(greeting)
         return welcome(self._by_reference)
 
     def _size(self, header: Header) -> int:
@@ -151,7 +163,9 @@ class Inbound:
         try:
             return act()
         except TercetError as error:
-            self._refused.add(header.send)
+            self._refused[header.send] = None
+            if len(self._refused) > REMEMBERED_REFUSED:
+                del self._refused[next(iter(self._refused))]
             self._counters.pieces_refused += header.kind is not Kind.FIN
             return refused(header.send, error.message)
 
@@ -170,7 +184,11 @@ class Inbound:
 
     def _finish(self, header: Header) -> bytes:
         valid_end = self._grants.finish(header.lease, header.begin, header.end)
-        self._on_finished(header.lease, valid_end)
+        try:
+            self._on_finished(header.lease, valid_end)
+        except Exception as error:
+            logger.exception("on_finished of lease %s failed", header.lease)
+            raise TransferFailed("the receiver could not take the claim") from error
         return ack(header.send)
 
 

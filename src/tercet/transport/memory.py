@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from tercet.protocol import BadRequest
+
 
 class KVMemory(Protocol):
     """``num_layers`` layers of ``num_blocks`` blocks, each ``block_bytes`` bytes and contiguous."""
@@ -25,11 +27,14 @@ class KVMemory(Protocol):
         ...
 
     def read(self, layer: int, first_block: int, count: int) -> memoryview:
-        """The bytes of ``count`` adjacent blocks, in place."""
+        """The bytes of ``count`` adjacent blocks, in place.
+
+        Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not: a piece is never cut short.
+        """
         ...
 
     def write(self, layer: int, first_block: int, data: memoryview) -> None:
-        """Copy whole blocks in."""
+        """Copy whole blocks in; raises :class:`~tercet.protocol.BadRequest` for blocks that there are not."""
         ...
 
 
@@ -61,13 +66,20 @@ class BufferMemory:
 
     def read(self, layer: int, first_block: int, count: int) -> memoryview:
         """See :class:`KVMemory`."""
+        self._require(layer, first_block, count)
         start = first_block * self._block_bytes
         return self._layers[layer][start : start + count * self._block_bytes]
 
     def write(self, layer: int, first_block: int, data: memoryview) -> None:
         """See :class:`KVMemory`."""
+        self._require(layer, first_block, -(-data.nbytes // self._block_bytes))
         start = first_block * self._block_bytes
         self._layers[layer][start : start + data.nbytes] = data
+
+    def _require(self, layer: int, first: int, count: int) -> None:
+        # A negative index would count from the end, and a slice past the end be short, both without an error.
+        if not (0 <= layer < len(self._layers) and first >= 0 and count > 0 and first + count <= self._num_blocks):
+            raise BadRequest(f"blocks [{first}, {first + count}) of layer {layer} are not in this rank's KV")
 
 
 def runs(blocks: Sequence[int], longest: int) -> list[tuple[int, int]]:

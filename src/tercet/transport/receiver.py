@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Collection
 
 from tercet.transport.base import OnFinished
+from tercet.transport.direct import held_by
 from tercet.transport.frames import HEADER_BYTES, MAX_PIECE_BYTES, MAX_TEXT_BYTES, ProtocolViolation, refused
 from tercet.transport.grants import GrantTable
 from tercet.transport.inbound import Inbound, InboundCounters
 from tercet.transport.memory import KVMemory
+from tercet.transport.sockets import fill, shut, tune
 from tercet.transport.threads import start_thread
 
 logger = logging.getLogger(__name__)
-SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+GREETING_SECONDS = 10.0
+# Out of file descriptors or threads: how long until the next try to accept.
+ACCEPT_PAUSE_SECONDS = 0.2
 
 
 class TcpReceiver:
@@ -40,7 +45,7 @@ class TcpReceiver:
         self._listener = socket.create_server((host, port), backlog=128)
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = start_thread("tercet-accept", self._accept, cpus=cpus)
 
     @property
@@ -55,45 +60,57 @@ class TcpReceiver:
         return len(self._connections)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+                self._begin(connection)
+            except (OSError, RuntimeError) as error:
+                # Whatever ails one connection, the next one may be fine: only close() ends this thread.
+                if not self._closed.wait(ACCEPT_PAUSE_SECONDS):
+                    logger.warning("a sender cannot be accepted: %s", error)
+
+    def _begin(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                connection.close()
                 return
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
+            try:
                 # Under the lock, so that the thread's own removal comes after this entry.
                 self._connections[connection] = start_thread("tercet-receive", self._serve, connection, cpus=self._cpus)
+            except RuntimeError:
+                connection.close()
+                raise
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-                self._converse(connection)
+            tune(connection)
+            self._converse(connection)
         except OSError as error:
             logger.debug("a sender's connection broke: %s", error)
+        except Exception:
+            logger.exception("a sender's connection failed")
         finally:
-            with self._lock:
+            with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
                 self._connections.pop(connection, None)
+                connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
-        same_machine = connection.getpeername()[0] == connection.getsockname()[0]
         inbound = Inbound(
-            self._memory, self._grants, self._fingerprint, self.counters, self._on_finished, same_machine
+            self._memory, self._grants, self._fingerprint, self.counters, self._on_finished,
+            lambda pid: held_by(pid, connection),
         )  # fmt: skip
         # Data lands here first and is copied once the lease is checked: a socket never writes into KV.
         scratch = memoryview(bytearray(HEADER_BYTES))
+        deadline = time.monotonic() + GREETING_SECONDS
         try:
             while True:
                 wanted = inbound.wanted
                 if wanted > scratch.nbytes:
                     scratch = memoryview(bytearray(max(wanted, self._usual_piece())))
-                if not _fill(connection, scratch[:wanted]):
+                if not fill(connection, scratch[:wanted], None if inbound.greeted else deadline):
                     return
                 answer = inbound.feed(scratch[:wanted])
+                connection.settimeout(None)
                 if answer:
                     connection.sendall(answer)
         except ProtocolViolation as violation:
@@ -106,30 +123,12 @@ class TcpReceiver:
     def close(self) -> None:
         """Stop listening, drop every connection, join every thread."""
         with self._lock:
-            self._closed = True
-            open_now = dict(self._connections)
-        shut(self._listener)
+            self._closed.set()
+            threads = [self._thread, *self._connections.values()]
+            shut(self._listener)
+            for connection in self._connections:
+                shut(connection)
         self._listener.close()
-        for connection in open_now:
-            shut(connection)
-        for thread in (self._thread, *open_now.values()):
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-
-def _fill(connection: socket.socket, into: memoryview) -> bool:
-    """Read until ``into`` is full; false at the end of the stream."""
-    while into.nbytes:
-        received = connection.recv_into(into)
-        if not received:
-            return False
-        into = into[received:]
-    return True
-
-
-def shut(sock: socket.socket) -> None:
-    """End a connection both ways, so that whoever waits on it wakes up."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # not connected any more

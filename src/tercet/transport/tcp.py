@@ -20,8 +20,6 @@ class TcpTransport:
     ``cpus`` are the ones that its threads run on.
     """
 
-    name = "tcp"
-
     def __init__(
         self,
         memory: KVMemory,
@@ -38,6 +36,11 @@ class TcpTransport:
             memory, self._grants, fingerprint, host, port, on_finished or (lambda _lease, _end: None), cpus
         )
         self._sender = TcpSender(memory, fingerprint, timeout, cpus)
+
+    @property
+    def name(self) -> str:
+        """The wire protocol."""
+        return "tcp"
 
     @property
     def address(self) -> str:

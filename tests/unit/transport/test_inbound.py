@@ -22,7 +22,7 @@ GREETING = hello(Greeting("same"))
 
 
 class Conversation:
-    def __init__(self, greet: bool = True, greeting: bytes = GREETING, same_machine: bool = False) -> None:
+    def __init__(self, greet: bool = True, greeting: bytes = GREETING, same_process: bool = False) -> None:
         self.buffers = [bytearray([SENTINEL]) * (BLOCKS * BLOCK_BYTES) for _ in range(LAYERS)]
         self.memory = BufferMemory([memoryview(buffer) for buffer in self.buffers], BLOCKS)
         self.grants = GrantTable(LAYERS)
@@ -30,10 +30,13 @@ class Conversation:
         self.counters, self.finished = InboundCounters(), []
         self.inbound = Inbound(
             self.memory, self.grants, "same", self.counters,
-            lambda lease, end: self.finished.append((lease, end)), same_machine,
+            self.take, lambda _pid: same_process,
         )  # fmt: skip
         if greet:
             assert [answer.kind for answer in self.say(greeting)] == [Kind.WELCOME]
+
+    def take(self, lease: str, end: int) -> None:
+        self.finished.append((lease, end))
 
     def say(self, data: bytes) -> list[Header]:
         answers = []
@@ -189,7 +192,7 @@ def reference(table: LiveTable, data: bytearray, slots: int, send: int = 1) -> b
 
 
 def directly(table: LiveTable) -> Conversation:
-    return Conversation(greeting=hello(table.greeting("same")), same_machine=True)
+    return Conversation(greeting=hello(table.greeting("same")), same_process=True)
 
 
 def test_a_reference_is_copied_out_of_the_senders_memory() -> None:
@@ -233,10 +236,10 @@ def test_references_need_proof_of_the_same_machine() -> None:
     table, data = LiveTable(), bytearray(BLOCK_BYTES)
     true = table.greeting("same")
     wrong = [
-        Conversation(greeting=hello(true), same_machine=False),
-        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=bytes(16))), same_machine=True),
-        Conversation(greeting=hello(msgspec.structs.replace(true, pid=2**22 + 1)), same_machine=True),
-        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=b"")), same_machine=True),
+        Conversation(greeting=hello(true), same_process=False),
+        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=bytes(16))), same_process=True),
+        Conversation(greeting=hello(msgspec.structs.replace(true, pid=2**22 + 1)), same_process=True),
+        Conversation(greeting=hello(msgspec.structs.replace(true, nonce=b"")), same_process=True),
     ]
     for talk in wrong:
         with pytest.raises(ProtocolViolation):
@@ -252,3 +255,29 @@ def test_live_words_are_reused_without_confusion() -> None:
     table.end(1)
     assert [answer.kind for answer in talk.say(reference(table, data, 1, 1))] == [Kind.REFUSED]
     assert talk.say(reference(table, data, 1, 1 + LIVE_WORDS)) == []
+
+
+# ---- what must not take a connection with it -----------------------------------------------------------------
+
+
+def test_an_owner_that_fails_is_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Conversation()
+
+    def fail(lease: str, end: int) -> None:
+        raise RuntimeError("the owner is gone")
+
+    monkeypatch.setattr(talk.inbound, "_on_finished", fail)
+    said = piece(0, 0, 1, 1) + piece(1, 0, 1, 1) + fin(0, 16)
+    assert [answer.kind for answer in talk.say(said)] == [Kind.REFUSED]
+    monkeypatch.undo()
+    assert [(answer.kind, answer.send) for answer in talk.say(fin(0, 16, 2))] == [(Kind.ACK, 2)]
+
+
+def test_refusals_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.transport.inbound.REMEMBERED_REFUSED", 2)
+    talk = Conversation()
+    talk.grants.revoke(LEASE)
+    answered = [len(talk.say(piece(0, 0, 1, 1, send))) for send in (1, 2, 2, 3, 3, 1)]
+    assert answered == [1, 1, 0, 1, 0, 1]
+    assert talk.counters.pieces_refused == 6
+    assert talk.untouched

@@ -1,0 +1,55 @@
+"""What both ends do to their sockets."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from tercet.protocol import BadRequest
+
+# A peer that lost its power says nothing: after about a minute of silence the kernel asks, and gives up.
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` if it is none."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def tune(sock: socket.socket) -> None:
+    """Small frames go out at once, and a peer that vanished is noticed. Buffer sizes are left to the kernel."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_SECONDS),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def fill(sock: socket.socket, into: memoryview, deadline: float | None = None) -> bool:
+    """Read until ``into`` is full; false at the end of the stream.
+
+    Raises ``TimeoutError`` when the monotonic clock reaches ``deadline`` first.
+    """
+    while into.nbytes:
+        if deadline is not None:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        received = sock.recv_into(into)
+        if not received:
+            return False
+        into = into[received:]
+    return True
+
+
+def shut(sock: socket.socket) -> None:
+    """End a connection both ways, so that whoever waits on it wakes up."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # not connected any more
