@@ -218,11 +218,12 @@ def test_cancel_in_the_middle_of_a_stuck_piece_is_bounded_and_a_fence() -> None:
         assert time.monotonic() - began < CANCEL_SECONDS + 4
         for buffer in source.buffers:
             buffer[:] = b"\xff" * len(buffer)
-        assert isinstance(done.get(timeout=WAIT), TransferFailed)
+        # Taking data again is what would let a writer go on that had not been stopped; so it comes first.
         connection.settimeout(WAIT)
         while data := connection.recv(1 << 16):
             assert b"\xff" * 64 not in data, "read after the fence"
         connection.close()
+        assert isinstance(done.get(timeout=WAIT), TransferFailed)
         target.transport.grant(Grant(lease(2), (1,), 0, SIZE, SIZE))
         done = start(source, target.transport.address, 2)
         push_all(source, [5], 2)
@@ -284,16 +285,28 @@ def test_a_refused_send_is_over_only_when_its_blocks_are_not_read() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [ack(1), hello(Greeting("same")), b"\0" * HEADER_BYTES, Header(Kind.ACK, 1, nbytes=2**40).pack(),
-     Header(Kind.REFUSED, 1, nbytes=2**40).pack()],
-    ids=["unknown ack", "hello", "garbage", "ack with a body", "endless refusal"],
+    [hello(Greeting("same")), b"\0" * HEADER_BYTES, Header(Kind.ACK, 1, nbytes=2**24).pack(),
+     Header(Kind.REFUSED, 1, nbytes=2**24).pack(), welcome(by_reference=False)],
+    ids=["hello", "garbage", "ack with a body", "endless refusal", "second welcome"],
 )  # fmt: skip
-def test_a_receiver_that_talks_nonsense_harms_nobody_else(answer: bytes) -> None:
+def test_a_receiver_that_talks_nonsense_is_left(answer: bytes) -> None:
+    """At once: it keeps its connection open, and the send does not wait for what it announces."""
     with ranks() as (source, target), receiver(answer) as (address, accepted):
         done = start(source, address)
-        accepted.get(timeout=WAIT).close()
-        assert isinstance(done.get(timeout=WAIT), TransferFailed)
+        with accepted.get(timeout=WAIT):
+            assert isinstance(done.get(timeout=WAIT / 2), TransferFailed)
         assert_works(source, target, 2)
+
+
+def test_answers_to_unknown_sends_are_skipped() -> None:
+    with ranks() as (source, _), receiver(ack(1) + Header(Kind.REFUSED, 2).pack()) as (address, accepted):
+        done = start(source, address)
+        (number,) = source.transport._sender._peers[address]._state.outgoing
+        with accepted.get(timeout=WAIT) as connection:
+            connection.sendall(Header(Kind.REFUSED, number).pack())
+            outcome = done.get(timeout=WAIT)
+        assert isinstance(outcome, TransferFailed)
+        assert "refused" in outcome.message
 
 
 def test_an_acknowledgement_without_a_claim_is_none() -> None:
