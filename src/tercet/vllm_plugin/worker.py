@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -27,6 +28,9 @@ from tercet.vllm_plugin.memory import LayerPlanes
 from tercet.vllm_plugin.messages import LeaseFilled, Push, Report, SendDone, SendOpening, StepMetadata, WorkerHandshake
 
 REMEMBERED_CANCELLED = 4096
+# For a second after each step vLLM's worker spins, and before Python 3.12 os.sched_yield keeps the interpreter's lock
+# while it does. A thread of ours then waits a whole switch interval, 5 ms, each time it comes back from the kernel.
+SWITCH_SECONDS = 0.0002
 
 
 class Reporter:
@@ -70,6 +74,7 @@ class WorkerSide:
         self._planes = planes
         self._layout = msgspec.json.encode(layout)
         port = self._config.port + self._rank if self._config.port else 0
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._transport = TcpTransport(
             planes.memory(num_blocks),
             fingerprint=self._layout.decode(),
@@ -77,7 +82,7 @@ class WorkerSide:
             port=port,
             timeout=self._config.send_timeout,
             on_finished=self._lease_filled,
-            cpus=_spare_cpus(),
+            cpus=_all_cpus(),
         )
         self._control = ControlServer(self._handle)
 
@@ -167,10 +172,10 @@ class WorkerSide:
         self._reporter.close()
 
 
-def _spare_cpus() -> set[int] | None:
-    """CPUs that this worker does not compute on, where it is pinned and there are any.
+def _all_cpus() -> set[int]:
+    """CPUs that this engine may use, more than the ones that this worker is pinned to.
 
-    Woken from the forward pass, a thread would run on the core that the pass runs on, and hold it up. The scheduler's
-    process, our parent, has all CPUs that this engine may use.
+    The scheduler's process, our parent, has them all. On the pinned ones alone, threads that move bytes would wait for
+    the forward pass, or hold it up, while other cores are idle.
     """
-    return (os.sched_getaffinity(os.getppid()) - os.sched_getaffinity(0)) or None
+    return os.sched_getaffinity(os.getppid())
