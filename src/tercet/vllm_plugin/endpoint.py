@@ -68,12 +68,11 @@ def _edge(request: Request) -> Edge:
 
 
 def _body(kind: type) -> dict[str, Any]:
-    schema = msgspec.json.schema(kind, ref_template="#/components/schemas/{name}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(kind, schema)}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined_schema(kind)}}}}
 
 
-def _inline(kind: type, schema: dict[str, Any]) -> dict[str, Any]:
-    """Put a schema's definitions where it refers to them, since FastAPI collects only its own components."""
+def _inlined_schema(kind: type) -> dict[str, Any]:
+    """A schema with its definitions where it refers to them, since FastAPI collects only its own components."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def expand(node: Any) -> Any:
