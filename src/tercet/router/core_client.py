@@ -46,6 +46,8 @@ class ProgramClient(EngineCoreClient):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
         self._output_processor: OutputProcessor | None = None
+        # Set once what get_output_async returned last, or will return next, is in its requests' streams.
+        self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
         self.resources = Resources()
 
@@ -57,9 +59,11 @@ class ProgramClient(EngineCoreClient):
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Everything that arrived since the last call; waits for at least one output."""
+        self._last_batch.set()  # AsyncLLM asks again once it has put the last ones into its requests' streams
         outputs = [await self._ready.get()]
         while not self._ready.empty():
             outputs.append(self._ready.get_nowait())
+        self._last_batch, self._next_batch = self._next_batch, asyncio.Event()
         return EngineCoreOutputs(outputs=outputs)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -110,6 +114,9 @@ class ProgramClient(EngineCoreClient):
                 async for output in outputs:
                     usage = _prompt_usage(trace, output.usage) if first else None
                     self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))
+                    if first:
+                        # The client has its first token before the program goes on to what the second one needs.
+                        await self._next_batch.wait()
                     first = False
 
     @contextmanager
