@@ -1,5 +1,7 @@
 """Time to first token: one engine alone beside `disaggregated` through the front door, in interleaved rounds.
 
+Then `prep_recv` alone, over HTTP on the idle decode engine.
+
     tercet up --port 8000 --program-arg min_send=1
     python benchmarks/ttft.py http://127.0.0.1:8000
 
@@ -13,6 +15,7 @@ import asyncio
 import random
 import statistics
 import time
+import uuid
 from dataclasses import dataclass
 
 import aiohttp
@@ -42,11 +45,24 @@ async def measure(session: aiohttp.ClientSession, url: str, program: str | None,
     return Timing(times[0], times[1] - times[0], (times[-1] - times[1]) / max(1, len(times) - 2))
 
 
+async def measure_prep_recv(session: aiohttp.ClientSession, engine: str, length: int) -> float:
+    """Reserve room for a fresh random prompt, in milliseconds, and give it back."""
+    body = {"seq_id": uuid.uuid4().hex, "prompt": random.choices(range(1000, 40000), k=length)}
+    began = time.perf_counter()
+    async with session.post(f"{engine}/tercet/v1/prep_recv", json=body) as response:
+        answer = await response.json()
+    took = (time.perf_counter() - began) * 1e3
+    async with session.post(f"{engine}/tercet/v1/release", json={"lease": answer["kv_addr_info"]["lease"]}) as response:
+        response.raise_for_status()
+    return took
+
+
 async def run(front_door: str, length: int, rounds: int) -> None:
     """Measure each way in turn and print the medians."""
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{front_door}/tercet/v1/engines") as response:
-            lone = next(engine["url"] for engine in await response.json() if engine["role"] == "prefill")
+            engines = {engine["role"]: engine["url"] for engine in await response.json()}
+        lone = engines["prefill"]
         ways = {"lone engine": (lone, None), "disaggregated": (front_door, "disaggregated")}
         found: dict[str, list[Timing]] = {way: [] for way in ways}
         for number in range(rounds + 1):
@@ -54,6 +70,8 @@ async def run(front_door: str, length: int, rounds: int) -> None:
                 timing = await measure(session, url, program, length)
                 if number:
                     found[way].append(timing)
+        await asyncio.sleep(2)  # until the engines' workers have stopped to spin after their last step
+        reservations = [await measure_prep_recv(session, engines["decode"], length) for _ in range(rounds + 1)][1:]
     base = statistics.median(timing.ttft for timing in found["lone engine"])
     print(f"{'':15}{'TTFT':>8}{'ratio':>8}{'second':>8}{'step':>8}")
     for way, timings in found.items():
@@ -61,6 +79,7 @@ async def run(front_door: str, length: int, rounds: int) -> None:
             statistics.median(getattr(timing, name) for timing in timings) for name in ("ttft", "second", "step")
         )
         print(f"{way:15}{ttft:8.1f}{ttft / base:8.3f}{second:8.1f}{step:8.1f}")
+    print(f"prep_recv {statistics.median(reservations):.1f}")
 
 
 def main() -> None:
