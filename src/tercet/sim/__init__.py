@@ -1,0 +1,20 @@
+"""Simulated engines: the protocol of real ones, in virtual time, at the pace of a measured profile."""
+
+from tercet.sim.clock import VirtualLoop, run_virtual
+from tercet.sim.engine import SimEngine
+from tercet.sim.network import Network
+from tercet.sim.options import EngineOptions
+from tercet.sim.profile import Profile, StepModel, load_profile, parse_profile, shipped_profiles
+
+__all__ = [
+    "EngineOptions",
+    "Network",
+    "Profile",
+    "SimEngine",
+    "StepModel",
+    "VirtualLoop",
+    "load_profile",
+    "parse_profile",
+    "run_virtual",
+    "shipped_profiles",
+]

@@ -1,0 +1,227 @@
+"""An asyncio event loop in virtual time: when nothing is ready, the clock jumps to the next timer.
+
+The loop runs callbacks, timers, tasks and async generators, in an order that depends on nothing but the program. It
+has no sockets, threads, processes or signals: what would wait for the real world is refused, since virtual time would
+run past it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar
+
+from tercet.protocol import EngineError
+
+T = TypeVar("T")
+# Cancelled timers stay in the heap until they are due, or until they are more than half of it and at least this many.
+FEW_TIMERS = 1024
+
+
+class _Callback(asyncio.Handle):
+    """A callback that is ready."""
+
+    def run(self) -> None:
+        if not self._cancelled:
+            self._run()
+
+
+class _Timer(asyncio.TimerHandle):
+    """A callback that is due at a time."""
+
+    def run(self) -> None:
+        if not self._cancelled:
+            self._run()
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ready: deque[_Callback | _Timer] = deque()
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._count = 0
+        self._cancelled_timers = 0
+        self._running = False
+        self._stopping = False
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    # ---- time and callbacks ----------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds since the loop was made, in virtual time."""
+        return self._now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        """Run a callback before time moves on, after those that are ready already."""
+        handle = _Callback(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
+        timer = _Timer(when, callback, args, self, context)
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, timer))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Run a callback after ``delay`` seconds of virtual time."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+        if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._timers):
+            self._timers = [item for item in self._timers if not item[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled_timers = 0
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], *, name: object = None, context: Any = None
+    ) -> asyncio.Task[T]:
+        """Run a coroutine as a task of this loop."""
+        return asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
+
+    # ---- running ---------------------------------------------------------------------------------------------
+
+    def run_forever(self) -> None:
+        """Run until :meth:`stop`; raises :class:`~tercet.protocol.EngineError` when nothing is left that could happen."""
+        if self._closed or self._running:
+            raise RuntimeError("the loop is closed or running already")
+        with self._entered():
+            while not self._stopping:
+                self._run_ready()
+                if self._failure is not None:
+                    raise self._failure
+                if not self._stopping and not self._ready:
+                    self._jump()
+        self._stopping = False
+
+    def _run_ready(self) -> None:
+        ready = self._ready
+        for _ in range(len(ready)):
+            ready.popleft().run()
+
+    def _jump(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+            self._cancelled_timers = max(0, self._cancelled_timers - 1)
+        if not timers:
+            raise EngineError("every task waits and no timer is set: nothing would ever happen again")
+        self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            self._ready.append(heapq.heappop(timers)[2])
+
+    @contextmanager
+    def _entered(self) -> Generator[None]:
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=self._finalize)
+        self._running = True
+        asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
+            self._running = False
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
+        if not self._closed:
+            self.create_task(_close(generator))
+
+    def run_until_complete(self, future: Any) -> Any:
+        """Run until a future or coroutine is done; returns its result or raises its exception."""
+        task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
+        task.add_done_callback(self._stop_when_done)
+        self.run_forever()
+        return task.result()
+
+    def _stop_when_done(self, _task: asyncio.Future[Any]) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End :meth:`run_forever` after the callbacks that are ready."""
+        self._stopping = True
+
+    def is_running(self) -> bool:
+        """Whether the loop runs now."""
+        return self._running
+
+    def is_closed(self) -> bool:
+        """Whether the loop was closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Drop what is left; the loop cannot run again."""
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    async def shutdown_asyncgens(self) -> None:
+        """Nothing is kept: generators that are dropped are closed by a task at once."""
+
+    async def shutdown_default_executor(self) -> None:
+        """There is none."""
+
+    # ---- errors ----------------------------------------------------------------------------------------------
+
+    def get_debug(self) -> bool:
+        """Debug mode is off."""
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An exception that nobody awaits ends the run: a simulation that goes on after one cannot be trusted."""
+        error = context.get("exception")
+        self._failure = error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refused(*_args: object, **_kwargs: object) -> NoReturn:
+        raise RuntimeError(f"{name} would wait for the real world, which virtual time cannot")
+
+    return refused
+
+
+_REAL = (
+    "add_reader", "add_writer", "add_signal_handler", "call_soon_threadsafe", "connect_accepted_socket",
+    "connect_read_pipe", "connect_write_pipe", "create_connection", "create_datagram_endpoint", "create_server",
+    "create_unix_connection", "create_unix_server", "getaddrinfo", "getnameinfo", "run_in_executor", "sendfile",
+    "sock_accept", "sock_connect", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into",
+    "sock_sendall", "sock_sendfile", "sock_sendto", "start_tls", "subprocess_exec", "subprocess_shell",
+)  # fmt: skip
+for _name in _REAL:
+    setattr(VirtualLoop, _name, _refuse(_name))
+
+
+async def _close(generator: AsyncGenerator[Any, None]) -> None:
+    await generator.aclose()
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in virtual time from second 0; what it left running is cancelled before this returns."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()

@@ -1,0 +1,326 @@
+"""One engine's scheduler: which tokens each step computes, and what that does to sequences and blocks.
+
+Steps are explicit while prompts are computed. When only decodes are left, steps differ by the growth of their
+contexts alone, and a whole run of them is one timer; whatever arrives cuts the run at the end of the step that is
+under way. All that touches blocks happens between steps, as on a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tercet.protocol import TercetError, Usage
+from tercet.sim.decoding import Decoding, Run
+from tercet.sim.options import EngineOptions
+from tercet.sim.pool import BlockPool
+from tercet.sim.profile import StepModel, pairs_of
+from tercet.sim.work import Work
+
+Chunk = tuple[Work, int]
+
+
+@dataclass
+class Counters:
+    """What an engine did since it started: steps, tokens, and seconds in which a step ran."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    busy: float = 0.0
+
+
+class Core:
+    """The loop of one engine: schedule, wait, account."""
+
+    def __init__(self, model: StepModel, pool: BlockPool, block_size: int, options: EngineOptions) -> None:
+        self.pool = pool
+        self.counters = Counters()
+        self._loop = asyncio.get_running_loop()
+        self._model = model
+        self._block_size = block_size
+        self._options = options
+        self._waiting: deque[Work] = deque()
+        self._prefilling: list[Work] = []
+        self._decoding = Decoding(block_size)
+        self._between: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._step_began = 0.0
+        self._chunks: list[Chunk] = []
+        self._run: Run | None = None
+        self._ticks = 0
+
+    # ---- from outside ----------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is under way."""
+        return self._timer is None
+
+    @property
+    def running(self) -> int:
+        """Sequences that were admitted and are not done."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that were not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks now, within the current run of steps."""
+        run = self._run
+        return self.pool.free - (self._decoding.blocks_for(run.steps_at(self._loop.time())) if run else 0)
+
+    def submit(self, work: Work) -> None:
+        """Queue a sequence; it may join at the end of the step that is under way."""
+        self._waiting.append(work)
+        self._wake()
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Do something when no step is under way: now, or at the end of the current step."""
+        if self._timer is None:
+            action()
+            self._boundary()
+        else:
+            self._between.append(action)
+            self._cut()
+
+    def drop(self, work: Work) -> None:
+        """Forget a sequence and free its blocks; to be called between steps."""
+        if work.state == "left":
+            return
+        if work.state == "decoding":
+            self._decoding.leave(work)
+        elif work in self._prefilling:
+            self._prefilling.remove(work)
+        elif work in self._waiting:
+            self._waiting.remove(work)
+        self._give_back(work)
+
+    def stop(self, error: TercetError) -> None:
+        """Lose everything: every stream ends with ``error``."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        works = [*self._waiting, *self._prefilling, *self._decoding.works()]
+        self._waiting.clear()
+        self._prefilling.clear()
+        self._between.clear()
+        self._chunks, self._run, self._ticks = [], None, 0
+        self._decoding = Decoding(self._block_size)
+        for work in works:
+            work.state = "left"
+            work.stream.put(error)
+
+    def _wake(self) -> None:
+        if self._timer is None:
+            self._boundary()
+        else:
+            self._cut()
+
+    def _cut(self) -> None:
+        """End the current run of steps with the step that is under way."""
+        run = self._run
+        if run is None:
+            return
+        steps = run.steps_at(self._loop.time())
+        if steps < run.steps and self._timer is not None:
+            self._timer.cancel()
+            run.steps = steps
+            self._ticks = steps
+            self._timer = self._loop.call_at(run.after(steps), self._step_over)
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def _step_over(self) -> None:
+        self._timer = None
+        self.counters.busy += self._loop.time() - self._step_began
+        self._advance()
+        self._boundary()
+
+    def _boundary(self) -> None:
+        actions, self._between = self._between, []
+        for action in actions:
+            action()
+        if self._timer is None:
+            self._plan()
+
+    def _plan(self) -> None:
+        chunks = self._schedule()
+        decodes = bool(len(self._decoding)) and not (chunks and self._options.schedule == "prefill_first")
+        if decodes:
+            self._make_room()
+            decodes = bool(len(self._decoding))
+        if chunks:
+            self._start_step(chunks, decodes)
+        elif decodes:
+            self._start_run()
+
+    def _start_step(self, chunks: list[Chunk], decodes: bool) -> None:
+        tokens = sum(count for _, count in chunks)
+        pairs = sum(pairs_of(work.computed, work.computed + count) for work, count in chunks)
+        batch, contexts = (len(self._decoding), self._decoding.contexts) if decodes else (0, 0)
+        begin = self._step_began = self._loop.time()
+        end = begin + self._model.step(tokens, pairs, batch, contexts)
+        for work, count in chunks:
+            if work.on_chunk is not None:
+                work.on_chunk(work.computed, work.computed + count, begin, end)
+        self._chunks, self._ticks = chunks, int(decodes)
+        self.counters.steps += 1
+        self.counters.prefill_tokens += tokens
+        self._timer = self._loop.call_at(end, self._step_over)
+
+    def _start_run(self) -> None:
+        decoding = self._decoding
+        batch = len(decoding)
+        steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
+        per_context = self._model.per_context
+        first = self._model.decode_base(batch) + per_context * decoding.contexts
+        begin = self._step_began = self._loop.time()
+        self._run = Run(begin, steps, first, per_context * batch)
+        self._ticks = steps
+        self._timer = self._loop.call_at(self._run.after(steps), self._step_over)
+
+    def _advance(self) -> None:
+        """Account for the step, or the run of steps, that is over."""
+        decoding, ticks = self._decoding, self._ticks
+        chunks, self._chunks = self._chunks, []
+        if self._run is not None:
+            self.counters.steps += ticks
+            self._run = None
+        if ticks:
+            self.pool.take_plain(decoding.blocks_for(ticks))
+            decoding.tick += ticks
+            self.counters.decode_tokens += ticks * len(decoding)
+            self._ticks = 0
+        for work, count in chunks:
+            self._computed(work, count)
+        for work in decoding.pop_due():
+            self._due(work)
+
+    # ---- scheduling ------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[Chunk]:
+        """The prompt tokens of the next step: prompts under way first, then new ones while there is room."""
+        mixed = self._options.schedule == "chunked"
+        budget = self._options.max_num_batched_tokens - (len(self._decoding) if mixed else 0)
+        chunks: list[Chunk] = []
+        for work in self._prefilling:
+            count = min(work.todo, budget)
+            if count > 0:
+                chunks.append((work, count))
+                budget -= count
+        while self._waiting and budget > 0 and self.running < self._options.max_num_seqs:
+            work = self._waiting[0]
+            if not self._admit(work):
+                break
+            self._waiting.popleft()
+            count = self._begin(work, budget)
+            if count:
+                chunks.append((work, count))
+            budget -= max(count, 1)
+        return chunks
+
+    def _admit(self, work: Work) -> bool:
+        """Match a sequence's prefix and take the blocks for the rest of it; False if they are not to be had."""
+        size, pool, holding = self._block_size, self.pool, work.holding
+        needed = -(-work.known // size)
+        margin = self._decoding.blocks_for(1)
+        if holding.blocks == 0:
+            hashes = work.hashes(size) if self._options.prefix_caching else []
+            matched = pool.match(hashes, work.matchable // size)
+            if not pool.fits(hashes, matched, needed - matched + margin):
+                return False
+            pool.pin(holding, hashes, matched)
+            work.computed = matched * size
+        elif needed - holding.blocks + margin > pool.free:
+            return False
+        pool.take(holding, max(0, needed - holding.blocks))
+        if work.usage is None:
+            work.usage = Usage(cached=work.computed, computed=work.todo)
+        return True
+
+    def _begin(self, work: Work, budget: int) -> int:
+        """Start an admitted sequence; returns how many prompt tokens it computes in this step."""
+        if not work.started:
+            work.started = True
+            if work.on_chunk is not None and work.computed:
+                now = self._loop.time()
+                work.on_chunk(0, work.computed, now, now)
+        if work.todo == 0:
+            self._finish_prefill(work)
+            return 0
+        if work.todo == 1 and work.on_computed is None:
+            self._join(work)
+            return 0
+        work.state = "prefilling"
+        self._prefilling.append(work)
+        return min(work.todo, budget)
+
+    def _make_room(self) -> None:
+        """Preempt the newest sequences until the others have the blocks for one more token each."""
+        decoding = self._decoding
+        while len(decoding) and decoding.blocks_for(1) > self.pool.free:
+            work = decoding.newest()
+            decoding.leave(work)
+            self._give_back(work)
+            work.computed = 0
+            work.state = "waiting"
+            self._waiting.appendleft(work)
+            self.counters.preemptions += 1
+
+    # ---- progress --------------------------------------------------------------------------------------------
+
+    def _computed(self, work: Work, count: int) -> None:
+        if work.state == "left":
+            return
+        work.computed += count
+        if self._options.prefix_caching:
+            self.pool.publish(work.holding, work.hashes(self._block_size)[: work.computed // self._block_size])
+        if work.todo == 0:
+            self._prefilling.remove(work)
+            self._finish_prefill(work)
+
+    def _finish_prefill(self, work: Work) -> None:
+        if work.on_computed is not None:
+            work.state = "sending"
+            work.on_computed()
+            return
+        work.produced += 1
+        work.deliver()
+        if work.produced >= work.goal:
+            self._give_back(work)
+        else:
+            self._join(work)
+
+    def _join(self, work: Work) -> None:
+        spare = work.holding.blocks - -(-work.computed // self._block_size)
+        if spare > 0:
+            self.pool.drop_plain(work.holding, spare)
+        self._decoding.join(work, self._ticks_to_wake(work))
+
+    def _ticks_to_wake(self, work: Work) -> int:
+        left, every = work.goal - work.produced, self._options.stream_every
+        if work.delivered == 0:
+            return 1
+        return min(left, every) if every else left
+
+    def _due(self, work: Work) -> None:
+        self._decoding.settle(work)
+        work.deliver()
+        if work.produced < work.goal:
+            self._decoding.wake(work, self._ticks_to_wake(work))
+            return
+        self._decoding.leave(work)
+        self._give_back(work)
+
+    def _give_back(self, work: Work) -> None:
+        if self._options.prefix_caching:
+            self.pool.publish(work.holding, work.hashes(self._block_size)[: work.computed // self._block_size])
+        self.pool.give_back(work.holding)
+        work.state = "left"

@@ -1,0 +1,151 @@
+"""Sequences that decode in lock step, kept by counts: a run of equal steps costs what one step costs.
+
+Time is counted in ticks; at each tick every sequence gains a token. A sequence notes the tick at which it joined, and
+its tokens, context and blocks follow from the ticks since. Blocks are counted by phase: a sequence needs a new block
+every ``block_size`` ticks, so all that is asked of a tick is how many sequences have its remainder.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from tercet.sim.work import Work
+
+
+class Decoding:
+    """The decoding sequences of one engine."""
+
+    def __init__(self, block_size: int) -> None:
+        self.tick = 0
+        self._block_size = block_size
+        self._works: dict[int, Work] = {}
+        self._phases = [0] * block_size
+        self._context = 0
+        self._due: list[tuple[int, int, Work]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    @property
+    def contexts(self) -> int:
+        """KV tokens that all sequences together read at the next tick."""
+        return self._context + len(self._works) * (self.tick + 1)
+
+    def works(self) -> list[Work]:
+        """The sequences, in the order in which they joined."""
+        return list(self._works.values())
+
+    def newest(self) -> Work:
+        """The sequence that joined last."""
+        return next(reversed(self._works.values()))
+
+    def join(self, work: Work, wake_after: int) -> None:
+        """Let a sequence decode from the next tick on, and be due after ``wake_after`` ticks.
+
+        All its known tokens but the last are computed, and it holds just the blocks that those need.
+        """
+        work.state = "decoding"
+        work.joined = self.tick
+        room = work.holding.blocks * self._block_size - work.computed
+        work.phase = (self.tick + room) % self._block_size
+        self._phases[work.phase] += 1
+        self._context += work.computed - self.tick
+        self._works[id(work)] = work
+        self.wake(work, wake_after)
+
+    def wake(self, work: Work, ticks: int) -> None:
+        """Make a sequence due ``ticks`` from now."""
+        work.wake = self.tick + ticks
+        self._count += 1
+        heapq.heappush(self._due, (work.wake, self._count, work))
+
+    def leave(self, work: Work) -> None:
+        """Take a sequence out, with its tokens and blocks as of now."""
+        self.settle(work)
+        del self._works[id(work)]
+        self._phases[work.phase] -= 1
+        self._context -= work.computed - self.tick
+        work.state = "left"
+
+    def settle(self, work: Work) -> None:
+        """Bring a sequence's own counts up to now."""
+        ticks = self.tick - work.joined
+        work.holding.plain += self._hits(work.joined, self.tick, work.phase)
+        work.produced += ticks
+        work.computed += ticks
+        # Joined anew, with the same remainder and the same contribution to the context.
+        work.joined = self.tick
+
+    def _hits(self, begin: int, end: int, phase: int) -> int:
+        size = self._block_size
+        return (end - 1 - phase) // size - (begin - 1 - phase) // size
+
+    def blocks_for(self, ticks: int) -> int:
+        """New blocks that the next ``ticks`` ticks need."""
+        size, phases = self._block_size, self._phases
+        full, rest = divmod(ticks, size)
+        start = self.tick % size
+        part = sum(phases[start : start + rest]) + sum(phases[: max(0, start + rest - size)])
+        return full * len(self._works) + part
+
+    def ticks_within(self, blocks: int, limit: int) -> int:
+        """The most ticks, up to ``limit``, whose new blocks are no more than ``blocks``."""
+        if (limit // self._block_size + 1) * len(self._works) <= blocks or self.blocks_for(limit) <= blocks:
+            return limit
+        low, high = 0, limit
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= blocks else (low, middle)
+        return low
+
+    def ticks_to_due(self) -> int:
+        """Ticks until a sequence is due next."""
+        due = self._due
+        while due[0][2].state != "decoding" or due[0][2].wake != due[0][0]:
+            heapq.heappop(due)
+        return due[0][0] - self.tick
+
+    def pop_due(self) -> list[Work]:
+        """The sequences that are due now."""
+        found: list[Work] = []
+        due = self._due
+        while due and due[0][0] <= self.tick:
+            wake, _, work = heapq.heappop(due)
+            if work.state == "decoding" and work.wake == wake:
+                found.append(work)
+        return found
+
+
+class Run:
+    """Consecutive decode steps of one batch: step ``i`` takes ``first + i * growth`` seconds from ``begin`` on."""
+
+    __slots__ = ("begin", "first", "growth", "steps")
+
+    def __init__(self, begin: float, steps: int, first: float, growth: float) -> None:
+        self.begin = begin
+        self.steps = steps
+        self.first = first
+        self.growth = growth
+
+    def after(self, steps: int) -> float:
+        """When that many steps are over."""
+        return self.begin + steps * self.first + self.growth * steps * (steps - 1) / 2
+
+    def steps_at(self, now: float) -> int:
+        """The steps that are over when the one that runs at ``now`` ends; at least one, at most all."""
+        elapsed, half = now - self.begin, self.growth / 2
+        if elapsed <= 0:
+            return 1
+        slope = self.first - half
+        if half:
+            guess = (math.sqrt(slope * slope + 4 * half * elapsed) - slope) / (2 * half)
+        else:
+            guess = elapsed / self.first
+        steps = min(max(1, math.ceil(guess)), self.steps)
+        while steps > 1 and self.after(steps - 1) >= now:
+            steps -= 1
+        while steps < self.steps and self.after(steps) < now:
+            steps += 1
+        return steps

@@ -1,0 +1,369 @@
+"""A simulated engine behind the protocol that real engines implement."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from tercet import __version__
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineStatus,
+    EngineUnreachable,
+    KVAddrInfo,
+    Output,
+    RankAddress,
+    Request,
+    Reservation,
+    Sent,
+    TercetError,
+    UnknownSequence,
+    Usage,
+    resolve_range,
+)
+from tercet.protocol.ranges import resolve_end
+from tercet.sim.core import Core, Counters
+from tercet.sim.leases import Lease, Leases
+from tercet.sim.network import Network
+from tercet.sim.options import EngineOptions
+from tercet.sim.pool import BlockPool
+from tercet.sim.profile import Profile, StepModel
+from tercet.sim.send import Send
+from tercet.sim.work import Work
+
+T = TypeVar("T")
+# vLLM's default.
+MAX_TOKENS = 16
+
+
+class SimEngine:
+    """One engine in virtual (or real) time. What it decides at random follows from ``seed`` and its name.
+
+    Must be made inside a running event loop, whose time it uses.
+    """
+
+    def __init__(
+        self, name: str, profile: Profile, network: Network, options: EngineOptions | None = None, seed: int = 0
+    ) -> None:
+        self._name = name
+        self.profile = profile
+        self.network = network
+        self.options = (options or EngineOptions()).check()
+        self._loop = asyncio.get_running_loop()
+        self._layout = profile.layout()
+        self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
+        self._random = random.Random(f"{seed} {name}")
+        self._count = 0
+        self._down = False
+        self._generating: dict[str, Work] = {}
+        self._sends: dict[Send, str] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._start()
+        network.add(self)
+
+    def _start(self) -> None:
+        blocks = self.options.total_blocks or self.profile.total_blocks
+        self._pool = BlockPool(blocks)
+        self._core = Core(self._model, self._pool, self.profile.block_size, self.options)
+        limit = int(blocks * self.options.max_lease_share)
+        self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
+
+    # ---- verbs -----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self._name
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        """See :meth:`tercet.protocol.Engine.prep_recv`."""
+        return self._reservation(request, end)
+
+    @asynccontextmanager
+    async def _reservation(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+        await self._arrive(request)
+        resolved = resolve_end(request.num_tokens, end)
+        if resolved == 0:
+            raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
+        lease = await self._between_steps(lambda: self._reserve(request, resolved), self._end_lease)
+        address = RankAddress(0, (f"sim://{self._name}",))
+        info = KVAddrInfo(lease.name, self._name, lease.matched, resolved, "sim", (address,), self._layout)
+        try:
+            yield Reservation(info, lease.matched)
+        finally:
+            self._end_lease(lease)
+
+    def _reserve(self, request: Request, end: int) -> Lease:
+        if request.seq_id in self._generating:
+            raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
+        self._count += 1
+        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        lease = self._leases.reserve(f"{self._name}:{self._count}", request.seq_id, prompt, end, self._core.running)
+        lease.timer = self._loop.call_later(self.options.lease_ttl, self._end_lease, lease)
+        return lease
+
+    def _end_lease(self, lease: Lease) -> bool:
+        """End a lease now and free its blocks between steps; whether it was still open."""
+        if self._leases.find(lease.name) is not lease:
+            return False
+        self._leases.end(lease)
+        self._core.between_steps(partial(self._leases.give_back, lease))
+        return True
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        """See :meth:`tercet.protocol.Engine.remote_send`."""
+        started = self._loop.time()
+        await self._arrive(request)
+        begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
+        self._check_send(request, to, begin, end, sample)
+        info = to.kv_addr_info
+        first_block = begin // self.profile.block_size * self.profile.block_size
+        send = Send(self, self.network.find(info.engine), info.lease, first_block, end)
+        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        work = Work(prompt, end, 0, int(sample), send.computed)
+        work.on_chunk = send.chunk
+        self._sends[send] = request.seq_id
+        core = self._core
+        try:
+            core.submit(work)
+            await send.done
+        finally:
+            self._sends.pop(send, None)
+            core.between_steps(partial(core.drop, work))
+        first = Output(prompt.output(0, 1), "length" if _max_tokens(request) == 1 else None) if sample else None
+        seconds = self._loop.time() - started
+        return Sent(begin, end, send.bytes, send.pieces, seconds, work.usage or Usage(), first)
+
+    async def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        """See :meth:`tercet.protocol.Engine.start_generate`."""
+        await self._arrive(request)
+        work = self._generation(request, begin, output)
+        self._generating[request.seq_id] = work
+        core, finished = self._core, False
+        try:
+            core.submit(work)
+            while not finished:
+                item = await work.stream.get()
+                finished = item.finished
+                yield item
+        finally:
+            self._generating.pop(request.seq_id, None)
+            if not finished:
+                core.between_steps(partial(core.drop, work))
+
+    async def abort(self, seq_id: str) -> None:
+        """See :meth:`tercet.protocol.Engine.abort`."""
+        await self._reach()
+        lease = self._leases.of(seq_id)
+        if lease is not None:
+            self._end_lease(lease)
+        for send in [send for send, busy in self._sends.items() if busy == seq_id]:
+            send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
+        work = self._generating.get(seq_id)
+        if work is not None:
+            await self._between_steps(partial(self._core.drop, work))
+            work.stream.put(Output((), "abort"))
+
+    async def release(self, lease: str) -> int:
+        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
+        await self._reach()
+        found = self._leases.find(lease)
+        if found is None:
+            raise UnknownSequence(f"lease: {lease} is not held here", "lease")
+        self._end_lease(found)
+        return found.valid_end
+
+    async def status(self) -> EngineStatus:
+        """See :meth:`tercet.protocol.Engine.status`."""
+        await self._reach()
+        total, free = self._pool.total, self._core.free_blocks
+        counters = self.counters
+        return EngineStatus(
+            engine=self._name,
+            model=self.profile.model.name,
+            version=__version__,
+            vllm_version=f"simulated {self.profile.name}",
+            block_size=self.profile.block_size,
+            total_blocks=total,
+            free_blocks=free,
+            running=self._core.running,
+            waiting=self._core.waiting,
+            kv_cache_usage=(total - free) / total,
+            max_model_len=self.profile.max_model_len,
+            leases=len(self._leases),
+            sends=len(self._sends),
+            counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self._pool.evicted},
+        )
+
+    # ---- the other side of a send ----------------------------------------------------------------------------
+
+    def expects(self, lease: str) -> bool:
+        """Whether KV under this lease is still accepted."""
+        return not self._down and self._leases.find(lease) is not None
+
+    def receive(self, lease: str, begin: int, end: int) -> bool:
+        """KV of ``[begin, end)`` is here; returns False if its lease is over."""
+        found = self._leases.find(lease)
+        if found is None or self._down:
+            return False
+        found.receive(begin, end)
+        self._core.between_steps(partial(self._publish, found))
+        return True
+
+    def _publish(self, lease: Lease) -> None:
+        if self._leases.find(lease.name) is lease:
+            self._leases.publish(lease)
+
+    def loses_a_transfer(self) -> bool:
+        """Whether chance has it that this engine's transfer is lost."""
+        rate = self.options.transfer_failures
+        return rate > 0 and self._random.random() < rate
+
+    # ---- failures --------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """Die: everything that runs here ends in ``EngineUnreachable``, KV and leases are lost."""
+        self._down = True
+        error = EngineUnreachable(f"{self._name} went down")
+        self._core.stop(error)
+        self._leases.drop_all()
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
+        for send in list(self._sends):
+            send.fail(error)
+
+    def recover(self) -> None:
+        """Come back, empty."""
+        if self._down:
+            self._start()
+            self._down = False
+
+    @property
+    def counters(self) -> Counters:
+        """What the engine did since it was started."""
+        return self._core.counters
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's blocks."""
+        return self._pool
+
+    # ---- checks and plumbing ---------------------------------------------------------------------------------
+
+    def _generation(self, request: Request, begin: int, output: Sequence[int]) -> Work:
+        length, given = request.num_tokens, len(output)
+        if not 0 <= begin <= length:
+            raise BadRequest(f"begin: {begin} is outside a prompt of {length} tokens", "begin")
+        if request.seq_id in self._generating:
+            raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
+        goal = self._goal(request, given)
+        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        work = Work(prompt, length, given, goal)
+        lease = self._leases.of(request.seq_id)
+        if lease is not None:
+            _check_same(lease, request, output)
+            self._leases.end(lease)
+            work.holding = lease.holding
+            work.computed = min(lease.valid_end, work.known - 1)
+            cached = min(lease.matched, work.computed)
+            work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
+        return work
+
+    def _goal(self, request: Request, given: int) -> int:
+        """How many tokens are to be produced."""
+        wanted = _max_tokens(request)
+        if wanted <= given:
+            raise BadRequest(
+                f"sampling_params.max_tokens: {wanted} is reached by the {given} tokens of output already",
+                "sampling_params.max_tokens",
+            )
+        room = self.profile.max_model_len - request.num_tokens
+        if room <= given:
+            raise BadRequest(
+                f"output: {request.num_tokens} + {given} tokens leave no room in {self.profile.max_model_len}", "output"
+            )
+        goal = min(wanted, room) - given
+        tokens = request.num_tokens + given + goal
+        if -(-tokens // self.profile.block_size) > self._pool.total:
+            raise BadRequest(f"prompt: with its output, {tokens} tokens do not fit in the whole KV cache", "prompt")
+        return goal
+
+    def _check_send(self, request: Request, to: Reservation, begin: int, end: int, sample: bool) -> None:
+        info = to.kv_addr_info
+        self._layout.require_mappable(info.layout, info.engine)
+        if begin < info.begin:
+            raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
+        if end > info.end:
+            raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
+        if sample and end != request.num_tokens:
+            raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length", "sample")
+
+    async def _arrive(self, request: Request) -> None:
+        """Wait as long as a call takes to get here, and refuse what no engine would take."""
+        await self._reach()
+        if not request.prompt:
+            raise BadRequest("prompt: is empty", "prompt")
+        limit = self.profile.max_model_len
+        if request.num_tokens > limit:
+            raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
+
+    async def _reach(self) -> None:
+        if self.profile.call:
+            await asyncio.sleep(self.profile.call)
+        if self._down:
+            raise EngineUnreachable(f"{self._name} is down")
+
+    async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """The result of an action that must run between steps; ``undo`` takes it back if nobody waits any more."""
+        if self._core.idle:
+            result: list[T] = []
+            self._core.between_steps(lambda: result.append(action()))
+            return result[0]
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def act() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(action())
+            except TercetError as error:
+                done.set_exception(error)
+
+        self._core.between_steps(act)
+        self._calls.add(done)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            if undo is not None and done.done() and not done.cancelled() and done.exception() is None:
+                undo(done.result())
+            raise
+        finally:
+            self._calls.discard(done)
+
+
+def _max_tokens(request: Request) -> int:
+    wanted = request.sampling_params.get("max_tokens", MAX_TOKENS)
+    if not isinstance(wanted, int) or wanted < 1:
+        raise BadRequest(
+            f"sampling_params.max_tokens: is {wanted!r}, and must be an integer of at least 1",
+            "sampling_params.max_tokens",
+        )
+    return wanted
+
+
+def _check_same(lease: Lease, request: Request, output: Sequence[int]) -> None:
+    reserved = lease.prompt.tokens
+    if reserved is request.prompt:
+        return
+    if (*request.prompt, *output)[: lease.end] != reserved[: lease.end]:
+        raise BadRequest("prompt: differs from what prep_recv reserved", "prompt")

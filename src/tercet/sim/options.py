@@ -1,0 +1,57 @@
+"""How a simulated engine schedules, caches and fails."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tercet.protocol import BadRequest
+
+
+class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine's settings; what has a name in vLLM has it here.
+
+    - ``schedule``: ``chunked`` runs decodes and chunks of prompts in one step, as vLLM does; ``prefill_first`` runs
+      steps of prompts alone while there are any, as MLC-LLM does.
+    - ``max_num_batched_tokens``: tokens of one step; ``max_num_seqs``: sequences that run at once.
+    - ``prefix_caching``: whether KV of earlier sequences is found again.
+    - ``total_blocks``: replaces the profile's.
+    - ``lease_ttl`` (seconds), ``max_lease_share`` (of the pool): as in the plugin's settings.
+    - ``stream_every``: tokens after which a stream is woken. 0 wakes it for the first token and for the last, and
+      hands over what came in between at the end: first and last arrive on time, at a fraction of the cost.
+    - ``prefill_scale``, ``decode_scale``: multiply the profile's times.
+    - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
+    """
+
+    schedule: Literal["chunked", "prefill_first"] = "chunked"
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    prefix_caching: bool = True
+    total_blocks: int | None = None
+    lease_ttl: float = 60.0
+    max_lease_share: float = 0.8
+    stream_every: int = 0
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
+    transfer_failures: float = 0.0
+
+    def check(self) -> EngineOptions:
+        """Itself; raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+        for field in ("max_num_batched_tokens", "max_num_seqs"):
+            _require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        # Every running decode has its token in each step, which keeps equal steps equal.
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        _require(seqs <= tokens, "max_num_seqs", seqs, f"at most max_num_batched_tokens, {tokens}")
+        _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
+        _require(self.stream_every >= 0, "stream_every", self.stream_every, "0 or more")
+        for field in ("lease_ttl", "prefill_scale", "decode_scale"):
+            _require(getattr(self, field) > 0, field, getattr(self, field), "positive")
+        for field in ("max_lease_share", "transfer_failures"):
+            _require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "between 0 and 1")
+        return self
+
+
+def _require(fine: bool, field: str, value: object, rule: str) -> None:
+    if not fine:
+        raise BadRequest(f"{field}: is {value}, and must be {rule}", field)

@@ -1,0 +1,124 @@
+"""The blocks of one engine's KV cache: who pins how many, and which of them can be found by their content.
+
+A block is *pinned* (some holder counts on it), *cached* (found by its hash; pinned or not), or neither. Cached blocks
+that nobody pins are taken back least recently used first, the tail of a sequence before its head. Blocks have no
+identity beyond their hash: two holders that compute the same full block share it from then on, where vLLM would keep
+a second copy until the first is freed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class Holding:
+    """What one holder pins: ``hashes`` of its leading cached blocks in order, and ``plain`` blocks behind them."""
+
+    __slots__ = ("hashes", "plain")
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []
+        self.plain = 0
+
+    @property
+    def blocks(self) -> int:
+        """All blocks held."""
+        return len(self.hashes) + self.plain
+
+
+class BlockPool:
+    """``total`` blocks. ``evicted`` counts the cached blocks that were taken back."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.evicted = 0
+        self._pinned = 0
+        self._pins: dict[int, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken now, cached but unpinned ones included."""
+        return self.total - self._pinned
+
+    @property
+    def cached(self) -> int:
+        """Blocks that can be found by their hash."""
+        return len(self._pins)
+
+    def match(self, hashes: Sequence[int], limit: int) -> int:
+        """How many of the first ``limit`` hashes are cached, from the first on without a gap."""
+        pins, found = self._pins, 0
+        for key in hashes:
+            if found >= limit or key not in pins:
+                break
+            found += 1
+        return found
+
+    def fits(self, hashes: Sequence[int], matched: int, plain: int) -> bool:
+        """Whether ``matched`` cached blocks can be pinned and ``plain`` more taken."""
+        if plain + matched <= self.free:
+            return True
+        unused = self._unused
+        return plain + sum(key in unused for key in hashes[:matched]) <= self.free
+
+    def pin(self, holding: Holding, hashes: Sequence[int], matched: int) -> None:
+        """Pin the first ``matched`` of these cached blocks for a holder that has none yet."""
+        pins, unused = self._pins, self._unused
+        for key in hashes[:matched]:
+            if pins[key] == 0:
+                del unused[key]
+                self._pinned += 1
+            pins[key] += 1
+        holding.hashes = list(hashes[:matched])
+
+    def take(self, holding: Holding, count: int) -> None:
+        """Add ``count`` plain blocks to a holder; the caller knows that they are free."""
+        holding.plain += count
+        self.take_plain(count)
+
+    def take_plain(self, count: int) -> None:
+        """Pin ``count`` plain blocks that the caller accounts for itself."""
+        if count > self.free:
+            raise AssertionError(f"{count} blocks were taken and {self.free} are free")
+        self._pinned += count
+        for _ in range(self._pinned + len(self._unused) - self.total):
+            key, _none = self._unused.popitem(last=False)
+            del self._pins[key]
+            self.evicted += 1
+
+    def publish(self, holding: Holding, hashes: Sequence[int]) -> None:
+        """Make the holder's plain blocks findable as ``hashes``, which continue what it has published already."""
+        pins, unused = self._pins, self._unused
+        for key in hashes[len(holding.hashes) : holding.blocks]:
+            known = pins.get(key)
+            if known is None:
+                pins[key] = 1
+            else:
+                # Somebody else has the same block: it is shared and the copy given back.
+                pins[key] = known + 1
+                if known:
+                    self._pinned -= 1
+                else:
+                    del unused[key]
+            holding.hashes.append(key)
+            holding.plain -= 1
+
+    def give_back(self, holding: Holding) -> None:
+        """Unpin all that a holder has; what is published stays cached until its room is needed."""
+        pins, unused = self._pins, self._unused
+        for key in reversed(holding.hashes):
+            left = pins[key] - 1
+            pins[key] = left
+            if left == 0:
+                unused[key] = None
+                self._pinned -= 1
+        self._pinned -= holding.plain
+        holding.hashes = []
+        holding.plain = 0
+
+    def drop_plain(self, holding: Holding, count: int) -> None:
+        """Give back ``count`` of a holder's plain blocks."""
+        holding.plain -= count
+        self._pinned -= count

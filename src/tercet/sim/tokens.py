@@ -1,0 +1,91 @@
+"""What a simulated model says, and the hashes under which its KV is cached. Both follow from the prompt alone.
+
+So two engines agree on a sequence's tokens wherever it runs, as real ones do at temperature zero.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+
+# Output tokens are a walk through one fixed table: a batch of them is a slice, made only when somebody reads it.
+_CYCLE = 8192
+VOCABULARY = 32_000
+
+
+def _table() -> tuple[int, ...]:
+    state, tokens = 1, array("i")
+    for _ in range(_CYCLE):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        tokens.append((state >> 33) % VOCABULARY)
+    return tuple(tokens)
+
+
+_TOKENS = _table() * 2
+# Prompts whose facts are kept for the next verb that names them.
+_KEPT = 4096
+
+
+class Prompt:
+    """A prompt's token ids with what engines derive from them, computed once and shared by all of them."""
+
+    __slots__ = ("_hashes", "_salt", "_start", "tokens")
+
+    def __init__(self, tokens: tuple[int, ...], cache_salt: str | None) -> None:
+        self.tokens = tokens
+        self._salt = 0 if cache_salt is None else zlib.crc32(cache_salt.encode()) + 1
+        self._start: int | None = None
+        self._hashes: dict[int, list[int]] = {}
+
+    def output(self, begin: int, end: int) -> tuple[int, ...]:
+        """The output tokens ``[begin, end)``, counted from the prompt's end."""
+        if self._start is None:
+            self._start = hash(self.tokens)
+        start = (self._start + begin) % _CYCLE
+        if end - begin <= _CYCLE:
+            return _TOKENS[start : start + end - begin]
+        return tuple(_TOKENS[(start + i) % _CYCLE] for i in range(end - begin))
+
+    def hashes(self, block_size: int) -> list[int]:
+        """One hash for each full block of the prompt; each covers everything before it and the cache salt."""
+        found = self._hashes.get(block_size)
+        if found is None:
+            found = self._hashes[block_size] = chain(self._salt, self.tokens, block_size)
+        return found
+
+    def hashes_with(self, output: Sequence[int], block_size: int) -> list[int]:
+        """The hashes of the full blocks of ``prompt + output``."""
+        known = self.hashes(block_size)
+        if not output:
+            return known
+        rest = (*self.tokens[len(known) * block_size :], *output)
+        return known + chain(known[-1] if known else self._salt, rest, block_size)
+
+
+def chain(parent: int, tokens: tuple[int, ...], block_size: int) -> list[int]:
+    """The chained hashes of the full blocks of ``tokens``, which follow ``parent``."""
+    hashes: list[int] = []
+    for begin in range(0, len(tokens) - block_size + 1, block_size):
+        # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
+        parent = hash((parent, tokens[begin : begin + block_size]))
+        hashes.append(parent)
+    return hashes
+
+
+class Prompts:
+    """The prompts seen last, by identity: the verbs of one request name one tuple."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str | None], Prompt] = {}
+
+    def get(self, tokens: tuple[int, ...], cache_salt: str | None) -> Prompt:
+        """The facts about these token ids."""
+        key = (id(tokens), cache_salt)
+        found = self._known.get(key)
+        # The table holds the tuple, so an id in it is not given to another one.
+        if found is None:
+            if len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]
+            found = self._known[key] = Prompt(tokens, cache_salt)
+        return found
