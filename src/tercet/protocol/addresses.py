@@ -12,6 +12,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``block_size`` is in tokens. ``block_bytes`` is the size of one block of one layer on one rank. ``packing`` names
     how keys and values are arranged inside a block; CPU kernels pack them for their instruction set.
+    ``splits_by_head``: a block holds its rank's KV heads one after the other, so that blocks of ranks with different
+    heads can be cut and joined.
     """
 
     model: str
@@ -23,16 +25,46 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
     tp_size: int
     packing: str
+    splits_by_head: bool = False
 
-    def require_same(self, other: KVLayout, whose: str) -> None:
-        """Raise :class:`LayoutMismatch` naming every field in which ``other`` differs."""
+    @property
+    def heads_per_rank(self) -> int:
+        """KV heads on each rank; with more ranks than heads, several ranks hold the same one."""
+        return max(1, self.num_kv_heads // self.tp_size)
+
+    @property
+    def exchange_key(self) -> str:
+        """Equal for all ranks, and all engines, whose KV can be exchanged."""
+        same = (self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.block_size)
+        return "/".join(map(str, (*same, self.packing, self.block_bytes // self.heads_per_rank)))
+
+    def require_mappable(self, other: KVLayout, whose: str) -> None:
+        """Raise :class:`LayoutMismatch`, naming what is in the way, unless KV can go from here to ``other``.
+
+        Engines may differ in their tensor-parallel degree if blocks can be cut between heads and one degree divides
+        the other.
+        """
+        free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
         differences = [
             f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} on {whose}"
             for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            if name not in free and getattr(self, name) != getattr(other, name)
         ]
+        if self.tp_size != other.tp_size and not differences:
+            differences = self._obstacles_to_other_ranks(other, whose)
         if differences:
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
+
+    def _obstacles_to_other_ranks(self, other: KVLayout, whose: str) -> list[str]:
+        found: list[str] = []
+        degrees = f"tp_size is {self.tp_size} here and {other.tp_size} on {whose}"
+        if not (self.splits_by_head and other.splits_by_head):
+            found.append(f"{degrees}, and blocks of packing {self.packing!r} cannot be cut between heads")
+        if max(self.tp_size, other.tp_size) % min(self.tp_size, other.tp_size):
+            found.append(f"{degrees}, and neither divides the other")
+        if self.block_bytes * other.heads_per_rank != other.block_bytes * self.heads_per_rank:
+            found.append(f"{degrees}, and a head's share of a block has another size there")
+        return found
 
 
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

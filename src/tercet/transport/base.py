@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tercet.protocol import TercetError
 from tercet.transport.grants import Grant
+from tercet.transport.mapping import Strip
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,15 @@ class SendReport:
 
     bytes: int
     pieces: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a send goes: one receiving rank, by all of its addresses, a lease of it, and which part of the blocks."""
+
+    addresses: tuple[str, ...]
+    lease: str
+    strip: Strip
 
 
 OnDone = Callable[[SendReport | TercetError], None]
@@ -30,13 +40,8 @@ class KVTransport(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """The wire protocol, as ``KVAddrInfo.transport`` names it."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Where peers connect."""
+    def addresses(self) -> tuple[str, ...]:
+        """Where peers connect, one for each host that it listens on."""
         ...
 
     def grant(self, grant: Grant) -> None:
@@ -47,8 +52,8 @@ class KVTransport(Protocol):
         """End a lease; once this returns no byte is written under it. Returns the end of its valid KV (tokens)."""
         ...
 
-    def open(self, send_id: str, address: str, lease: str, on_done: OnDone) -> None:
-        """Begin a send to the peer at ``address``.
+    def open(self, send_id: str, target: Target, on_done: OnDone) -> None:
+        """Begin a send.
 
         ``on_done`` is called exactly once, also for wrong input, with nothing of the transport locked; mostly from
         another thread, but perhaps before a call for this send returns. From then on the send's KV is not read.
@@ -68,7 +73,7 @@ class KVTransport(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Totals since the start."""
+        """Totals since the start, and what is under way."""
         ...
 
     def close(self) -> None:

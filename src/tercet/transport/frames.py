@@ -2,32 +2,41 @@
 
 | kind | from | fields | body |
 | --- | --- | --- | --- |
-| HELLO | sender, first | | a :class:`~tercet.transport.direct.Greeting` |
-| WELCOME | receiver, first | begin = 1: references are taken, 0: they are not | |
-| PIECE | sender | send, lease, layer, slots ``[begin, end)`` | a block of KV for each slot |
-| REFERENCE | sender | as PIECE | a :class:`~tercet.transport.direct.Reference` to the blocks |
-| FIN | sender | send, lease, tokens ``[begin, end)`` | |
+| CHALLENGE | receiver, first | | random bytes, which the sender's proof must cover |
+| HELLO | sender, first | | a :class:`Greeting` |
+| WELCOME | receiver | | a :class:`Welcome` |
+| PIECE | sender | send, lease, layer, slots ``[begin, end)``, part of parts | that part of a block for each slot |
+| REFERENCE | sender | as PIECE | a :class:`Reference`: where the receiver reads the blocks |
+| FIN | sender | send, lease, tokens ``[begin, end)``, frames | |
 | ACK | receiver | send | |
 | REFUSED | receiver | send (0: the whole connection) | the reason, text |
+
+Several connections may carry one session. Answers come on its first one, stream 0.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tercet.protocol import TercetError
-from tercet.transport.direct import Greeting
+from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC1"
+MAGIC = b"TRC2"
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024
-_HEADER = struct.Struct("<4sB3xQ16sIIIQ")
+MAX_GREETING_BYTES = 256 * 1024
+NONCE_BYTES = 16
+_HEADER = struct.Struct("<4sB3xQ16sIIIIHHQ")
 HEADER_BYTES = _HEADER.size
 NO_LEASE = "0" * 32
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ProtocolViolation(TercetError):
@@ -47,6 +56,7 @@ class Kind(IntEnum):
     REFUSED = 5
     WELCOME = 6
     REFERENCE = 7
+    CHALLENGE = 8
 
 
 class Header(NamedTuple):
@@ -58,42 +68,93 @@ class Header(NamedTuple):
     layer: int = 0
     begin: int = 0
     end: int = 0
+    frames: int = 0
+    part: int = 0
+    parts: int = 1
     nbytes: int = 0
 
     def pack(self) -> bytes:
         """Its bytes."""
-        lease = bytes.fromhex(self.lease)
-        return _HEADER.pack(MAGIC, self.kind, self.send, lease, self.layer, self.begin, self.end, self.nbytes)
+        return _HEADER.pack(MAGIC, self.kind, self.send, bytes.fromhex(self.lease), *self[3:])
 
 
 def unpack(data: bytes | memoryview) -> Header:
     """Read a header; raises :class:`ProtocolViolation` if it is none."""
-    magic, kind, send, lease, layer, begin, end, nbytes = _HEADER.unpack(data)
+    magic, kind, send, lease, *rest = _HEADER.unpack(data)
     if magic != MAGIC:
         raise ProtocolViolation(f"not a KV transfer: the header begins with {bytes(magic)!r}")
     try:
-        return Header(Kind(kind), send, lease.hex(), layer, begin, end, nbytes)
+        return Header(Kind(kind), send, lease.hex(), *rest)
     except ValueError:
         raise ProtocolViolation(f"unknown frame kind {kind}") from None
 
 
-def hello(greeting: Greeting) -> bytes:
-    """A sender's first frame."""
-    body = msgspec.msgpack.encode(greeting)
-    return Header(Kind.HELLO, nbytes=len(body)).pack() + body
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """Who a sender is, and how its memory can be read.
+
+    ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream`` counts
+    them. ``offers`` has, for each backend that the sender has, what a receiver needs to read the sender's region, of
+    which ``shape`` is the plan; ``word`` is the number of a live word that is set, so that a receiver can try.
+    ``proof`` shows that the sender knows the fleet's secret.
+    """
+
+    fingerprint: str
+    session: str
+    stream: int
+    nonce: bytes
+    proof: bytes
+    shape: RegionShape | None = None
+    word: int = 0
+    offers: dict[str, bytes] = {}
 
 
-def welcome(by_reference: bool) -> bytes:
-    """A receiver's first frame."""
-    return Header(Kind.WELCOME, begin=int(by_reference)).pack()
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """How KV is to travel, ``tcp`` or the name of a backend; ``proof`` shows that the receiver knows the secret."""
+
+    transport: str
+    proof: bytes
+
+
+class Reference(msgspec.Struct, frozen=True, array_like=True):
+    """The sender's blocks, one for each slot, of which ``[offset, offset + size)`` is to be read."""
+
+    blocks: tuple[int, ...]
+    offset: int
+    size: int
+
+
+def frame(header: Header, body: bytes = b"") -> bytes:
+    """A header and its body."""
+    return header._replace(nbytes=len(body)).pack() + body
+
+
+def decode(body: memoryview | bytes, kind: type[S]) -> S:
+    """Read a body; raises :class:`ProtocolViolation` if it is no ``kind``."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation(f"{kind.__name__}: {error}") from error
 
 
 def ack(send: int) -> bytes:
     """All of a send is in place."""
-    return Header(Kind.ACK, send).pack()
+    return frame(Header(Kind.ACK, send))
 
 
 def refused(send: int, reason: str) -> bytes:
     """Nothing more of a send is taken."""
-    body = reason.encode()[:MAX_TEXT_BYTES]
-    return Header(Kind.REFUSED, send, nbytes=len(body)).pack() + body
+    return frame(Header(Kind.REFUSED, send), reason.encode()[:MAX_TEXT_BYTES])
+
+
+def sender_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
+    """What a sender answers to a challenge (HMAC-SHA256, RFC 2104)."""
+    return _proof(secret, b"sender", challenge, greeting_nonce, session)
+
+
+def receiver_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
+    """What a receiver answers to a greeting."""
+    return _proof(secret, b"receiver", challenge, greeting_nonce, session)
+
+
+def _proof(secret: str, role: bytes, challenge: bytes, nonce: bytes, session: str) -> bytes:
+    return hmac.digest(secret.encode(), b"|".join((role, challenge, nonce, session.encode())), hashlib.sha256)

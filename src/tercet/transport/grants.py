@@ -1,21 +1,25 @@
 """Who may write where: the receiver's side of leases, as a state machine without I/O.
 
 The invariant that everything rests on: once :meth:`GrantTable.revoke` has returned, no byte is written under that
-lease. Hence copies happen inside the table's lock, and data reaches it in scratch memory, never from a socket.
+lease. Whoever writes is inside :meth:`GrantTable.writing` meanwhile, never waits for a peer there, and is waited for.
+
+A claim (FIN) and the pieces that it covers may arrive in any order, over several connections. It holds once every
+block of every layer of its range is in place, and is refused once all frames are here and something is missing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
-from tercet.transport.memory import runs
 
 REMEMBERED_ENDED = 4096
-Copy = Callable[[Sequence[tuple[int, int]]], None]
+MAX_PARTS = 1024
+MAX_SENDS = 64  # under one lease at a time
 
 
 @dataclass(frozen=True)
@@ -33,22 +37,61 @@ class Grant:
     block_size: int
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of one layer."""
+
+    layer: int
+    begin: int
+    end: int
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That ``frames`` pieces hold part ``part`` of ``parts`` of all blocks of the tokens ``[begin, end)``."""
+
+    begin: int
+    end: int
+    frames: int
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass
+class _Send:
+    """One send under a lease: the layers that each slot has (a bit each), and its claim once that is here."""
+
+    part: int
+    parts: int
+    arrived: list[int]
+    frames: int = 0
+    claim: Claim | None = None
+
+
+# Disjoint token ranges, sorted, not touching.
+Ranges = list[tuple[int, int]]
+
+
 @dataclass
 class _Open:
     grant: Grant
-    arrived: list[int]  # per slot, a bit for each layer
-    valid: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # disjoint, sorted, not touching
+    sends: dict[Hashable, _Send] = field(default_factory=dict[Hashable, _Send])
+    # For each way to cut blocks into parts: what is valid of each part.
+    valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
+    writers: int = 0
 
 
 class GrantTable:
-    """All open grants of one rank. Thread-safe."""
+    """All open grants of one rank. Thread-safe. Sends are told apart by any hashable key."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._complete = (1 << num_layers) - 1
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -58,60 +101,91 @@ class GrantTable:
         needed = -(-(grant.end - grant.begin) // grant.block_size)
         if needed != len(grant.blocks) or grant.begin % grant.block_size:
             raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
-        with self._lock:
+        with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
-            self._open[grant.lease] = _Open(grant, [0] * len(grant.blocks))
+            self._open[grant.lease] = _Open(grant)
 
-    def write(self, lease: str, layer: int, begin: int, end: int, copy: Copy) -> None:
-        """Let ``copy`` fill the slots ``[begin, end)`` of one layer, given as runs ``(first block, count)`` in order.
+    def locate(self, lease: str, piece: Piece) -> tuple[int, ...]:
+        """The blocks that a piece goes to, in slot order.
 
-        Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`; nothing is written then.
+        Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
-        with self._lock:
+        with self._changed:
+            blocks = self._find(lease).grant.blocks
+        inside = 0 <= piece.layer < self._num_layers and 0 <= piece.begin < piece.end <= len(blocks)
+        if not (inside and 0 <= piece.part < piece.parts <= MAX_PARTS):
+            raise BadRequest(
+                f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layer {piece.layer} is "
+                f"outside the lease's {len(blocks)} slots and {self._num_layers} layers"
+            )
+        return blocks[piece.begin : piece.end]
+
+    @contextmanager
+    def writing(self, lease: str) -> Generator[None]:
+        """While inside, the lease's blocks may be written: a revocation waits.
+
+        Raises :class:`~tercet.protocol.LeaseEnded`. Never wait for a peer inside.
+        """
+        with self._changed:
             opened = self._find(lease)
-            blocks = opened.grant.blocks
-            if not (0 <= layer < self._num_layers and 0 <= begin < end <= len(blocks)):
-                raise BadRequest(
-                    f"slots [{begin}, {end}) of layer {layer} are outside the lease's {len(blocks)} slots "
-                    f"and {self._num_layers} layers"
-                )
-            copy(runs(blocks[begin:end], end - begin))
-            for slot in range(begin, end):
-                opened.arrived[slot] |= 1 << layer
+            opened.writers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                opened.writers -= 1
+                if not opened.writers:
+                    self._changed.notify_all()
 
-    def finish(self, lease: str, begin: int, end: int) -> int:
-        """Take a sender's claim that tokens ``[begin, end)`` are all here; returns the lease's valid end.
+    def arrived(self, lease: str, send: Hashable, piece: Piece) -> int | None:
+        """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
+        with self._changed:
+            opened = self._find(lease)
+            found = _send_of(opened, send, piece.part, piece.parts)
+            found.frames += 1
+            for slot in range(piece.begin, piece.end):
+                found.arrived[slot] |= 1 << piece.layer
+            return self._settle(opened, send, found)
 
-        ``begin`` counts from its block's start. Raises :class:`~tercet.protocol.TransferFailed` if a piece is
-        missing; the claim then changes nothing.
+    def claim(self, lease: str, send: Hashable, claim: Claim) -> int | None:
+        """Take a sender's claim; its ``begin`` counts from its block's start.
+
+        Returns the lease's valid end once the claim holds, ``None`` while
+        pieces are on their way. Raises :class:`~tercet.protocol.TransferFailed` if one is missing for good; nothing
+        becomes valid then.
         """
-        with self._lock:
+        with self._changed:
             opened = self._find(lease)
             grant = opened.grant
-            size = grant.block_size
-            if not grant.begin <= begin < end <= grant.end:
-                raise BadRequest(f"[{begin}, {end}) is outside the lease's [{grant.begin}, {grant.end})")
-            begin = begin // size * size
-            for slot in range((begin - grant.begin) // size, -(-(end - grant.begin) // size)):
-                if opened.arrived[slot] != self._complete:
-                    missing = self._num_layers - opened.arrived[slot].bit_count()
-                    raise TransferFailed(f"slot {slot} lacks {missing} of {self._num_layers} layers")
-            opened.valid = _merged(opened.valid, (begin, end))
-            return _valid_end(opened)
+            if not grant.begin <= claim.begin < claim.end <= grant.end:
+                raise BadRequest(f"[{claim.begin}, {claim.end}) is outside the lease's [{grant.begin}, {grant.end})")
+            found = _send_of(opened, send, claim.part, claim.parts)
+            if found.claim is not None:
+                raise BadRequest("a send makes one claim")
+            found.claim = claim
+            return self._settle(opened, send, found)
+
+    def forget(self, lease: str, send: Hashable) -> None:
+        """A send that will not be completed; what it wrote is not valid."""
+        with self._changed:
+            opened = self._open.get(lease)
+            if opened is not None:
+                opened.sends.pop(send, None)
 
     def revoke(self, lease: str) -> int:
         """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
 
         Raises :class:`~tercet.protocol.UnknownSequence` for a lease that is not open.
         """
-        with self._lock:
+        with self._changed:
             opened = self._open.pop(lease, None)
             if opened is None:
                 raise UnknownSequence(f"lease {lease} is not open")
             self._ended[lease] = None
             if len(self._ended) > REMEMBERED_ENDED:
                 self._ended.popitem(last=False)
+            self._changed.wait_for(lambda: not opened.writers)
             return _valid_end(opened)
 
     def _find(self, lease: str) -> _Open:
@@ -121,17 +195,50 @@ class GrantTable:
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
+    def _settle(self, opened: _Open, send: Hashable, found: _Send) -> int | None:
+        if found.claim is None or found.frames < found.claim.frames:
+            return None
+        del opened.sends[send]
+        grant, end = opened.grant, found.claim.end
+        begin = found.claim.begin // grant.block_size * grant.block_size
+        for slot in range((begin - grant.begin) // grant.block_size, -(-(end - grant.begin) // grant.block_size)):
+            if found.arrived[slot] != self._complete:
+                missing = self._num_layers - found.arrived[slot].bit_count()
+                raise TransferFailed(f"slot {slot} lacks {missing} of {self._num_layers} layers")
+        parts = opened.valid.setdefault(found.parts, {})
+        parts[found.part] = _merged(parts.get(found.part, []), (begin, end))
+        return _valid_end(opened)
+
+
+def _send_of(opened: _Open, send: Hashable, part: int, parts: int) -> _Send:
+    found = opened.sends.get(send)
+    if found is None:
+        if len(opened.sends) >= MAX_SENDS:
+            raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
+        found = opened.sends[send] = _Send(part, parts, [0] * len(opened.grant.blocks))
+    if (found.part, found.parts) != (part, parts) or not 0 <= part < parts <= MAX_PARTS:
+        raise BadRequest("a send fills one part of the blocks, always the same")
+    return found
+
 
 def _valid_end(opened: _Open) -> int:
+    """How far the KV is valid from the lease's beginning: in all parts, for some way to cut blocks into parts."""
     begin = opened.grant.begin
-    return opened.valid[0][1] if opened.valid and opened.valid[0][0] == begin else begin
+    ends = [begin]
+    for parts, valid in opened.valid.items():
+        ends.append(min(_contiguous(valid.get(part, []), begin) for part in range(parts)))
+    return max(ends)
 
 
-def _merged(intervals: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    """Add an interval to disjoint sorted ones, joining those that touch."""
+def _contiguous(ranges: Ranges, begin: int) -> int:
+    return ranges[0][1] if ranges and ranges[0][0] == begin else begin
+
+
+def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
+    """Add a range to disjoint sorted ones, joining those that touch."""
     begin, end = new
-    kept: list[tuple[int, int]] = []
-    for low, high in intervals:
+    kept: Ranges = []
+    for low, high in ranges:
         if high < begin or end < low:
             kept.append((low, high))
         else:

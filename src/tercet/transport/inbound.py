@@ -1,117 +1,203 @@
-"""What a connection's sender may say, and what is answered: the receiver's state machine, without I/O."""
+"""What one connection of a sender may say, and what follows: a state machine without I/O.
+
+The shell around it reads a header, then what :meth:`Inbound.begin` says comes next, into the buffers given, and calls
+:meth:`Inbound.end`. Pieces go from the socket straight into KV; that, too, only by :meth:`Inbound.receive`, which holds
+the lease while bytes are taken that have arrived already.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.direct import Greeting, Reference, can_read, read_reference
+from tercet.transport.backends import TCP, Backend, BackendUnavailable, Copy, Reader, Sender
+from tercet.transport.base import OnFinished
 from tercet.transport.frames import (
-    HEADER_BYTES,
+    MAX_GREETING_BYTES,
     MAX_PIECE_BYTES,
-    MAX_TEXT_BYTES,
+    NONCE_BYTES,
+    Greeting,
     Header,
     Kind,
     ProtocolViolation,
+    Reference,
+    Welcome,
     ack,
+    decode,
+    frame,
+    receiver_proof,
     refused,
+    sender_proof,
     unpack,
-    welcome,
 )
-from tercet.transport.grants import GrantTable
-from tercet.transport.memory import KVMemory
+from tercet.transport.grants import Claim, GrantTable, Piece
+from tercet.transport.region import KVRegion, RegionShape, runs
+from tercet.transport.session import Answer, Session, Sessions
 
 logger = logging.getLogger(__name__)
-MAX_REFERENCE_BYTES = 64
-# A forgotten one is refused once more, which does no harm.
-REMEMBERED_REFUSED = 4096
-B = TypeVar("B", Greeting, Reference)
+MAX_BUFFERS = 512  # in one system call; Linux takes 1024
+MAX_REFERENCE_BYTES = 1024 * 1024
+# Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
+MAX_COPY_BYTES = 4 * 1024 * 1024
+Receive = Callable[[Sequence[memoryview]], int]
 
 
 @dataclass
 class InboundCounters:
-    """What arrived, over all connections of a receiver."""
+    """What was taken and refused, over all connections. Thread-safe through :meth:`count`."""
 
     bytes_received: int = 0
     pieces_received: int = 0
-    pieces_by_reference: int = 0
     pieces_refused: int = 0
+    pieces_by_reference: int = 0
+    claims_accepted: int = 0
+    claims_refused: int = 0
+    connections_refused: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def count(self, **increments: int) -> None:
+        """Add to the named counters."""
+        with self._lock:
+            for name, increment in increments.items():
+                setattr(self, name, getattr(self, name) + increment)
+
+    def read(self) -> Mapping[str, int]:
+        """All of them."""
+        with self._lock:
+            return asdict(self)
+
+
+@dataclass
+class Rules:
+    """What all connections of a receiver share."""
+
+    region: KVRegion
+    grants: GrantTable
+    fingerprint: str
+    secret: str
+    on_finished: OnFinished
+    backends: Sequence[Backend] = ()
+    tcp_allowed: bool = True
+    counters: InboundCounters = field(default_factory=InboundCounters)
+    sessions: Sessions = field(default_factory=Sessions)
+
+
+class Body:
+    """Bytes that come next, and where they go. ``lease`` is set while they go into KV."""
+
+    def __init__(self, header: Header, buffers: Sequence[memoryview], lease: str | None = None) -> None:
+        self.header = header
+        self.lease = lease
+        self.left = sum(buffer.nbytes for buffer in buffers)
+        self._buffers = deque(buffers)
+
+    def buffers(self) -> list[memoryview]:
+        """What is still to be filled, in order; not more than one system call takes."""
+        return list(islice(self._buffers, MAX_BUFFERS))
+
+    def advance(self, count: int) -> None:
+        """``count`` bytes have been filled."""
+        self.left -= count
+        while count:
+            first = self._buffers.popleft()
+            if first.nbytes > count:
+                self._buffers.appendleft(first[count:])
+                return
+            count -= first.nbytes
+
+    def divert(self, scratch: memoryview) -> None:
+        """Let the rest go nowhere."""
+        self.lease = None
+        self._buffers.clear()
+        left = self.left
+        while left:
+            self._buffers.append(scratch[:left])
+            left -= min(left, scratch.nbytes)
 
 
 class Inbound:
-    """One accepted connection.
+    """One connection. ``holds(pid)``: whether that process has the other end; ``answer`` writes to this connection."""
 
-    Feed it exactly :attr:`wanted` bytes at a time; it says what to answer. A lease that has ended is answered once
-    per send, and the rest of that send is skipped, so that other sends of the connection go on.
+    def __init__(self, rules: Rules, answer: Answer, holds: Callable[[int], bool]) -> None:
+        self._rules = rules
+        self._answer = answer
+        self._holds = holds
+        self._challenge = secrets.token_bytes(NONCE_BYTES)
+        self._scratch = memoryview(bytearray(64 * 1024))
+        self.session: Session | None = None
 
-    ``on_finished(lease, valid_end)`` is called before a claim is acknowledged; if it raises, the claim is refused.
-    ``held_by`` tells whether the process with a given id is the one at the connection's other end.
-    """
+    def challenge(self) -> bytes:
+        """What the receiver says first."""
+        return frame(Header(Kind.CHALLENGE), self._challenge)
 
-    def __init__(
-        self,
-        memory: KVMemory,
-        grants: GrantTable,
-        fingerprint: str,
-        counters: InboundCounters,
-        on_finished: Callable[[str, int], None],
-        held_by: Callable[[int], bool] = lambda _pid: False,
-    ) -> None:
-        self._memory = memory
-        self._grants = grants
-        self._fingerprint = fingerprint
-        self._counters = counters
-        self._on_finished = on_finished
-        self._held_by = held_by
-        self._greeting: Greeting | None = None
-        self._by_reference = False
-        self._scratch = memoryview(b"")
-        self._header: Header | None = None
-        self._refused: dict[int, None] = {}  # the latest sends that were refused, oldest first
-
-    @property
-    def greeted(self) -> bool:
-        """Whether the sender has said who it is."""
-        return self._greeting is not None
-
-    @property
-    def wanted(self) -> int:
-        """How many bytes to feed next."""
-        return HEADER_BYTES if self._header is None else self._header.nbytes
-
-    def feed(self, data: memoryview) -> bytes:
-        """Take the next :attr:`wanted` bytes; returns what to send back, often nothing.
+    def begin(self, data: memoryview) -> Body | None:
+        """Take a header; returns where its body goes, or ``None`` if there is none.
 
         Raises :class:`~tercet.transport.frames.ProtocolViolation` when the connection must be closed.
         """
-        if self._header is None:
-            header = unpack(data)
-            self._check(header)
-            if header.nbytes:
-                self._header = header
-                return b""
-            return self._take(header, memoryview(b""))
-        header, self._header = self._header, None
-        return self._take(header, data)
+        header = unpack(data)
+        self._check(header)
+        if header.kind is Kind.PIECE:
+            return self._piece(header)
+        if header.nbytes:
+            if header.nbytes > self._scratch.nbytes:
+                self._scratch = memoryview(bytearray(header.nbytes))
+            return Body(header, [self._scratch[: header.nbytes]])
+        self._unless_refused(header, self._claim)
+        return None
+
+    def receive(self, body: Body, receive: Receive) -> None:
+        """Fill some of a body by ``receive``, which must not wait and returns the number of bytes."""
+        if body.lease is not None:
+            try:
+                with self._rules.grants.writing(body.lease):
+                    body.advance(receive(body.buffers()))
+                return
+            except TercetError as error:
+                self._refuse(body.header, error)
+                body.divert(self._scratch)
+        body.advance(receive(body.buffers()))
+
+    def end(self, body: Body) -> None:
+        """A body is complete."""
+        header = body.header
+        match header.kind:
+            case Kind.PIECE:
+                if body.lease is not None:
+                    self._unless_refused(header, self._arrived)
+            case Kind.REFERENCE:
+                self._unless_refused(header, self._fetch)
+            case _:
+                self._greet(decode(self._scratch[: header.nbytes], Greeting))
+
+    def close(self) -> None:
+        """The connection is over."""
+        if self.session is not None:
+            self._rules.sessions.leave(self.session)
+
+    # ---- greeting --------------------------------------------------------------------------------------------
 
     def _check(self, header: Header) -> None:
-        if (header.kind is Kind.HELLO) == (self._greeting is not None):
+        if (header.kind is Kind.HELLO) == (self.session is not None):
             raise ProtocolViolation("the first frame, and no other, must be HELLO")
         match header.kind:
             case Kind.HELLO:
-                fits = 0 < header.nbytes <= MAX_TEXT_BYTES
+                fits = 0 < header.nbytes <= MAX_GREETING_BYTES
             case Kind.PIECE:
-                fits = 0 < header.nbytes <= max(MAX_PIECE_BYTES, self._memory.block_bytes)
-                fits = fits and header.nbytes == self._size(header)
+                fits = self._rules.tcp_allowed and 0 < header.nbytes <= self._largest()
             case Kind.REFERENCE:
-                fits = self._by_reference and 0 < header.nbytes <= MAX_REFERENCE_BYTES
-                fits = fits and 0 < self._size(header) <= max(MAX_PIECE_BYTES, self._memory.block_bytes)
+                readable = self.session is not None and self.session.reader is not None
+                fits = readable and 0 < header.nbytes <= MAX_REFERENCE_BYTES
             case Kind.FIN:
                 fits = header.nbytes == 0
             case _:
@@ -119,81 +205,208 @@ class Inbound:
         if not fits:
             raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
 
-    def _take(self, header: Header, body: memoryview) -> bytes:
-        match header.kind:
-            case Kind.HELLO:
-                return self._greet(body)
-            case Kind.PIECE:
-                return self._unless_refused(header, lambda: self._write(header, body))
-            case Kind.REFERENCE:
-                return self._unless_refused(header, lambda: self._write(header, self._fetch(header, body)))
-            case _:
-                return self._unless_refused(header, lambda: self._finish(header))
+    def _largest(self) -> int:
+        return max(MAX_PIECE_BYTES, self._rules.region.shape.block_bytes)
 
-    def _greet(self, body: memoryview) -> bytes:
-        greeting = _decode(body, Greeting)
-        if greeting.fingerprint != self._fingerprint:
+    def _greet(self, greeting: Greeting) -> None:
+        rules = self._rules
+        expected = sender_proof(rules.secret, self._challenge, greeting.nonce, greeting.session)
+        if not secrets.compare_digest(expected, greeting.proof):
+            raise ProtocolViolation("secret: the sender does not know this fleet's secret")
+        if greeting.fingerprint != rules.fingerprint:
             raise ProtocolViolation("layout: the sender's KV layout is another one")
-        self._greeting = greeting
-        self._by_reference = self._held_by(greeting.pid) and can_read(greeting)
-        return welcome(self._by_reference)
+        if greeting.stream:
+            self.session = rules.sessions.join(greeting.session)
+        else:
+            session = Session(greeting.session, self._answer, shape=greeting.shape)
+            rules.sessions.begin(session)
+            self.session = session
+            transport, session.reader = self._choose(greeting)
+            proof = receiver_proof(rules.secret, self._challenge, greeting.nonce, greeting.session)
+            self._answer(frame(Header(Kind.WELCOME), msgspec.msgpack.encode(Welcome(transport, proof))))
 
-    def _size(self, header: Header) -> int:
-        return (header.end - header.begin) * self._memory.block_bytes
+    def _choose(self, greeting: Greeting) -> tuple[str, Reader | None]:
+        """The first backend that both have and that passes its check, or ``tcp``."""
+        reasons: list[str] = []
+        for backend in self._rules.backends:
+            offer = greeting.offers.get(backend.name)
+            if offer is None or greeting.shape is None:
+                reasons.append(f"{backend.name}: the sender does not offer it")
+                continue
+            try:
+                return backend.name, self._connect(backend, offer, greeting.shape, greeting.word)
+            except TransferFailed as error:
+                reasons.append(error.message)
+        if not (self._rules.tcp_allowed and TCP in greeting.offers):
+            raise ProtocolViolation(
+                "no transport that both sides allow works: " + "; ".join([*reasons, "tcp: not allowed"])
+            )
+        if reasons:
+            logger.info("KV of this sender comes over tcp: %s", "; ".join(reasons))
+        return TCP, None
 
-    def _fetch(self, header: Header, body: memoryview) -> memoryview:
-        """A referenced piece's bytes, in scratch memory."""
-        size, reference = self._size(header), _decode(body, Reference)
-        if self._scratch.nbytes < size:
-            self._scratch = memoryview(bytearray(size))
-        data = self._scratch[:size]
+    def _connect(self, backend: Backend, offer: bytes, shape: RegionShape, word: int) -> Reader:
+        shape.require_sane()
+        reader = backend.connect(offer, Sender(shape, self._holds))
         try:
-            live = self._greeting is not None and read_reference(self._greeting.pid, reference, header.send, data)
-        except (OSError, OverflowError, ctypes.ArgumentError) as error:
-            raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
-        if not live:
-            raise TransferFailed("the sender gave this piece up")
-        self._counters.pieces_by_reference += 1
-        return data
+            if word == 0 or reader.word(shape.word(word)) != word:
+                raise BackendUnavailable(f"{backend.name}: it does not read what the sender has in its memory")
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
-    def _unless_refused(self, header: Header, act: Callable[[], bytes]) -> bytes:
-        if header.send in self._refused:
-            self._counters.pieces_refused += header.kind is not Kind.FIN
-            return b""
+    # ---- sends -----------------------------------------------------------------------------------------------
+
+    def _unless_refused(self, header: Header, act: Callable[[Header], None]) -> None:
+        session = self._joined
+        if header.send in session.refused:
+            self._rules.counters.count(pieces_refused=header.kind is not Kind.FIN)
+            return
         try:
-            return act()
+            act(header)
         except TercetError as error:
-            self._refused[header.send] = None
-            if len(self._refused) > REMEMBERED_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            self._counters.pieces_refused += header.kind is not Kind.FIN
-            return refused(header.send, error.message)
+            self._refuse(header, error)
 
-    def _write(self, header: Header, body: memoryview) -> bytes:
-        def copy(runs: Sequence[tuple[int, int]]) -> None:
-            offset = 0
-            for first_block, count in runs:
-                size = count * self._memory.block_bytes
-                self._memory.write(header.layer, first_block, body[offset : offset + size])
-                offset += size
+    def _refuse(self, header: Header, error: TercetError) -> None:
+        claim = header.kind is Kind.FIN
+        self._rules.counters.count(pieces_refused=not claim, claims_refused=claim)
+        self._rules.grants.forget(header.lease, self._key(header))
+        if self._joined.refuse(header.send):
+            self._joined.answer(refused(header.send, error.message))
 
-        self._grants.write(header.lease, header.layer, header.begin, header.end, copy)
-        self._counters.bytes_received += body.nbytes
-        self._counters.pieces_received += 1
-        return b""
-
-    def _finish(self, header: Header) -> bytes:
-        valid_end = self._grants.finish(header.lease, header.begin, header.end)
+    def _piece(self, header: Header) -> Body:
+        body = Body(header, [])
+        body.left = header.nbytes
+        if header.send in self._joined.refused:
+            self._rules.counters.count(pieces_refused=1)
+            body.divert(self._scratch)
+            return body
         try:
-            self._on_finished(header.lease, valid_end)
+            blocks = self._rules.grants.locate(header.lease, _piece_of(header))
+            size = self._part_bytes(header)
+            if header.nbytes != size * len(blocks):
+                raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
+            return Body(header, [*self._views(header, blocks, size)], header.lease)
+        except ProtocolViolation:
+            raise
+        except TercetError as error:
+            self._refuse(header, error)
+            body.divert(self._scratch)
+            return body
+
+    def _views(self, header: Header, blocks: Sequence[int], size: int) -> Iterator[memoryview]:
+        region = self._rules.region
+        if header.parts == 1:
+            for first, count in runs(blocks, len(blocks)):
+                yield region.blocks(header.layer, first, count)
+            return
+        offset = header.part * size
+        for block in blocks:
+            yield region.blocks(header.layer, block)[offset : offset + size]
+
+    def _part_bytes(self, header: Header) -> int:
+        size, rest = divmod(self._rules.region.shape.block_bytes, header.parts)
+        if rest:
+            raise TransferFailed(f"blocks do not fall into {header.parts} equal parts")
+        return size
+
+    def _arrived(self, header: Header, by_reference: bool = False) -> None:
+        end = self._rules.grants.arrived(header.lease, self._key(header), _piece_of(header))
+        self._rules.counters.count(
+            bytes_received=(header.end - header.begin) * self._part_bytes(header),
+            pieces_received=1,
+            pieces_by_reference=by_reference,
+        )
+        self._finish(header, end)
+
+    def _claim(self, header: Header) -> None:
+        claim = Claim(header.begin, header.end, header.frames, header.part, header.parts)
+        self._finish(header, self._rules.grants.claim(header.lease, self._key(header), claim))
+
+    def _finish(self, header: Header, valid_end: int | None) -> None:
+        if valid_end is None:
+            return
+        try:
+            self._rules.on_finished(header.lease, valid_end)
         except Exception as error:
             logger.exception("on_finished of lease %s failed", header.lease)
             raise TransferFailed("the receiver could not take the claim") from error
-        return ack(header.send)
+        self._rules.counters.count(claims_accepted=1)
+        self._joined.answer(ack(header.send))
+
+    def _fetch(self, header: Header) -> None:
+        reference = decode(self._scratch[: header.nbytes], Reference)
+        session, rules = self._joined, self._rules
+        if session.reader is None or session.shape is None:
+            raise ProtocolViolation("REFERENCE, though this session has no reader")
+        blocks = rules.grants.locate(header.lease, _piece_of(header))
+        copies = self._copies(header, reference, session.shape, blocks)
+        try:
+            for some in _batches(copies):
+                with rules.grants.writing(header.lease):
+                    session.reader.read(some)
+            live = session.reader.word(session.shape.word(header.send)) == header.send
+        except OSError as error:
+            raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
+        if not live:
+            raise TransferFailed("the sender gave this piece up")
+        self._arrived(header, by_reference=True)
+
+    def _copies(
+        self, header: Header, reference: Reference, theirs: RegionShape, blocks: Sequence[int]
+    ) -> Iterator[Copy]:
+        ours, size = self._rules.region.shape, self._part_bytes(header)
+        whole = header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes
+        inside = all(0 <= block < theirs.num_blocks for block in reference.blocks)
+        fits = 0 <= reference.offset <= theirs.block_bytes - size and header.layer < len(theirs.planes)
+        if reference.size != size or len(reference.blocks) != len(blocks) or not (inside and fits):
+            raise TransferFailed("the reference does not fit the slots that it is for")
+        here, there = ours.block(header.layer, 0) + header.part * size, theirs.block(header.layer, 0) + reference.offset
+        if whole:
+            return _joined_copies(size, there, here, reference.blocks, blocks)
+        return (
+            (size, there + source * theirs.block_bytes, here + target * ours.block_bytes)
+            for source, target in zip(reference.blocks, blocks, strict=True)
+        )
+
+    @property
+    def _joined(self) -> Session:
+        if self.session is None:
+            raise ProtocolViolation("the first frame must be HELLO")
+        return self.session
+
+    def _key(self, header: Header) -> tuple[str, int]:
+        return self._joined.name, header.send
 
 
-def _decode(body: memoryview, kind: type[B]) -> B:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"{kind.__name__}: {error}") from error
+def _piece_of(header: Header) -> Piece:
+    return Piece(header.layer, header.begin, header.end, header.part, header.parts)
+
+
+def _joined_copies(size: int, there: int, here: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:
+    """Whole blocks; neighbours on both sides go in one copy."""
+    first, limit = 0, max(1, MAX_COPY_BYTES // size)
+    for index in range(1, len(sources) + 1):
+        together = (
+            index < len(sources)
+            and sources[index] == sources[index - 1] + 1
+            and targets[index] == targets[index - 1] + 1
+            and index - first < limit
+        )
+        if not together:
+            yield (index - first) * size, there + sources[first] * size, here + targets[first] * size
+            first = index
+
+
+def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
+    batch: list[Copy] = []
+    total = 0
+    for copy in copies:
+        batch.append(copy)
+        total += copy[0]
+        if total >= MAX_COPY_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

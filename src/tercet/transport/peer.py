@@ -1,82 +1,68 @@
-"""One connection to one receiver: a thread that writes, and one that reads answers.
+"""One receiver as its sender sees it: a session of one or more connections, and a queue of frames for them.
 
-Blocks are read by the writing thread alone. Two rules keep them safe: a send that has ended is not picked up for
-writing, and its owner hears of the end (``on_done``, or :meth:`Peer.cancel` returning) only once the writing thread has
-left its blocks.
+Blocks are read by the writing threads, or by the receiver. Two rules keep them safe: a send that has ended is not
+picked up for writing, and its owner hears of the end (``on_done``, or :meth:`Peer.cancel` returning) only once every
+writing thread has left its blocks and its live word is cleared.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tercet.protocol import BadRequest, TercetError, TransferFailed
+from tercet.transport.backends import TCP
 from tercet.transport.base import OnDone, SendReport
-from tercet.transport.direct import LiveTable
 from tercet.transport.frames import (
-    HEADER_BYTES,
-    MAX_PIECE_BYTES,
     MAX_TEXT_BYTES,
+    NONCE_BYTES,
+    Greeting,
     Header,
     Kind,
     ProtocolViolation,
-    hello,
-    unpack,
+    Welcome,
+    decode,
+    frame,
+    receiver_proof,
+    sender_proof,
 )
-from tercet.transport.memory import KVMemory, runs
-from tercet.transport.sockets import parse_address, shut, tune
+from tercet.transport.mapping import Strip
+from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, next_number, units
+from tercet.transport.region import KVRegion
+from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune
 from tercet.transport.threads import start_thread
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
-# How long a cancel waits for the piece being written before it gives up the connection.
+# How long a cancel waits for the frame being written before it gives up the connection.
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
-# Never given twice by a process, whatever the connection: a reference that a receiver reads late, in memory that a
-# later connection uses by then, must not find its number there.
-_numbers = itertools.count(1 + secrets.randbits(62))
-
-
-@dataclass
-class Outgoing:
-    """One send on a connection. ``outcome`` is set once; who sets it, or the writing thread, calls ``on_done``."""
-
-    number: int
-    lease: str
-    on_done: OnDone
-    bytes: int = 0
-    pieces: int = 0
-    outcome: SendReport | TercetError | None = None
-    claimed_at: float | None = None  # when FIN was written
-
-
-@dataclass
-class OutboundCounters:
-    """What was sent, over all peers."""
-
-    bytes_sent: int = 0
-    pieces_sent: int = 0
-    sends_done: int = 0
-    sends_failed: int = 0
+# A frame through a connection is no larger, so that several connections share the work evenly.
+UNIT_BYTES = 1024 * 1024
+MAX_REFERENCED_BLOCKS = 65536
+# Small frames are gathered up to so many, or so many bytes, into one system call.
+MAX_GATHERED, GATHERED_BYTES = 64, 512 * 1024
 
 
 @dataclass(frozen=True)
-class _Write:
-    """Something to write for a send: a run of blocks of one layer, or the final claim."""
+class Origin:
+    """What every peer of one rank has in common."""
 
-    outgoing: Outgoing
-    header: Header
-    first_block: int = 0
-    count: int = 0
+    region: KVRegion
+    fingerprint: str
+    secret: str
+    timeout: float
+    streams: int
+    offers: Mapping[str, bytes]
+    counters: OutboundCounters = field(default_factory=OutboundCounters)
 
 
 @dataclass
@@ -85,75 +71,65 @@ class _State:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     outgoing: dict[int, Outgoing] = field(default_factory=dict[int, Outgoing])
-    writing: Outgoing | None = None
+    sockets: list[socket.socket] = field(default_factory=list[socket.socket])
+    threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     dead: TercetError | None = None
-    socket: socket.socket | None = None
 
 
 class Peer:
-    """One connection to one receiver; it is opened by :meth:`start` and not again after it broke."""
+    """A session with one receiver; it is opened by :meth:`start` and not again after it broke."""
 
-    def __init__(
-        self,
-        address: str,
-        memory: KVMemory,
-        fingerprint: str,
-        timeout: float,
-        counters: OutboundCounters,
-        on_dead: Callable[[Peer], None],
-        cpus: Collection[int] | None,
-    ) -> None:
-        self._cpus = cpus
-        self.address = address
-        self._memory = memory
-        self._live = LiveTable()
-        self._hello = hello(self._live.greeting(fingerprint))
-        self._by_reference = False
-        self._timeout = timeout
-        self._counters = counters
+    def __init__(self, addresses: Sequence[str], origin: Origin, on_dead: Callable[[Peer], None]) -> None:
+        self.addresses = tuple(addresses)
+        self._origin = origin
         self._on_dead = on_dead
+        self._session = secrets.token_hex(16)
+        self._transport: str | None = None
         self._state = _State()
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._reader: threading.Thread | None = None
-        self._writer: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+
+    @property
+    def transport(self) -> str | None:
+        """How KV travels, once that is agreed: ``tcp``, or the backend by which the receiver reads it."""
+        return self._transport
 
     def start(self) -> None:
         """Connect, in a thread of its own."""
-        try:
-            self._writer = start_thread("tercet-send", self._write_all, cpus=self._cpus)
-        except RuntimeError as error:  # the system has no more threads
-            self._break(error)
+        self._start_thread("tercet-send", self._run_first)
 
     # ---- called by the engine's threads ----------------------------------------------------------------------
 
-    def open(self, lease: str, on_done: OnDone) -> Outgoing | None:
-        """Begin a send; ``None`` if the connection is over."""
+    def open(self, lease: str, strip: Strip, on_done: OnDone) -> Outgoing | None:
+        """Begin a send; ``None`` if the session is over."""
         with self._state.changed:
             if self._state.dead is not None:
                 return None
-            outgoing = Outgoing(next(_numbers), lease, on_done)
+            outgoing = Outgoing(next_number(), lease, strip, on_done)
             self._state.outgoing[outgoing.number] = outgoing
-            self._live.begin(outgoing.number)
+            self._origin.region.begin(outgoing.number)
             return outgoing
 
     def push(self, outgoing: Outgoing, layer: int, slot: int, blocks: Sequence[int]) -> None:
         """Queue blocks of one layer."""
-        memory, size = self._memory, self._memory.block_bytes
-        inside = all(0 <= block < memory.num_blocks for block in blocks)
-        if not (inside and 0 <= layer < memory.num_layers and 0 <= slot < MAX_TOKENS - len(blocks)):
+        shape = self._origin.region.shape
+        inside = all(0 <= block < shape.num_blocks for block in blocks)
+        if not (inside and 0 <= layer < len(shape.planes) and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, layer {layer}, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))
-        for first, count in runs(blocks, max(1, MAX_PIECE_BYTES // size)):
-            header = Header(Kind.PIECE, outgoing.number, outgoing.lease, layer, slot, slot + count, count * size)
-            self._queue.put(_Write(outgoing, header, first, count))
-            slot += count
+        by_reference = self._transport not in (None, TCP)
+        limit = MAX_REFERENCED_BLOCKS if by_reference else max(1, UNIT_BYTES // outgoing.strip.size)
+        for unit in units(blocks, limit):
+            outgoing.frames += 1
+            outgoing.bytes += len(unit) * outgoing.strip.size
+            self._queue.put(Item(outgoing, slot, slot + len(unit), layer, unit))
+            slot += len(unit)
         return None
 
     def finish(self, outgoing: Outgoing, begin: int, end: int) -> None:
         """Queue the claim that ``[begin, end)`` is complete."""
         if not 0 <= begin <= end < MAX_TOKENS:
             return self._end(outgoing, BadRequest(f"[{begin}, {end}) is no range of tokens"))
-        self._queue.put(_Write(outgoing, Header(Kind.FIN, outgoing.number, outgoing.lease, begin=begin, end=end)))
+        self._queue.put(Item(outgoing, begin, end))
         return None
 
     def cancel(self, outgoing: Outgoing) -> None:
@@ -161,153 +137,230 @@ class Peer:
         self._end(outgoing, TransferFailed("the send was cancelled"))
         state = self._state
         with state.changed:
-            if state.changed.wait_for(lambda: state.writing is not outgoing, CANCEL_SECONDS):
+            if state.changed.wait_for(lambda: not outgoing.writers, CANCEL_SECONDS):
                 return
-        # A piece cannot be left half written on a connection that goes on.
-        self._die(TransferFailed(f"{self.address} does not take what it is sent"))
+        # A frame cannot be left half written on a connection that goes on.
+        self._die(TransferFailed(f"{self.addresses[0]} does not take what it is sent"))
         with state.changed:
-            state.changed.wait_for(lambda: state.writing is not outgoing)
+            state.changed.wait_for(lambda: not outgoing.writers)
 
     def close(self) -> None:
-        """End the connection and join its threads."""
+        """End the session and join its threads."""
         self._die(TransferFailed("the transport was closed"))
-        _join(self._writer)
-        _join(self._reader)  # looked up now, since the writing thread starts it
+        with self._state.changed:
+            threads = list(self._state.threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
-    # ---- the writing thread ----------------------------------------------------------------------------------
+    # ---- connecting ------------------------------------------------------------------------------------------
 
-    def _write_all(self) -> None:
+    def _start_thread(self, name: str, target: Callable[..., None], *args: object) -> None:
+        with self._state.changed:
+            try:
+                self._state.threads.append(start_thread(name, target, *args))
+                return
+            except RuntimeError as error:  # the system has no more threads
+                failure = error
+        self._break(failure)
+
+    def _run_first(self) -> None:
         try:
-            sock = self._connect()
-            while (item := self._queue.get()) is not None:
-                if self._begin_writing(item.outgoing):
-                    try:
-                        self._write(sock, item)
-                    finally:
-                        self._end_writing(item.outgoing)
+            with self._connect(0) as sock:
+                self._transport = self._agree(sock)
+                self._start_thread("tercet-acks", self._read_all, sock.dup())
+                if self._transport == TCP:
+                    for stream in range(1, self._origin.streams):
+                        self._start_thread("tercet-send", self._run_further, stream)
+                self._write_all(sock)
         except Exception as error:
             self._break(error)
-        finally:
-            with self._state.changed:
-                if self._state.socket is not None:
-                    self._state.socket.close()
-                    self._state.socket = None
 
-    def _connect(self) -> socket.socket:
+    def _run_further(self, stream: int) -> None:
+        try:
+            with self._connect(stream) as sock:
+                self._greet(sock, stream, 0)
+                self._write_all(sock)
+        except Exception as error:
+            self._break(error)
+
+    def _connect(self, stream: int) -> socket.socket:
+        address = parse_address(self.addresses[stream % len(self.addresses)])
+        sock = socket.create_connection(address, CONNECT_SECONDS)
         with self._state.changed:
             if self._state.dead is not None:
+                sock.close()
                 raise self._state.dead
-        sock = socket.create_connection(parse_address(self.address), CONNECT_SECONDS)
-        with self._state.changed:
-            self._state.socket = sock
-            if self._state.dead is not None:
-                raise self._state.dead
+            self._state.sockets.append(sock)
         tune(sock)
-        sock.settimeout(self._timeout)
-        sock.sendall(self._hello)
-        self._by_reference = _welcomed(sock)
-        self._reader = start_thread("tercet-acks", self._read_all, sock.dup(), cpus=self._cpus)
+        sock.settimeout(self._origin.timeout)
         return sock
+
+    def _agree(self, sock: socket.socket) -> str:
+        """Begin the session; returns how KV is to travel."""
+        word = next_number()
+        self._origin.region.begin(word)
+        try:
+            return self._greet(sock, 0, word).transport
+        finally:
+            self._origin.region.end(word)
+
+    def _greet(self, sock: socket.socket, stream: int, word: int) -> Welcome:
+        """Prove who we are; stream 0 also says how our memory can be read, and waits for the receiver's choice."""
+        origin = self._origin
+        challenge = self._expect(sock, Kind.CHALLENGE)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        proof = sender_proof(origin.secret, challenge, nonce, self._session)
+        greeting = Greeting(origin.fingerprint, self._session, stream, nonce, proof)
+        if stream == 0:
+            offers = dict(origin.offers)
+            greeting = msgspec.structs.replace(greeting, shape=origin.region.shape, word=word, offers=offers)
+        sock.sendall(frame(Header(Kind.HELLO), msgspec.msgpack.encode(greeting)))
+        if stream:
+            return Welcome(TCP, b"")
+        welcome = decode(self._expect(sock, Kind.WELCOME), Welcome)
+        expected = receiver_proof(origin.secret, challenge, nonce, self._session)
+        if not secrets.compare_digest(expected, welcome.proof):
+            raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
+        if welcome.transport not in origin.offers:
+            raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
+        return welcome
+
+    def _expect(self, sock: socket.socket, kind: Kind) -> bytes:
+        def too_long() -> None:
+            raise TransferFailed("no answer to the greeting")
+
+        header, body = read_frame(sock, MAX_TEXT_BYTES, too_long)
+        if header.kind is Kind.REFUSED:
+            raise ProtocolViolation(body.decode(errors="replace"))
+        if header.kind is not kind:
+            raise ProtocolViolation(f"a receiver says {kind.name} here, not {header.kind.name}")
+        return body
+
+    # ---- the writing threads ---------------------------------------------------------------------------------
+
+    def _write_all(self, sock: socket.socket) -> None:
+        while (item := self._queue.get()) is not None:
+            batch = [item, *self._gather(item)]
+            held = [each for each in batch if self._begin_writing(each.outgoing)]
+            try:
+                if held:
+                    self._write(sock, held)
+            finally:
+                for each in held:
+                    self._end_writing(each.outgoing)
+        self._queue.put(None)  # for the next one of these threads
+
+    def _gather(self, first: Item) -> list[Item]:
+        """More of what is queued, as long as the frames are small."""
+        found: list[Item] = []
+        total = first.nbytes if self._transport == TCP else 0
+        while len(found) < MAX_GATHERED and total < GATHERED_BYTES:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                self._queue.put(None)
+                break
+            found.append(item)
+            total += item.nbytes if self._transport == TCP else 0
+        return found
 
     def _begin_writing(self, outgoing: Outgoing) -> bool:
         with self._state.changed:
             if outgoing.outcome is not None:
                 return False
-            self._state.writing = outgoing
+            outgoing.writers += 1
             return True
 
     def _end_writing(self, outgoing: Outgoing) -> None:
         with self._state.changed:
-            self._state.writing = None
+            outgoing.writers -= 1
             self._state.changed.notify_all()
-            ended = outgoing.outcome is not None
-        if ended:
-            self._tell(outgoing)
+        self._tell(outgoing)
 
-    def _write(self, sock: socket.socket, item: _Write) -> None:
-        outgoing, header = item.outgoing, item.header
-        if header.kind is Kind.FIN:
-            outgoing.claimed_at = time.monotonic()
-            sock.sendall(header.pack())
-            return
-        data = self._memory.read(header.layer, item.first_block, item.count)
-        if self._by_reference:
-            reference = msgspec.msgpack.encode(self._live.reference(outgoing.number, data))
-            sock.sendall(header._replace(kind=Kind.REFERENCE, nbytes=len(reference)).pack() + reference)
-        else:
-            _send_both(sock, header.pack(), data)
-        outgoing.bytes += data.nbytes
-        outgoing.pieces += 1
-        self._counters.bytes_sent += data.nbytes
-        self._counters.pieces_sent += 1
+    def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
+        buffers: list[bytes | memoryview] = []
+        for item in items:
+            if not item.blocks:
+                item.outgoing.claimed_at = time.monotonic()
+                buffers.append(item.claim())
+            elif self._transport == TCP:
+                buffers.extend(item.piece(self._origin.region))
+            else:
+                buffers.append(item.reference())
+        send_all(sock, buffers)
+        pieces = [item for item in items if item.blocks]
+        self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), pieces_sent=len(pieces))
 
     # ---- the reading thread ----------------------------------------------------------------------------------
 
     def _read_all(self, sock: socket.socket) -> None:
-        sock.settimeout(self._timeout / 4)  # how often the oldest claim's age is looked at
         try:
+            # A timeout is how often the oldest claim's age is looked at; the duplicate has one of its own.
+            sock.settimeout(self._origin.timeout / 4)
             with sock:
                 while True:
-                    header = unpack(_read_exactly(sock, HEADER_BYTES, self._require_progress))
-                    self._answered(header, _text(sock, header, self._require_progress))
+                    self._answered(*read_frame(sock, MAX_TEXT_BYTES, self._require_progress))
         except Exception as error:
             self._break(error)
 
     def _require_progress(self) -> None:
         """Silence is fine while nothing is owed; raises when a claim was not answered in time."""
-        overdue = time.monotonic() - self._timeout
+        overdue = time.monotonic() - self._origin.timeout
         with self._state.changed:
             owed = [out.claimed_at for out in self._state.outgoing.values() if out.claimed_at is not None]
         if owed and min(owed) < overdue:
-            raise TransferFailed(f"no acknowledgement within {self._timeout:.0f} s")
+            raise TransferFailed(f"no acknowledgement within {self._origin.timeout:.0f} s")
 
-    def _answered(self, header: Header, reason: str) -> None:
+    def _answered(self, header: Header, body: bytes) -> None:
+        reason = body.decode(errors="replace")
         if header.kind is Kind.REFUSED and header.send == 0:
             raise ProtocolViolation(reason)
         with self._state.changed:
             outgoing = self._state.outgoing.get(header.send)
         if header.kind not in (Kind.ACK, Kind.REFUSED):
-            raise ProtocolViolation(f"a receiver does not say {header.kind.name}")
+            raise ProtocolViolation(f"a receiver does not say {header.kind.name} here")
         if outgoing is None:
             return  # cancelled meanwhile
         if header.kind is Kind.REFUSED:
-            self._end(outgoing, TransferFailed(f"{self.address} refused: {reason}"))
+            self._end(outgoing, TransferFailed(f"{self.addresses[0]} refused: {reason}"))
         elif outgoing.claimed_at is None:
             raise ProtocolViolation("an acknowledgement of something that was not claimed")
         else:
-            self._end(outgoing, SendReport(outgoing.bytes, outgoing.pieces))
+            self._end(outgoing, SendReport(outgoing.bytes, outgoing.frames))
 
     # ---- ends ------------------------------------------------------------------------------------------------
 
     def _end(self, outgoing: Outgoing, outcome: SendReport | TercetError) -> None:
         with self._state.changed:
             self._state.outgoing.pop(outgoing.number, None)
-            # Whoever unpins the blocks does so after this; a reference that is read later is not taken.
-            self._live.end(outgoing.number)
-            if outgoing.outcome is not None:
-                return
-            outgoing.outcome = outcome
-            if self._state.writing is outgoing:
-                return  # the writing thread tells, once it has left the blocks
+            # Whoever unpins the blocks does so after this; a receiver that reads them later does not take them.
+            self._origin.region.end(outgoing.number)
+            if outgoing.outcome is None:
+                outgoing.outcome = outcome
         self._tell(outgoing)
 
     def _tell(self, outgoing: Outgoing) -> None:
-        outcome = outgoing.outcome
-        assert outcome is not None
-        if isinstance(outcome, SendReport):
-            self._counters.sends_done += 1
-        else:
-            self._counters.sends_failed += 1
+        """Call ``on_done``, if the send has ended and nobody reads its blocks; once."""
+        with self._state.changed:
+            outcome = outgoing.outcome
+            if outcome is None or outgoing.writers or outgoing.told:
+                return
+            outgoing.told = True
+        done = isinstance(outcome, SendReport)
+        self._origin.counters.count(sends_done=done, sends_failed=not done)
         try:
             outgoing.on_done(outcome)
         except Exception:
             # The caller's mistake must not take the connection from other sends.
-            logger.exception("on_done of a send to %s failed", self.address)
+            logger.exception("on_done of a send to %s failed", self.addresses[0])
 
     def _break(self, error: Exception) -> None:
         if not isinstance(error, OSError | TercetError):
-            logger.error("the connection to %s failed", self.address, exc_info=error)
-        self._die(TransferFailed(f"{self.address}: {_words(error)}"))
+            logger.error("the connection to %s failed", self.addresses[0], exc_info=error)
+        self._die(TransferFailed(f"{self.addresses[0]}: {_words(error)}"))
 
     def _die(self, error: TercetError) -> None:
         with self._state.changed:
@@ -315,63 +368,14 @@ class Peer:
                 return
             self._state.dead = error
             orphans = list(self._state.outgoing.values())
-            if self._state.socket is not None:
-                shut(self._state.socket)
+            sockets = list(self._state.sockets)
+        for sock in sockets:
+            shut(sock)
+        self._origin.counters.count(connections_failed=1)
         self._on_dead(self)
         self._queue.put(None)
         for outgoing in orphans:
             self._end(outgoing, error)
-
-
-def _welcomed(sock: socket.socket) -> bool:
-    """Wait for the receiver's first frame; whether it takes references."""
-
-    def too_long() -> None:
-        raise TransferFailed("no acknowledgement of the greeting")
-
-    header = unpack(_read_exactly(sock, HEADER_BYTES, too_long))
-    if header.kind is Kind.REFUSED:
-        raise ProtocolViolation(_text(sock, header, too_long))
-    if header.kind is not Kind.WELCOME:
-        raise ProtocolViolation(f"a receiver does not begin with {header.kind.name}")
-    return header.begin == 1
-
-
-def _text(sock: socket.socket, header: Header, on_timeout: Callable[[], None]) -> str:
-    """The body of an answer; only a refusal has one."""
-    if header.nbytes > (MAX_TEXT_BYTES if header.kind is Kind.REFUSED else 0):
-        raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
-    return _read_exactly(sock, header.nbytes, on_timeout).decode(errors="replace")
-
-
-def _read_exactly(sock: socket.socket, size: int, on_timeout: Callable[[], None]) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            more = sock.recv(size - len(data))
-        except TimeoutError:
-            on_timeout()
-            continue
-        if not more:
-            raise ConnectionResetError("the receiver closed the connection")
-        data += more
-    return data
-
-
-def _send_both(sock: socket.socket, header: bytes, data: memoryview) -> None:
-    """Write header and data, from where they are, in as few system calls as it takes."""
-    sent = sock.sendmsg([header, data])
-    if sent < len(header):
-        sock.sendall(header[sent:])
-        sent = len(header)
-    rest = data[sent - len(header) :]
-    while rest.nbytes:
-        rest = rest[sock.send(rest) :]
-
-
-def _join(thread: threading.Thread | None) -> None:
-    if thread is not None and thread is not threading.current_thread():
-        thread.join()
 
 
 def _words(error: BaseException) -> str:

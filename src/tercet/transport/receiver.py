@@ -1,19 +1,18 @@
-"""Accepts senders over TCP: one thread that accepts, one per connection. Idle threads sleep in the kernel."""
+"""Accepts senders: a thread per listener, one per connection. Idle threads sleep in the kernel."""
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 
-from tercet.transport.base import OnFinished
-from tercet.transport.direct import held_by
-from tercet.transport.frames import HEADER_BYTES, MAX_PIECE_BYTES, MAX_TEXT_BYTES, ProtocolViolation, refused
-from tercet.transport.grants import GrantTable
-from tercet.transport.inbound import Inbound, InboundCounters
-from tercet.transport.memory import KVMemory
+from tercet.protocol import EngineError
+from tercet.transport.backends.host import held_by
+from tercet.transport.frames import HEADER_BYTES, ProtocolViolation, refused
+from tercet.transport.inbound import Body, Inbound, Rules
 from tercet.transport.sockets import fill, shut, tune
 from tercet.transport.threads import start_thread
 
@@ -21,48 +20,42 @@ logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
 # Out of file descriptors or threads: how long until the next try to accept.
 ACCEPT_PAUSE_SECONDS = 0.2
+# A sender that does not read its answers for so long is given up.
+ANSWER_SECONDS = 10.0
 
 
-class TcpReceiver:
-    """Listens at ``host:port`` (0: any free one) and writes what arrives into ``memory``, as ``grants`` allow."""
+class Receiver:
+    """Listens on every one of ``hosts``, on the first free port of ``ports`` (any free one if that is empty)."""
 
-    def __init__(
-        self,
-        memory: KVMemory,
-        grants: GrantTable,
-        fingerprint: str,
-        host: str,
-        port: int,
-        on_finished: OnFinished,
-        cpus: Collection[int] | None = None,
-    ) -> None:
-        self._cpus = cpus
-        self._memory = memory
-        self._grants = grants
-        self._fingerprint = fingerprint
-        self._on_finished = on_finished
-        self.counters = InboundCounters()
-        self._listener = socket.create_server((host, port), backlog=128)
+    def __init__(self, rules: Rules, hosts: Sequence[str], ports: Sequence[int] = ()) -> None:
+        self._rules = rules
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = start_thread("tercet-accept", self._accept, cpus=cpus)
+        self._listeners: list[socket.socket] = []
+        try:
+            for host in hosts:
+                self._listeners.append(_listen(host, ports))
+        except BaseException:
+            for listener in self._listeners:
+                listener.close()
+            raise
+        self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
 
     @property
-    def address(self) -> str:
-        """Where senders connect."""
-        host, port = self._listener.getsockname()[:2]
-        return f"tcp://{host}:{port}"
+    def addresses(self) -> tuple[str, ...]:
+        """Where senders connect, one for each host."""
+        return tuple(_address(listener) for listener in self._listeners)
 
     @property
     def connections(self) -> int:
         """Open connections."""
         return len(self._connections)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
                 self._begin(connection)
             except (OSError, RuntimeError) as error:
                 # Whatever ails one connection, the next one may be fine: only close() ends this thread.
@@ -76,59 +69,131 @@ class TcpReceiver:
                 return
             try:
                 # Under the lock, so that the thread's own removal comes after this entry.
-                self._connections[connection] = start_thread("tercet-receive", self._serve, connection, cpus=self._cpus)
+                self._connections[connection] = start_thread("tercet-receive", self._serve, connection)
             except RuntimeError:
                 connection.close()
                 raise
 
     def _serve(self, connection: socket.socket) -> None:
+        stream = Stream(connection, self._rules)
         try:
             tune(connection)
-            self._converse(connection)
+            stream.converse()
         except OSError as error:
             logger.debug("a sender's connection broke: %s", error)
         except Exception:
             logger.exception("a sender's connection failed")
         finally:
+            stream.close()
             with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
                 self._connections.pop(connection, None)
                 connection.close()
-
-    def _converse(self, connection: socket.socket) -> None:
-        inbound = Inbound(
-            self._memory, self._grants, self._fingerprint, self.counters, self._on_finished,
-            lambda pid: held_by(pid, connection),
-        )  # fmt: skip
-        # Data lands here first and is copied once the lease is checked: a socket never writes into KV.
-        scratch = memoryview(bytearray(HEADER_BYTES))
-        deadline = time.monotonic() + GREETING_SECONDS
-        try:
-            while True:
-                wanted = inbound.wanted
-                if wanted > scratch.nbytes:
-                    scratch = memoryview(bytearray(max(wanted, self._usual_piece())))
-                if not fill(connection, scratch[:wanted], None if inbound.greeted else deadline):
-                    return
-                answer = inbound.feed(scratch[:wanted])
-                connection.settimeout(None)
-                if answer:
-                    connection.sendall(answer)
-        except ProtocolViolation as violation:
-            logger.warning("closing a connection: %s", violation.message)
-            connection.sendall(refused(0, violation.message))
-
-    def _usual_piece(self) -> int:
-        return min(max(MAX_TEXT_BYTES, 4 * self._memory.block_bytes), MAX_PIECE_BYTES)
 
     def close(self) -> None:
         """Stop listening, drop every connection, join every thread."""
         with self._lock:
             self._closed.set()
-            threads = [self._thread, *self._connections.values()]
-            shut(self._listener)
-            for connection in self._connections:
-                shut(connection)
-        self._listener.close()
+            threads = [*self._threads, *self._connections.values()]
+            for each in (*self._listeners, *self._connections):
+                shut(each)
+        for listener in self._listeners:
+            listener.close()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+
+class Stream:
+    """One connection's conversation: :class:`Inbound` decides, this moves bytes."""
+
+    def __init__(self, connection: socket.socket, rules: Rules) -> None:
+        self._connection = connection
+        self._rules = rules
+        self._writing = threading.Lock()
+        self._inbound = Inbound(rules, self._answer, lambda pid: held_by(pid, connection))
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def converse(self) -> None:
+        """Until the sender goes away or breaks the protocol."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        deadline: float | None = time.monotonic() + GREETING_SECONDS
+        self._answer(self._inbound.challenge())
+        try:
+            while fill(self._connection, header, deadline):
+                body = self._inbound.begin(header)
+                if body is not None:
+                    if not self._take(body, deadline):
+                        return
+                    self._inbound.end(body)
+                if deadline is not None and self._inbound.session is not None:
+                    deadline = None
+                    self._connection.settimeout(None)
+        except ProtocolViolation as violation:
+            self._rules.counters.count(connections_refused=1)
+            logger.warning("closing a connection: %s", violation.message)
+            self._answer(refused(0, violation.message))
+
+    def _take(self, body: Body, deadline: float | None) -> bool:
+        """Fill a body; false at the end of the stream."""
+        ended = False
+
+        def receive(buffers: Sequence[memoryview]) -> int:
+            nonlocal ended
+            try:
+                count = self._connection.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                return 0
+            ended = count == 0
+            return count
+
+        while body.left:
+            left = body.left
+            self._inbound.receive(body, receive)
+            if ended:
+                return False
+            if body.left == left and not self._wait(deadline):
+                raise TimeoutError("the sender's greeting did not come in time")
+        return True
+
+    def _wait(self, deadline: float | None) -> bool:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        return bool(self._readable.poll(timeout))
+
+    def _answer(self, data: bytes) -> None:
+        with self._writing:
+            view = memoryview(data)
+            limit = time.monotonic() + ANSWER_SECONDS
+            while view:
+                try:
+                    view = view[self._connection.send(view, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    if time.monotonic() > limit:
+                        shut(self._connection)
+                        return
+                    writable = select.poll()
+                    writable.register(self._connection, select.POLLOUT)
+                    writable.poll(1000)
+                except OSError:
+                    return  # it is gone; whoever reads from it finds out
+
+    def close(self) -> None:
+        """Leave the session."""
+        self._inbound.close()
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if not ports:
+        return socket.create_server((host, 0), family=family, backlog=128)
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError:
+            continue
+    raise EngineError(f"transport: no free port for {host} in {ports[0]} to {ports[-1]}; set ports to others")
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

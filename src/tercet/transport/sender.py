@@ -1,4 +1,4 @@
-"""Pushes KV to peers over TCP: sends by id, over one connection per peer.
+"""Sends by id, over one session per receiver.
 
 ``push`` only queues, so a slow peer stalls its own sends and nothing else.
 """
@@ -8,38 +8,49 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tercet.protocol import BadRequest, Conflict, TercetError, TransferFailed
-from tercet.transport.base import OnDone, SendReport
-from tercet.transport.memory import KVMemory
-from tercet.transport.peer import OutboundCounters, Outgoing, Peer
+from tercet.transport.base import OnDone, SendReport, Target
+from tercet.transport.outgoing import OutboundCounters, Outgoing
+from tercet.transport.peer import Origin, Peer
 
 _LEASE = re.compile(r"[0-9a-f]{32}")
 
 
-class TcpSender:
-    """Sends by id; a connection is opened on first use and again after it broke."""
+class Sender:
+    """Sends by id; a session is opened on first use and again after it broke."""
 
-    def __init__(self, memory: KVMemory, fingerprint: str, timeout: float, cpus: Collection[int] | None = None) -> None:
-        self._cpus = cpus
-        self._memory = memory
-        self._fingerprint = fingerprint
-        self._timeout = timeout
-        self._peers: dict[str, Peer] = {}
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._peers: dict[tuple[str, ...], Peer] = {}
         self._sends: dict[str, tuple[Peer, Outgoing]] = {}
         # Broken, but with threads that still run; these keep the entries alive.
         self._ending: weakref.WeakSet[Peer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
-        self.counters = OutboundCounters()
 
     @property
     def active(self) -> int:
         """Sends under way."""
         return len(self._sends)
 
-    def open(self, send_id: str, address: str, lease: str, on_done: OnDone) -> None:
+    @property
+    def sessions(self) -> int:
+        """Sessions with receivers."""
+        return len(self._peers)
+
+    @property
+    def counters(self) -> OutboundCounters:
+        """What was sent."""
+        return self._origin.counters
+
+    def transport_to(self, addresses: Sequence[str]) -> str | None:
+        """How KV travels to a receiver, if there is a session with it."""
+        peer = self._peers.get(tuple(addresses))
+        return peer.transport if peer is not None else None
+
+    def open(self, send_id: str, target: Target, on_done: OnDone) -> None:
         """See :meth:`tercet.transport.KVTransport.open`."""
 
         def done(outcome: SendReport | TercetError) -> None:
@@ -49,17 +60,17 @@ class TcpSender:
 
         fresh = None
         with self._lock:
-            refusal = self._refusal(send_id, lease)
+            refusal = self._refusal(send_id, target)
             if refusal is None:
-                peer = self._peers.get(address)
-                outgoing = peer.open(lease, done) if peer is not None else None
+                peer = self._peers.get(target.addresses)
+                outgoing = peer.open(target.lease, target.strip, done) if peer is not None else None
                 if peer is None or outgoing is None:
-                    peer, outgoing = fresh, _ = self._connect(address, lease, done)
+                    peer, outgoing = fresh, _ = self._connect(target, done)
                 self._sends[send_id] = (peer, outgoing)
         if fresh is not None:
             fresh.start()
         if refusal is not None:
-            self.counters.sends_failed += 1
+            self.counters.count(sends_failed=1)
             on_done(refusal)
 
     def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:
@@ -80,33 +91,31 @@ class TcpSender:
         if found is not None:
             found[0].cancel(found[1])
 
-    def _refusal(self, send_id: str, lease: str) -> TercetError | None:
+    def _refusal(self, send_id: str, target: Target) -> TercetError | None:
         if self._closed:
             return TransferFailed("the transport was closed")
         if send_id in self._sends:
             return Conflict(f"send {send_id} is under way already")
-        if not _LEASE.fullmatch(lease):
-            return BadRequest(f"lease: {lease!r:.80} is none", "kv_addr_info")
+        if not _LEASE.fullmatch(target.lease) or not target.addresses:
+            return BadRequest(f"lease: {target.lease!r:.80} at {target.addresses!r:.80} is none", "kv_addr_info")
         return None
 
-    def _connect(self, address: str, lease: str, done: OnDone) -> tuple[Peer, Outgoing]:
+    def _connect(self, target: Target, done: OnDone) -> tuple[Peer, Outgoing]:
         """A peer with its first send; it is to be started once the lock is free."""
-        peer = Peer(
-            address, self._memory, self._fingerprint, self._timeout, self.counters, self._forget, self._cpus
-        )  # fmt: skip
-        self._peers[address] = peer
-        outgoing = peer.open(lease, done)
-        assert outgoing is not None, "a connection that was not started cannot be over"
+        peer = Peer(target.addresses, self._origin, self._forget)
+        self._peers[target.addresses] = peer
+        outgoing = peer.open(target.lease, target.strip, done)
+        assert outgoing is not None, "a session that was not started cannot be over"
         return peer, outgoing
 
     def _forget(self, peer: Peer) -> None:
         with self._lock:
-            if self._peers.get(peer.address) is peer:
-                del self._peers[peer.address]
+            if self._peers.get(peer.addresses) is peer:
+                del self._peers[peer.addresses]
             self._ending.add(peer)
 
     def close(self) -> None:
-        """End every connection; later sends fail."""
+        """End every session; later sends fail."""
         with self._lock:
             self._closed = True
             peers = {*self._peers.values(), *self._ending}

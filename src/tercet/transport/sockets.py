@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from tercet.protocol import BadRequest
+from tercet.transport.frames import HEADER_BYTES, Header, ProtocolViolation, unpack
+
+MAX_BUFFERS = 512  # in one system call; Linux takes 1024
 
 # A peer that lost its power says nothing: after about a minute of silence the kernel asks, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
@@ -45,6 +51,44 @@ def fill(sock: socket.socket, into: memoryview, deadline: float | None = None) -
             return False
         into = into[received:]
     return True
+
+
+def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write buffers from where they are, in as few system calls as it takes."""
+    left = deque(memoryview(buffer) for buffer in buffers)
+    while left:
+        sent = sock.sendmsg(islice(left, MAX_BUFFERS))
+        while sent:
+            first = left.popleft()
+            if first.nbytes > sent:
+                left.appendleft(first[sent:])
+                break
+            sent -= first.nbytes
+
+
+def read_frame(sock: socket.socket, limit: int, on_timeout: Callable[[], None]) -> tuple[Header, bytes]:
+    """A receiver's answer, with a body of at most ``limit`` bytes; ``on_timeout`` may raise to end the wait.
+
+    Raises ``OSError`` when the connection ends, :class:`~tercet.transport.frames.ProtocolViolation` for nonsense.
+    """
+    header = unpack(_read_exactly(sock, HEADER_BYTES, on_timeout))
+    if header.nbytes > limit:
+        raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
+    return header, _read_exactly(sock, header.nbytes, on_timeout)
+
+
+def _read_exactly(sock: socket.socket, size: int, on_timeout: Callable[[], None]) -> bytes:
+    data = b""
+    while len(data) < size:
+        try:
+            more = sock.recv(size - len(data))
+        except TimeoutError:
+            on_timeout()
+            continue
+        if not more:
+            raise ConnectionResetError("the receiver closed the connection")
+        data += more
+    return data
 
 
 def shut(sock: socket.socket) -> None:

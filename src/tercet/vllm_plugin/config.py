@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.transport import TransportSettings
+from tercet.transport.backends import AUTO_NAME, NAMES
+from tercet.transport.session import MAX_STREAMS
 
+SECRET_VARIABLE = "TERCET_SECRET"
+MAX_PORT = 65535
+# With one port given, the ranks of this machine take the next ones; so many are tried.
+PORTS_TRIED = 64
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -17,21 +26,63 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one engine's Tercet plugin.
 
     ``lease_ttl``: seconds until an unused reservation ends by itself. ``max_lease_share``: share of the block pool
-    that reservations may pin together, since they cannot be preempted. ``host``: address that the transport listens
-    on. ``port``: its first port, rank r listens on ``port + r``; 0 picks free ones. ``send_timeout``: seconds without
-    progress after which a push fails.
+    that reservations may pin together, since they cannot be preempted.
+
+    The transport: ``transport`` is how KV travels, ``auto`` or the name of one way. ``host``: addresses that it listens
+    on, several separated by commas; a peer spreads its connections over them. ``port``: the first port that it tries,
+    or a range ``first-last``; 0 picks free ones. ``streams``: connections per peer when KV travels through them.
+    ``secret``, or better the environment variable ``TERCET_SECRET``: what every engine of the fleet knows, so that no
+    other process can push. ``send_timeout``: seconds without progress after which a push fails.
     """
 
     lease_ttl: Seconds = 60.0
     max_lease_share: Share = 0.8
+    transport: str = AUTO_NAME
     host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    port: str | int = 0
+    streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
+    secret: str = ""
     send_timeout: Seconds = 30.0
+
+    def transport_settings(self) -> TransportSettings:
+        """These settings as the transport takes them; raises ``ValueError`` naming the one that is wrong."""
+        if self.transport not in NAMES:
+            raise ValueError(f"transport is {self.transport!r}; choose {', '.join(NAMES)}")
+        secret = self.secret or os.environ.get(SECRET_VARIABLE, "")
+        hosts, ports = _hosts(self.host), _ports(str(self.port))
+        return TransportSettings(self.transport, hosts, ports, self.streams, secret, self.send_timeout)
 
 
 def parse_config(extra: Mapping[str, Any]) -> PluginConfig:
     """Validate ``kv_connector_extra_config``; raises :class:`~tercet.protocol.BadRequest` naming the key."""
     try:
-        return msgspec.convert(dict(extra), PluginConfig, strict=False)
-    except msgspec.ValidationError as error:
+        config = msgspec.convert(dict(extra), PluginConfig, strict=False)
+        config.transport_settings()
+    except (msgspec.ValidationError, ValueError) as error:
         raise BadRequest(f"kv_connector_extra_config: {error}", "kv_connector_extra_config") from error
+    return config
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip() for host in text.split(","))
+    for host in hosts:
+        try:
+            unspecified = ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            raise ValueError(f"host is {text!r}; give IP addresses of this machine, separated by commas") from None
+        if unspecified:
+            raise ValueError(f"host is {text!r}; give addresses that peers can connect to, not {host}")
+    return hosts
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    first, dash, last = text.partition("-")
+    if text == "0":
+        return ()
+    if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        raise ValueError(f"port is {text!r}; give a port, or a range first-last")
+    begin = int(first)
+    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, MAX_PORT + 1)
+    if not 1 <= begin < end <= MAX_PORT + 1:
+        raise ValueError(f"port is {text!r}; give one from 1 to {MAX_PORT}, or a range first-last of these")
+    return tuple(range(begin, end))

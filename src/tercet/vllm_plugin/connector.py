@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.stats import PrefillStats
 
 from tercet.protocol import KVLayout
+from tercet.transport.agent import ControlClient
 from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
 from tercet.vllm_plugin.config import parse_config
-from tercet.vllm_plugin.control import ControlClient
 from tercet.vllm_plugin.fingerprint import layout_of
 from tercet.vllm_plugin.memory import LayerPlanes
 from tercet.vllm_plugin.messages import StepMetadata, WorkerHandshake, params_of
@@ -60,7 +60,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._resumed: dict[str, list[int]] = {}
         self.reservations: Reservations | None = None
         self.sends: Sends | None = None
-        self._workers: ControlClient | None = None
+        self._agents: ControlClient | None = None
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
@@ -71,10 +71,9 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the transport over this rank's KV cache."""
-        num_blocks = self._kv_cache_config.num_blocks
-        planes = LayerPlanes(kv_caches, num_blocks)
-        self._worker_side.register(planes, num_blocks, layout_of(self._vllm_config, self._block_size, planes))
+        """Start the agent over this rank's KV cache."""
+        planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks)
+        self._worker_side.register(planes, layout_of(self._vllm_config, self._block_size, planes))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """This rank's endpoints."""
@@ -118,16 +117,16 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
         self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
-        self._workers = ControlClient([(handshake.control, handshake.secret) for handshake in self._handshakes])
+        self._agents = ControlClient([(handshake.control, handshake.secret) for handshake in self._handshakes])
 
     def attach(self, scheduler: Scheduler) -> None:
         """Take hold of the scheduler, whose thread all of the following runs on."""
-        if self._workers is None:
+        if self._agents is None:
             raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
         self._scheduler = scheduler
         total = self._kv_cache_config.num_blocks
-        self.reservations = Reservations(scheduler, self._workers, int(total * self._config.max_lease_share))
-        self.sends = Sends(scheduler, self._workers)
+        self.reservations = Reservations(scheduler, self._agents, int(total * self._config.max_lease_share))
+        self.sends = Sends(scheduler, self._agents)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -137,9 +136,9 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
-    def transports(self) -> list[str]:
-        """Transport addresses, by rank."""
-        return [handshake.transport for handshake in self._handshakes]
+    def transports(self) -> list[list[str]]:
+        """Transport addresses of each rank."""
+        return [handshake.transports for handshake in self._handshakes]
 
     @property
     def layout(self) -> KVLayout:
@@ -152,11 +151,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self._config
 
     @property
-    def workers(self) -> ControlClient:
-        """The control channel to every worker."""
-        if self._workers is None:
+    def agents(self) -> ControlClient:
+        """The control channel to every rank's agent."""
+        if self._agents is None:
             raise UnsupportedVLLM("the workers' endpoints have not arrived")
-        return self._workers
+        return self._agents
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request arrived: it may send its KV, stand on a reservation, or go on with output from elsewhere."""
@@ -221,8 +220,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop threads and sockets of either role."""
         if self._worker is not None:
             self._worker.close()
-        if self._workers is not None:
-            self._workers.close()
+        if self._agents is not None:
+            self._agents.close()
 
 
 def _require_one_cache_group(config: KVCacheConfig) -> None:

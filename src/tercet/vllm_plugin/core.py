@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import msgspec
 
 from tercet.protocol import EngineError, TercetError
+from tercet.transport.agent.messages import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.control import ReadCounters
 from tercet.vllm_plugin.messages import SendParams
 from tercet.vllm_plugin.reservations import FILLER_TOKEN
 
@@ -117,12 +117,12 @@ def tercet_status(core: EngineCore) -> dict[str, Any]:
         "kv_cache_usage": pool.get_usage(),
         "leases": len(connector.reservations or ()),
         "sends": len(connector.sends or ()),
-        "counters": _sum(connector.workers.call_all(ReadCounters())),
+        "counters": _sum(connector.agents.call_all(ReadCounters())),
     }
 
 
-def _sum(per_worker: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(counters.get(name, 0) for counters in per_worker) for name in per_worker[0]}
+def _sum(per_rank: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
 
 def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None) -> VLLMRequest:

@@ -37,9 +37,11 @@ from tercet.protocol import (
 )
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.transport import routes
+from tercet.transport.agent.messages import Destination, LeaseFilled
 from tercet.vllm_plugin.compat import vllm_version
 from tercet.vllm_plugin.generation import Generation
-from tercet.vllm_plugin.messages import LeaseFilled, SendParams, SeqParams, TercetParams
+from tercet.vllm_plugin.messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.reports import Inbox, SendInFlight
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class Edge:
         self._background: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(self._lease_filled)
         self._layout: KVLayout | None = None
-        self._transports: list[str] = []
+        self._transports: list[list[str]] = []
         self._lease_ttl = 0.0
         self._token = ""
 
@@ -121,7 +123,6 @@ class Edge:
         tokens = await self._tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
         self._check_send(call, begin, end, len(tokens))
-        ranks = sorted(call.kv_addr_info.ranks, key=lambda rank: rank.rank)[call.recv_rank :]
         with self._inbox.sending() as sending:
             params = SendParams(
                 send_id=sending.send_id,
@@ -129,7 +130,7 @@ class Edge:
                 base=call.kv_addr_info.begin,
                 begin=begin,
                 end=end,
-                addresses=[rank.addresses[0] for rank in ranks],
+                destinations=self._destinations(call),
                 notify=self._inbox.address,
             )
             try:
@@ -239,15 +240,15 @@ class Edge:
     def _check_send(self, call: RemoteSendCall, begin: int, end: int, length: int) -> None:
         info = call.kv_addr_info
         _check_address(info)
-        self.layout.require_same(info.layout, info.engine)
+        self.layout.require_mappable(info.layout, info.engine)
         if begin < info.begin:
             raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
         if end > info.end:
             raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
-        if call.recv_rank + len(self._transports) > len(info.ranks):
+        if call.recv_rank + info.layout.tp_size > len(info.ranks):
             raise BadRequest(
-                f"recv_rank: {call.recv_rank} + {len(self._transports)} sending ranks exceed the receiver's "
-                f"{len(info.ranks)}",
+                f"recv_rank: from {call.recv_rank} on the receiver has fewer ranks than its layout's "
+                f"{info.layout.tp_size}; it has {len(info.ranks)} in all",
                 "recv_rank",
             )
         if call.sample and end != length:
@@ -294,8 +295,20 @@ class Edge:
 
     # ---- plumbing --------------------------------------------------------------------------------------------
 
+    def _destinations(self, call: RemoteSendCall) -> list[list[Destination]]:
+        """For each rank of this engine, the receiver's ranks that have heads in common with it."""
+        info = call.kv_addr_info
+        ranks = sorted(info.ranks, key=lambda rank: rank.rank)[call.recv_rank :]
+        return [
+            [
+                Destination(ranks[route.receiver].addresses, route.strip)
+                for route in routes(self.layout, info.layout, rank)
+            ]
+            for rank in range(len(self._transports))
+        ]
+
     def _address(self, lease: str, matched: int, end: int) -> KVAddrInfo:
-        ranks = tuple(RankAddress(rank, (address,)) for rank, address in enumerate(self._transports))
+        ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._transports))
         return KVAddrInfo(lease, self._name, matched, end, "tcp", ranks, self.layout)
 
     async def _core(self, method: str, *args: Any) -> Any:

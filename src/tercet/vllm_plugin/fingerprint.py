@@ -54,6 +54,11 @@ def packing_of(config: VllmConfig, block_size: int, dtype: torch.dtype, device: 
     return f"{device.type}-{layout or 'default'}"
 
 
+def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
+    """Whether a block holds one head after the other: ``(blocks, kv_heads, block_size, ...)``, as on CPU."""
+    return plane.device.type == "cpu" and plane.dim() == 4 and plane.shape[2] == block_size
+
+
 def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLayout:
     """The layout of this rank's KV cache."""
     model = config.model_config
@@ -69,4 +74,5 @@ def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLay
         block_bytes=planes.block_bytes,
         tp_size=config.parallel_config.tensor_parallel_size,
         packing=packing_of(config, block_size, model.dtype, first.device),
+        splits_by_head=_splits_by_head(first, block_size),
     )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from tercet.transport import BufferMemory
+from tercet.transport.agent import SharedKV
+from tercet.transport.region import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file
 from tercet.vllm_plugin.compat import UnsupportedVLLM
+
+# glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
+OWN_MAPPING_BYTES = 32 * 1024 * 1024
+MAP_FIXED = 0x10
 
 
 class LayerPlanes:
@@ -19,14 +27,15 @@ class LayerPlanes:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        self.planes_of: dict[str, list[int]] = {}
+        self.planes_of: dict[str, tuple[int, ...]] = {}
         self.tensors: list[torch.Tensor] = []
-        seen: dict[int, list[int]] = {}
+        self.num_blocks = num_blocks
+        seen: dict[int, tuple[int, ...]] = {}
         for name, cache in kv_caches.items():
             # Layers that share one cache (cross-layer KV sharing) are one plane.
             indices = seen.get(cache.data_ptr())
             if indices is None:
-                indices = [self._add(name, plane) for plane in _split(name, cache, num_blocks)]
+                indices = tuple(self._add(name, plane) for plane in _split(name, cache, num_blocks))
                 seen[cache.data_ptr()] = indices
             self.planes_of[name] = indices
         self.block_bytes = self.tensors[0].nbytes // num_blocks
@@ -36,12 +45,73 @@ class LayerPlanes:
     def _add(self, name: str, plane: torch.Tensor) -> int:
         if not plane.is_contiguous():
             raise UnsupportedVLLM(f"the KV cache of {name} is not contiguous: shape {tuple(plane.shape)}")
+        if plane.device.type != "cpu":
+            raise UnsupportedVLLM(f"Tercet's transport reaches KV on the CPU only, and this cache is on {plane.device}")
         self.tensors.append(plane)
         return len(self.tensors) - 1
 
-    def memory(self, num_blocks: int) -> BufferMemory:
-        """The planes as byte buffers; valid while the tensors live."""
-        return BufferMemory([_bytes_of(plane) for plane in self.tensors], num_blocks)
+    def share(self) -> SharedKV:
+        """Put the KV cache, where it is, into a file that other processes can map; once, before it holds any KV.
+
+        The tensors keep their addresses: only the pages behind them are exchanged. Whoever has a tensor, or a view of
+        one, notices nothing.
+        """
+        extents = {_extent_of(plane) for plane in self.tensors}
+        offsets: dict[_Extent, int] = {}
+        at = 0
+        for extent in sorted(extents):
+            offsets[extent] = at
+            at += extent.end - extent.begin
+        planes = tuple(
+            offsets[extent] + plane.data_ptr() - extent.begin
+            for plane, extent in ((plane, _extent_of(plane)) for plane in self.tensors)
+        )
+        shape = RegionShape(planes, self.num_blocks, self.block_bytes, at, at + TAIL_BYTES)
+        fd = create_file(shape)
+        for extent, offset in offsets.items():
+            _exchange(extent, fd, offset)
+        return SharedKV(fd, shape)
+
+
+@dataclass(frozen=True, order=True)
+class _Extent:
+    """An allocation in whole pages: addresses ``[begin, end)``."""
+
+    begin: int
+    end: int
+
+
+def _extent_of(plane: torch.Tensor) -> _Extent:
+    storage = plane.untyped_storage()
+    start, size = storage.data_ptr(), storage.nbytes()
+    alone = size >= OWN_MAPPING_BYTES or (start % PAGE_BYTES == 0 and size % PAGE_BYTES == 0)
+    if not alone:
+        # Its first and last page may hold somebody else's data, which can change while pages are exchanged.
+        raise UnsupportedVLLM(
+            f"a KV cache tensor of {size} bytes is too small to be shared; it takes {OWN_MAPPING_BYTES}: "
+            "raise VLLM_CPU_KVCACHE_SPACE"
+        )
+    return _Extent(start // PAGE_BYTES * PAGE_BYTES, -(-(start + size) // PAGE_BYTES) * PAGE_BYTES)
+
+
+def _exchange(extent: _Extent, fd: int, offset: int) -> None:
+    """Let the file's pages stand in for an allocation's.
+
+    The allocator's own notes at both ends move along; the KV in between is not worth copying.
+    """
+    size = extent.end - extent.begin
+    for page in (0, size - PAGE_BYTES):
+        os.pwrite(fd, ctypes.string_at(extent.begin + page, PAGE_BYTES), offset + page)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
+    found = library.mmap(extent.begin, size, protection, flags, fd, offset)
+    if found != extent.begin:
+        error = ctypes.get_errno()
+        raise UnsupportedVLLM(f"the KV cache cannot be shared: mmap: {os.strerror(error)}")
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
@@ -51,9 +121,3 @@ def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor
     if cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0:
         return [cache[0], cache[1]]
     raise UnsupportedVLLM(f"the KV cache of {name} has shape {tuple(cache.shape)}, which is not cut into blocks")
-
-
-def _bytes_of(plane: torch.Tensor) -> memoryview:
-    if plane.device.type != "cpu":
-        raise UnsupportedVLLM(f"the TCP transport reaches KV on the CPU only, and this cache is on {plane.device}")
-    return memoryview((ctypes.c_ubyte * plane.nbytes).from_address(plane.data_ptr())).cast("B")

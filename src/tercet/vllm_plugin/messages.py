@@ -14,13 +14,16 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
+from tercet.transport.agent.messages import Completion, Destination, Push, SendOpening
+
 KEY = "tercet"
 
 
 class SendParams(msgspec.Struct, frozen=True):
-    """A request whose KV ``[begin, end)`` goes to ``addresses`` (one per rank) while it is computed.
+    """A request whose KV ``[begin, end)`` goes to other ranks while it is computed.
 
-    ``base`` is the token position of the receiver's slot 0 under ``lease``; ``notify`` is where workers report.
+    ``destinations[rank]`` are the ones that each rank of this engine sends to. ``base`` is the token position of the
+    receiver's slot 0 under ``lease``; ``notify`` is where agents report.
     """
 
     send_id: str
@@ -28,8 +31,14 @@ class SendParams(msgspec.Struct, frozen=True):
     base: int
     begin: int
     end: int
-    addresses: list[str]
+    destinations: list[list[Destination]]
     notify: str
+
+    def openings(self) -> list[SendOpening]:
+        """What each rank's agent must know, by rank."""
+        return [
+            SendOpening(self.send_id, self.lease, tuple(each), self.notify) for each in self.destinations
+        ]  # fmt: skip
 
 
 class SeqParams(msgspec.Struct, frozen=True):
@@ -66,37 +75,18 @@ def params_of(kv_transfer_params: Mapping[str, Any] | None, token: str) -> Terce
     return params if secrets.compare_digest(params.token.encode(), token.encode()) else None
 
 
-@dataclass(frozen=True)
-class Push:
-    """Blocks that are complete after a step: source ``blocks`` go to the receiver's slots from ``slot`` on."""
-
-    send_id: str
-    slot: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SendOpening:
-    """Everything a worker needs to begin a send. ``addresses`` has one entry per receiving rank."""
-
-    send_id: str
-    lease: str
-    base: int
-    addresses: tuple[str, ...]
-    notify: str
-
-
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """What the workers shall do in one engine step.
 
-    ``pushes`` go out layer by layer during the forward pass. ``finish`` holds ``send_id, begin, end`` of sends of which
-    this step computes the last block. ``resumed`` maps vLLM request ids to the output that they start with.
+    ``opened`` are the sends that begin, each with an opening for every rank. ``pushes`` go out layer by layer during
+    the forward pass. ``finish`` holds the sends of which this step computes the last block. ``resumed`` maps vLLM
+    request ids to the output that they start with.
     """
 
-    opened: list[SendOpening] = field(default_factory=list)
+    opened: list[list[SendOpening]] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
-    finish: list[tuple[str, int, int]] = field(default_factory=list)
+    finish: list[Completion] = field(default_factory=list)
     resumed: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -104,32 +94,11 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start.
 
-    KV transport, control channel and the secret that opens it, and the layout (as JSON).
+    The agent's addresses, its control channel and the secret that opens it, and the layout (as JSON).
     """
 
     rank: int
-    transport: str
+    transports: list[str]
     control: str
     secret: str
     layout: bytes
-
-
-class SendDone(msgspec.Struct, frozen=True):
-    """A worker's report to the edge that its part of a send ended; ``error`` is ``None`` when it is in place."""
-
-    send_id: str
-    rank: int
-    bytes: int = 0
-    pieces: int = 0
-    error: str | None = None
-
-
-class LeaseFilled(msgspec.Struct, frozen=True):
-    """A worker's report to its own edge that a sender finished, and how far the lease's KV is valid now."""
-
-    lease: str
-    rank: int
-    valid_end: int
-
-
-Report = SendDone | LeaseFilled

@@ -1,4 +1,4 @@
-"""The edge's inbox for what workers report: sends that ended, leases that were filled."""
+"""The edge's inbox for what agents report: sends that ended, leases that were filled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from tercet.protocol import TransferFailed
-from tercet.vllm_plugin.messages import LeaseFilled, SendDone
+from tercet.transport.agent.messages import LeaseFilled, SendDone
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SendInFlight:
 
 
 class Inbox:
-    """Receives the reports of this engine's workers and gives each to whoever waits for it."""
+    """Receives the reports of this engine's agents and gives each to whoever waits for it."""
 
     def __init__(self, on_filled: Callable[[LeaseFilled, int], None]) -> None:
         self._on_filled = on_filled
@@ -70,11 +70,11 @@ class Inbox:
 
     @property
     def address(self) -> str:
-        """Where workers report."""
+        """Where agents report."""
         return f"tcp://127.0.0.1:{self._port}"
 
     def start(self, ranks: int) -> None:
-        """Begin to receive; ``ranks`` workers report on each send and lease."""
+        """Begin to receive; ``ranks`` agents report on each send and lease."""
         self._ranks = ranks
         self._task = asyncio.get_running_loop().create_task(self._receive())
 
@@ -102,7 +102,7 @@ class Inbox:
             try:
                 self._take(message)
             except msgspec.MsgspecError:
-                continue  # not from a worker of ours
+                continue  # not from an agent of ours
 
     def _take(self, message: bytes) -> None:
         kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])

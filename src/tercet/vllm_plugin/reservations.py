@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
-from tercet.vllm_plugin.control import ControlClient, GrantLease, RevokeLease
+from tercet.transport.agent import ControlClient
+from tercet.transport.agent.messages import GrantLease, RevokeLease
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,10 +43,10 @@ class Held:
 class Reservations:
     """All leases of this engine. ``max_blocks`` caps what they pin together: leases cannot be preempted."""
 
-    def __init__(self, scheduler: Scheduler, workers: ControlClient, max_blocks: int) -> None:
+    def __init__(self, scheduler: Scheduler, agents: ControlClient, max_blocks: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._workers = workers
+        self._agents = agents
         self._max_blocks = max_blocks
         self._held: dict[str, Held] = {}
 
@@ -66,7 +67,7 @@ class Reservations:
         try:
             writable = blocks[matched // block_size : -(-end // block_size)]
             grant = GrantLease(lease, writable, matched, end, block_size, notify)
-            self._workers.call_all(grant)
+            self._agents.call_all(grant)
         except BaseException:
             self._manager.free(owner)
             raise
@@ -175,8 +176,8 @@ class Reservations:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used") from None
 
     def _close(self, held: Held) -> int:
-        # After the workers have answered, no byte is written under this lease any more: only now may blocks move on.
-        ends: list[int] = self._workers.call_all(RevokeLease(held.lease))
+        # After the agents have answered, no byte is written under this lease any more: only now may blocks move on.
+        ends: list[int] = self._agents.call_all(RevokeLease(held.lease))
         return min(min(ends), held.end)
 
     def _rename_blocks(self, old: str, new: str) -> None:

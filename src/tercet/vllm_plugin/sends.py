@@ -1,6 +1,6 @@
 """Sends: requests whose KV goes to another engine while it is computed.
 
-Runs on the scheduler's thread. Per step it plans which blocks have become complete, pins them, and tells the workers;
+Runs on the scheduler's thread. Per step it plans which blocks have become complete, pins them, and tells the agents;
 a pin lasts until :meth:`Sends.end`, since the request itself may finish, or be preempted, before its last byte left.
 """
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tercet.protocol import UnknownSequence
-from tercet.vllm_plugin.control import CancelSend, ControlClient, PushCached
-from tercet.vllm_plugin.messages import Push, SendOpening, SendParams, StepMetadata
+from tercet.transport.agent import ControlClient
+from tercet.transport.agent.messages import CancelSend, Completion, Push, PushCached
+from tercet.vllm_plugin.messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -34,10 +35,10 @@ class Sending:
 class Sends:
     """All sends of this engine, by send id and by the vLLM request that computes each."""
 
-    def __init__(self, scheduler: Scheduler, workers: ControlClient) -> None:
+    def __init__(self, scheduler: Scheduler, agents: ControlClient) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._workers = workers
+        self._agents = agents
         self._block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
@@ -57,7 +58,7 @@ class Sends:
         self._by_request[request.request_id] = sending
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Add to ``metadata`` what the workers shall push in the step that ``output`` describes."""
+        """Add to ``metadata`` what shall be pushed in the step that ``output`` describes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
             sending = self._by_request.get(request_id)
             if sending is not None:
@@ -71,12 +72,10 @@ class Sends:
         done = request.num_computed_tokens + scheduled
         if not sending.opened:
             sending.opened = True
-            metadata.opened.append(
-                SendOpening(params.send_id, params.lease, params.base, tuple(params.addresses), params.notify)
-            )
+            metadata.opened.append(params.openings())
         self._add_push(metadata.pushes, request, sending, self._complete_until(params, done))
         if done >= params.end and request.request_id in self._by_request:
-            metadata.finish.append((params.send_id, params.begin, params.end))
+            metadata.finish.append(Completion(params.send_id, params.begin, params.end))
             del self._by_request[request.request_id]
 
     def _complete_until(self, params: SendParams, done: int) -> int:
@@ -108,12 +107,10 @@ class Sends:
         self._manager.block_pool.touch(blocks)
         self._sending[params.send_id] = Sending(params, until, opened=True, pins=blocks)
         slot = first - params.base // self._block_size
-        command = PushCached(
-            params.send_id, params.lease, params.base, params.addresses, params.notify, slot,
-            [block.block_id for block in blocks], params.begin, params.end,
-        )  # fmt: skip
+        push = Push(params.send_id, slot, tuple(block.block_id for block in blocks))
+        completion = Completion(params.send_id, params.begin, params.end)
         try:
-            self._workers.call_all(command)
+            self._agents.call_each([PushCached(opening, push, completion) for opening in params.openings()])
         except BaseException:
             self.end(params.send_id)
             raise
@@ -133,6 +130,6 @@ class Sends:
             self._ended_early.append(send_id)
             raise UnknownSequence(f"send {send_id} is not under way")
         self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
-        # Unpinned blocks may be rewritten at once, so the workers must have stopped reading them.
-        self._workers.call_all(CancelSend(send_id))
+        # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
+        self._agents.call_all(CancelSend(send_id))
         self._manager.block_pool.free_blocks(reversed(sending.pins))

@@ -1,8 +1,4 @@
-"""The control channel: the scheduler's process tells each worker about leases and sends, and waits for the answer.
-
-It is apart from vLLM's own worker queue because that one is served only between forward passes, whereas a lease must
-be granted and revoked at once. The worker answers from a thread of its own.
-"""
+"""The control channel: the scheduler's process tells each agent about leases and sends, and waits for the answer."""
 
 from __future__ import annotations
 
@@ -15,58 +11,15 @@ import msgspec
 import zmq
 
 from tercet.protocol import EngineError, TercetError
+from tercet.transport.agent.messages import Command
 
 ANSWER_SECONDS = 10.0
-
-
-class GrantLease(msgspec.Struct, frozen=True, tag=True):
-    """Let ``blocks`` be written under ``lease``; slot i holds tokens from ``begin + i * block_size``."""
-
-    lease: str
-    blocks: list[int]
-    begin: int
-    end: int
-    block_size: int
-    notify: str
-
-
-class RevokeLease(msgspec.Struct, frozen=True, tag=True):
-    """Refuse ``lease`` from now on; the answer is the end of the contiguous valid KV."""
-
-    lease: str
-
-
-class CancelSend(msgspec.Struct, frozen=True, tag=True):
-    """Stop reading KV for ``send_id``; the answer comes when that is so."""
-
-    send_id: str
-
-
-class PushCached(msgspec.Struct, frozen=True, tag=True):
-    """Push ``blocks`` of every layer to slots from ``slot`` on, with no forward pass."""
-
-    send_id: str
-    lease: str
-    base: int
-    addresses: list[str]
-    notify: str
-    slot: int
-    blocks: list[int]
-    begin: int
-    end: int
-
-
-class ReadCounters(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the transport's counters."""
-
-
-Command = GrantLease | RevokeLease | CancelSend | PushCached | ReadCounters
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One command under a serial number, so that an answer which came too late is recognised.
 
-    ``secret`` is the worker's own, which vLLM carried to the scheduler's process; others on this machine have none.
+    ``secret`` is the agent's own, which vLLM carried to the scheduler's process; others on this machine have none.
     """
 
     secret: str
@@ -83,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlServer:
-    """A worker's end: runs ``handle`` for each command, in its own thread."""
+    """An agent's end: runs ``handle`` for each command, in its own thread."""
 
     def __init__(self, handle: Callable[[Command], Any]) -> None:
         self._handle = handle
@@ -130,31 +83,31 @@ class ControlServer:
 
 
 class ControlClient:
-    """The scheduler's end: sends a command to every worker and collects the answers, in rank order.
+    """The scheduler's end: sends a command to every agent and collects the answers, in rank order.
 
-    ``workers`` are their addresses and secrets.
+    ``agents`` are their addresses and secrets.
     """
 
-    def __init__(self, workers: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, agents: Sequence[tuple[str, str]]) -> None:
         self._serial = 0
         self._context = zmq.Context()
-        self._secrets = [secret for _, secret in workers]
+        self._secrets = [secret for _, secret in agents]
         self._sockets: list[zmq.Socket[bytes]] = []
-        for address, _ in workers:
+        for address, _ in agents:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.connect(address)
             self._sockets.append(socket)
 
     def call_each(self, commands: Sequence[Command]) -> list[Any]:
-        """Send ``commands[rank]`` to each worker; raises :class:`EngineError` if one fails or does not answer."""
+        """Send ``commands[rank]`` to each agent; raises :class:`EngineError` if one fails or does not answer."""
         self._serial += 1
         for socket, secret, command in zip(self._sockets, self._secrets, commands, strict=True):
             socket.send(msgspec.msgpack.encode(Envelope(secret, self._serial, command)))
         return [self._await(rank) for rank in range(len(self._sockets))]
 
     def call_all(self, command: Command) -> list[Any]:
-        """Send one command to every worker."""
+        """Send one command to every agent."""
         return self.call_each([command] * len(self._sockets))
 
     def _await(self, rank: int) -> Any:
@@ -164,9 +117,9 @@ class ControlClient:
             if answer.serial != self._serial:
                 continue
             if answer.error is not None:
-                raise EngineError(f"worker {rank}: {answer.error}")
+                raise EngineError(f"KV agent {rank}: {answer.error}")
             return answer.value
-        raise EngineError(f"worker {rank} did not answer on its control channel within {ANSWER_SECONDS:.0f} s")
+        raise EngineError(f"KV agent {rank} did not answer on its control channel within {ANSWER_SECONDS:.0f} s")
 
     def close(self) -> None:
         """Close the sockets."""

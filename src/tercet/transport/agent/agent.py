@@ -1,0 +1,174 @@
+"""The agent: the process that moves one rank's KV, beside the worker that computes it.
+
+It shares the worker's KV memory and nothing else: neither the interpreter, whose lock would hold up the forward pass,
+nor the cores that compute. It ends when the worker does, whatever became of it, since their channel ends then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any, assert_never
+
+import msgspec
+import zmq
+
+from tercet.protocol import TercetError
+from tercet.transport.agent.control import ControlServer
+from tercet.transport.agent.messages import (
+    CancelSend,
+    Command,
+    GrantLease,
+    LayerDone,
+    LeaseFilled,
+    Push,
+    PushCached,
+    ReadCounters,
+    Report,
+    RevokeLease,
+    StepBegins,
+    StepEnds,
+    StepNote,
+)
+from tercet.transport.agent.sends import Sends
+from tercet.transport.grants import Grant
+from tercet.transport.rank import RankTransport, TransportSettings
+from tercet.transport.region import KVRegion, RegionShape
+
+MAX_NOTE_BYTES = 1024 * 1024
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` and ``channel`` descriptors that it inherits."""
+
+    rank: int
+    kv: int
+    channel: int
+    shape: RegionShape
+    fingerprint: str
+    settings: TransportSettings
+    cpus: tuple[int, ...]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """An agent's first words: where it listens, or why it does not."""
+
+    addresses: tuple[str, ...] = ()
+    control: str = ""
+    secret: str = ""
+    error: str | None = None
+
+
+class Reporter:
+    """Sends reports to edges; ZMQ sockets belong to one thread at a time, hence the lock."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def report(self, to: str, report: Report) -> None:
+        """Queue one report; never blocks."""
+        with self._lock:
+            socket = self._sockets.get(to)
+            if socket is None:
+                socket = self._context.socket(zmq.PUSH)
+                socket.linger = 0
+                socket.connect(to)
+                self._sockets[to] = socket
+            socket.send(msgspec.msgpack.encode([type(report).__name__, report]))
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._context.destroy(linger=0)
+
+
+class Agent:
+    """One rank: its transport, its control channel, and what the current step pushes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._rank = setup.rank
+        self._notify_of_lease: dict[str, str] = {}
+        self._reporter = Reporter()
+        self._region = KVRegion(setup.kv, setup.shape)
+        self._transport = RankTransport(self._region, setup.fingerprint, setup.settings, self._lease_filled)
+        self._sends = Sends(setup.rank, self._transport, self._reporter.report)
+        self._control = ControlServer(self._handle)
+        self._pushes: tuple[Push, ...] = ()
+
+    def ready(self) -> Ready:
+        """Where it listens."""
+        return Ready(self._transport.addresses, self._control.address, self._control.secret)
+
+    def follow(self, channel: socket.socket) -> None:
+        """Take the worker's notes until it is gone."""
+        decoder = msgspec.msgpack.Decoder(StepNote)
+        while note := channel.recv(MAX_NOTE_BYTES):
+            self._take(decoder.decode(note))
+
+    def _take(self, note: StepNote) -> None:
+        match note:
+            case LayerDone():
+                self._sends.push(self._pushes, note.planes)
+            case StepBegins():
+                for opening in note.opened:
+                    self._sends.open(opening)
+                self._pushes = note.pushes
+            case StepEnds():
+                for completion in note.completed:
+                    self._sends.complete(completion)
+                self._pushes = ()
+            case _:
+                assert_never(note)
+
+    def _lease_filled(self, lease: str, valid_end: int) -> None:
+        notify = self._notify_of_lease.get(lease)
+        if notify is not None:
+            self._reporter.report(notify, LeaseFilled(lease, self._rank, valid_end))
+
+    def _handle(self, command: Command) -> Any:
+        match command:
+            case GrantLease():
+                self._notify_of_lease[command.lease] = command.notify
+                blocks = tuple(command.blocks)
+                self._transport.grant(Grant(command.lease, blocks, command.begin, command.end, command.block_size))
+                return None
+            case RevokeLease():
+                self._notify_of_lease.pop(command.lease, None)
+                return self._transport.revoke(command.lease)
+            case CancelSend():
+                return self._sends.cancel(command.send_id)
+            case PushCached():
+                self._sends.open(command.opening)
+                self._sends.push([command.push], range(self._region.num_layers))
+                return self._sends.complete(command.completion)
+            case ReadCounters():
+                return dict(self._transport.counters())
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._control.close()
+        self._transport.close()
+        self._reporter.close()
+
+
+def run(setup: Setup) -> None:
+    """Be an agent until the worker is gone."""
+    if setup.cpus:
+        # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
+        os.sched_setaffinity(0, setup.cpus)
+    with socket.socket(fileno=setup.channel) as channel:
+        try:
+            agent = Agent(setup)
+        except (OSError, TercetError) as error:
+            message = error.message if isinstance(error, TercetError) else str(error)
+            channel.send(msgspec.msgpack.encode(Ready(error=message)))
+            return
+        try:
+            channel.send(msgspec.msgpack.encode(agent.ready()))
+            agent.follow(channel)
+        except OSError:
+            return  # the worker's end broke, which is as good as closed
+        finally:
+            agent.close()

@@ -1,0 +1,131 @@
+"""What an agent is told, and what it reports.
+
+:data:`Command` comes from the scheduler's process and is answered; :data:`StepNote` comes from the worker that computes
+and is not; :data:`Report` goes to the HTTP edges of this engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tercet.transport.mapping import Strip
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """One receiving rank: its addresses, and which part of the blocks it gets."""
+
+    addresses: tuple[str, ...]
+    strip: Strip
+
+
+class SendOpening(msgspec.Struct, frozen=True):
+    """A send begins: under ``lease``, to each of ``destinations``. ``notify`` is where its end is reported."""
+
+    send_id: str
+    lease: str
+    destinations: tuple[Destination, ...]
+    notify: str
+
+
+class Push(msgspec.Struct, frozen=True):
+    """Source ``blocks`` go to the receivers' slots from ``slot`` on."""
+
+    send_id: str
+    slot: int
+    blocks: tuple[int, ...]
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Everything of the tokens ``[begin, end)`` has been pushed."""
+
+    send_id: str
+    begin: int
+    end: int
+
+
+# ---- from the scheduler's process ----------------------------------------------------------------------------
+
+
+class GrantLease(msgspec.Struct, frozen=True, tag=True):
+    """Let ``blocks`` be written under ``lease``; slot i holds tokens from ``begin + i * block_size``."""
+
+    lease: str
+    blocks: list[int]
+    begin: int
+    end: int
+    block_size: int
+    notify: str
+
+
+class RevokeLease(msgspec.Struct, frozen=True, tag=True):
+    """Refuse ``lease`` from now on; the answer is the end of the contiguous valid KV."""
+
+    lease: str
+
+
+class CancelSend(msgspec.Struct, frozen=True, tag=True):
+    """Stop reading KV for ``send_id``; the answer comes when that is so."""
+
+    send_id: str
+
+
+class PushCached(msgspec.Struct, frozen=True, tag=True):
+    """Push blocks of every layer, with no forward pass."""
+
+    opening: SendOpening
+    push: Push
+    completion: Completion
+
+
+class ReadCounters(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the transport's counters."""
+
+
+Command = GrantLease | RevokeLease | CancelSend | PushCached | ReadCounters
+
+# ---- from the worker -----------------------------------------------------------------------------------------
+
+
+class StepBegins(msgspec.Struct, frozen=True, tag=True):
+    """A forward pass: sends that begin with it, and what it will push of every layer."""
+
+    opened: tuple[SendOpening, ...]
+    pushes: tuple[Push, ...]
+
+
+class LayerDone(msgspec.Struct, frozen=True, tag=True):
+    """The planes of one layer hold this step's KV."""
+
+    planes: tuple[int, ...]
+
+
+class StepEnds(msgspec.Struct, frozen=True, tag=True):
+    """All layers are done; these sends are complete."""
+
+    completed: tuple[Completion, ...]
+
+
+StepNote = StepBegins | LayerDone | StepEnds
+
+# ---- to the edges --------------------------------------------------------------------------------------------
+
+
+class SendDone(msgspec.Struct, frozen=True):
+    """One rank's part of a send ended; ``error`` is ``None`` when it is in place."""
+
+    send_id: str
+    rank: int
+    bytes: int = 0
+    pieces: int = 0
+    error: str | None = None
+
+
+class LeaseFilled(msgspec.Struct, frozen=True):
+    """A sender finished, and how far the lease's KV is valid now."""
+
+    lease: str
+    rank: int
+    valid_end: int
+
+
+Report = SendDone | LeaseFilled

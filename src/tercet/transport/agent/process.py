@@ -1,0 +1,106 @@
+"""Starting an agent, and talking to it from the worker that computes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from tercet.protocol import EngineError
+from tercet.transport.agent.agent import MAX_NOTE_BYTES, Ready, Setup
+from tercet.transport.agent.messages import StepNote
+from tercet.transport.rank import TransportSettings
+from tercet.transport.region import RegionShape
+
+logger = logging.getLogger(__name__)
+START_SECONDS = 60.0
+STOP_SECONDS = 5.0
+# Notes that the channel holds while the agent does not read; more than any stall that is not a failure.
+CHANNEL_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """A rank's KV in a file in memory; the descriptor stays the caller's."""
+
+    fd: int
+    shape: RegionShape
+
+
+class AgentProcess:
+    """One rank's agent. Raises :class:`~tercet.protocol.EngineError` if it cannot start.
+
+    An agent that dies takes its worker with it: leases and pushes are half-way somewhere, and a supervisor that starts
+    the engine anew is the only clean way out.
+    """
+
+    def __init__(
+        self, rank: int, kv: SharedKV, fingerprint: str, settings: TransportSettings, cpus: Collection[int]
+    ) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._closing = threading.Event()
+        with theirs:
+            for end in (self._channel, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
+            setup = Setup(rank, kv.fd, theirs.fileno(), kv.shape, fingerprint, settings, tuple(sorted(cpus)))
+            command = [sys.executable, "-m", "tercet.transport.agent", msgspec.json.encode(setup).decode()]
+            self._process = subprocess.Popen(command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL)
+        try:
+            self.ready = self._await_ready()
+        except BaseException:
+            self._stop()
+            raise
+        self._channel.setblocking(False)
+        self._encoder = msgspec.msgpack.Encoder()
+        threading.Thread(target=self._watch, name="tercet-agent", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The agent's process id."""
+        return self._process.pid
+
+    def _await_ready(self) -> Ready:
+        self._channel.settimeout(START_SECONDS)
+        try:
+            answer = self._channel.recv(MAX_NOTE_BYTES)
+        except TimeoutError:
+            raise EngineError(f"the KV agent did not start within {START_SECONDS:.0f} s") from None
+        if not answer:
+            raise EngineError(f"the KV agent ended at start with status {self._process.wait()}; see its log above")
+        ready = msgspec.msgpack.decode(answer, type=Ready)
+        if ready.error is not None:
+            raise EngineError(f"the KV agent cannot start: {ready.error}")
+        return ready
+
+    def tell(self, note: StepNote) -> None:
+        """Hand a note over; never waits. Raises :class:`~tercet.protocol.EngineError` if the agent does not read."""
+        try:
+            self._channel.send(self._encoder.encode(note))
+        except OSError as error:
+            raise EngineError(f"the KV agent (process {self.pid}) takes no more notes: {error}") from error
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        if not self._closing.is_set():
+            logger.critical("the KV agent ended with status %d; this worker ends with it", status)
+            os._exit(1)
+
+    def close(self) -> None:
+        """Let the agent end, and wait for it."""
+        self._closing.set()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,66 @@
+"""Which part of whose blocks goes where, when the two engines split a model's heads differently.
+
+On both sides a block holds its rank's KV heads one after the other. So with tensor-parallel degrees of which one
+divides the other, what two ranks have in common is one run of bytes in each of their blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tercet.protocol import KVLayout
+
+
+class Strip(NamedTuple):
+    """The bytes of a block that travel: ``[source_offset, source_offset + size)`` of the sender's blocks.
+
+    They fill part ``part`` of ``parts`` equal ones of the receiver's blocks.
+    """
+
+    source_offset: int
+    size: int
+    part: int = 0
+    parts: int = 1
+
+
+class Route(NamedTuple):
+    """One sending rank to one receiving rank."""
+
+    receiver: int
+    strip: Strip
+
+
+def routes(source: KVLayout, target: KVLayout, rank: int) -> list[Route]:
+    """Where rank ``rank`` of the source sends its blocks; empty if other ranks hold the same heads and send them.
+
+    The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
+    """
+    here = heads(source, rank)
+    found: list[Route] = []
+    for receiver in range(target.tp_size):
+        there = heads(target, receiver)
+        common = range(max(here.start, there.start), min(here.stop, there.stop))
+        if common and _first_holder(source, common) == rank:
+            found.append(Route(receiver, _strip(source, here, there, common)))
+    return found
+
+
+def heads(layout: KVLayout, rank: int) -> range:
+    """The KV heads that a rank holds; with more ranks than heads, several ranks hold the same one."""
+    first = rank * layout.num_kv_heads // layout.tp_size
+    return range(first, first + layout.heads_per_rank)
+
+
+def _first_holder(layout: KVLayout, common: range) -> int:
+    return next(rank for rank in range(layout.tp_size) if common.start in heads(layout, rank))
+
+
+def _strip(source: KVLayout, here: range, there: range, common: range) -> Strip:
+    head_bytes = source.block_bytes // len(here)
+    parts = len(there) // len(common)
+    return Strip(
+        source_offset=(common.start - here.start) * head_bytes,
+        size=len(common) * head_bytes,
+        part=(common.start - there.start) // len(common),
+        parts=parts,
+    )

@@ -1,0 +1,108 @@
+"""One send, as the sender's threads share it, and what they write for it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tercet.protocol import TercetError
+from tercet.transport.base import OnDone, SendReport
+from tercet.transport.frames import Header, Kind, Reference, frame
+from tercet.transport.mapping import Strip
+from tercet.transport.region import KVRegion, runs
+
+# Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
+# the number of a send that is over.
+_numbers = itertools.count(1 + secrets.randbits(62))
+
+
+def next_number() -> int:
+    """A number for a send, or for a greeting's word."""
+    return next(_numbers)
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """One send. ``outcome`` is set once; ``on_done`` is called when nobody reads its blocks any more."""
+
+    number: int
+    lease: str
+    strip: Strip
+    on_done: OnDone
+    bytes: int = 0
+    frames: int = 0
+    writers: int = 0  # threads that are reading its blocks
+    outcome: SendReport | TercetError | None = None
+    told: bool = False
+    claimed_at: float | None = None  # when FIN was written
+
+
+@dataclass(frozen=True)
+class Item:
+    """One frame to be written: blocks of one layer, or, with none, the claim that ``[begin, end)`` is complete."""
+
+    outgoing: Outgoing
+    begin: int
+    end: int
+    layer: int = 0
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return len(self.blocks) * self.outgoing.strip.size
+
+    def _header(self, kind: Kind, frames: int = 0) -> Header:
+        out, strip = self.outgoing, self.outgoing.strip
+        return Header(kind, out.number, out.lease, self.layer, self.begin, self.end, frames, strip.part, strip.parts)
+
+    def claim(self) -> bytes:
+        """As FIN."""
+        return self._header(Kind.FIN, self.outgoing.frames).pack()
+
+    def reference(self) -> bytes:
+        """As REFERENCE: the receiver copies."""
+        strip = self.outgoing.strip
+        body = msgspec.msgpack.encode(Reference(self.blocks, strip.source_offset, strip.size))
+        return frame(self._header(Kind.REFERENCE), body)
+
+    def piece(self, region: KVRegion) -> Iterator[memoryview | bytes]:
+        """As PIECE: a header, and the bytes where they are."""
+        strip = self.outgoing.strip
+        yield self._header(Kind.PIECE)._replace(nbytes=self.nbytes).pack()
+        if strip.size == region.shape.block_bytes:
+            for first, count in runs(self.blocks, len(self.blocks)):
+                yield region.blocks(self.layer, first, count)
+            return
+        for block in self.blocks:
+            yield region.blocks(self.layer, block)[strip.source_offset : strip.source_offset + strip.size]
+
+
+class OutboundCounters:
+    """What was sent, over all peers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = {"bytes_sent": 0, "pieces_sent": 0, "sends_done": 0, "sends_failed": 0, "connections_failed": 0}
+
+    def count(self, **increments: int) -> None:
+        """Add to the named counters."""
+        with self._lock:
+            for name, increment in increments.items():
+                self._values[name] += increment
+
+    def read(self) -> dict[str, int]:
+        """All of them."""
+        with self._lock:
+            return dict(self._values)
+
+
+def units(blocks: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
+    """Cut blocks into frames of at most ``limit``."""
+    for start in range(0, len(blocks), limit):
+        yield tuple(blocks[start : start + limit])

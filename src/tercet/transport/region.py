@@ -1,0 +1,151 @@
+"""One rank's KV cache in a file that lives in memory, so that other processes of the machine can map it.
+
+Besides the KV it holds a table of *live words*, one for each send under way. A word holds the send's number while the
+send's blocks are pinned. Whoever reads blocks from another process looks at the word after the copy: if the number is
+still there, so were the blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from tercet.protocol import BadRequest, TransferFailed
+
+LIVE_WORDS = 4096
+WORD_BYTES = 8
+PAGE_BYTES = mmap.PAGESIZE
+TAIL_BYTES = LIVE_WORDS * WORD_BYTES + PAGE_BYTES
+# A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class RegionShape(msgspec.Struct, frozen=True, array_like=True):
+    """Where things are in a region, in bytes from its start.
+
+    ``planes[layer]`` is where a layer's block 0 begins; its blocks of ``block_bytes`` follow one another. ``live`` is
+    where the live words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
+    """
+
+    planes: tuple[int, ...]
+    num_blocks: int
+    block_bytes: int
+    live: int
+    size: int
+
+    def require_sane(self) -> None:
+        """Raise :class:`TransferFailed` unless every block and word lies inside."""
+        ends = [plane + self.num_blocks * self.block_bytes for plane in self.planes]
+        inside = (
+            bool(self.planes)
+            and self.num_blocks > 0
+            and self.block_bytes > 0
+            and min(self.planes) >= 0
+            and max(ends) <= self.size
+            and 0 <= self.live <= self.size - TAIL_BYTES
+            and self.live % WORD_BYTES == 0
+        )
+        if not inside:
+            raise TransferFailed("the peer describes a KV region that does not hold its own blocks")
+
+    def block(self, layer: int, block: int) -> int:
+        """Where a block begins."""
+        return self.planes[layer] + block * self.block_bytes
+
+    def word(self, number: int) -> int:
+        """Where the live word of send ``number`` is."""
+        return self.live + number % LIVE_WORDS * WORD_BYTES
+
+    def scratch(self, number: int) -> int:
+        """Where reader ``number`` of this process may put a word that it fetches."""
+        return self.live + LIVE_WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
+
+
+def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets: Sequence[int] = ()) -> RegionShape:
+    """A region of planes, each in whole pages of its own.
+
+    ``lengths`` are the planes' bytes; ``offsets[i]`` is how far into its first page plane i begins.
+    """
+    planes: list[int] = []
+    at = 0
+    for length, offset in zip(lengths, offsets or [0] * len(lengths), strict=True):
+        planes.append(at + offset)
+        at = _whole_pages(at + offset + length)
+    return RegionShape(tuple(planes), num_blocks, block_bytes, at, at + TAIL_BYTES)
+
+
+def create_file(shape: RegionShape) -> int:
+    """A sealed file in memory, all zero; the caller closes the descriptor."""
+    fd = os.memfd_create("tercet-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, shape.size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class KVRegion:
+    """This process's mapping of its own rank's region. ``fd`` is kept open, since peers open the file through it."""
+
+    def __init__(self, fd: int, shape: RegionShape) -> None:
+        self.fd = fd
+        self.shape = shape
+        self._map = mmap.mmap(fd, shape.size)
+        self.bytes = memoryview(self._map)
+        words = self.bytes[shape.live : shape.live + LIVE_WORDS * WORD_BYTES]
+        self._words = words.cast("Q")
+
+    @classmethod
+    def create(cls, num_layers: int, num_blocks: int, block_bytes: int) -> KVRegion:
+        """A new region, for tests and benchmarks; a real one is made of an engine's KV cache."""
+        shape = shape_of([num_blocks * block_bytes] * num_layers, num_blocks, block_bytes)
+        return cls(create_file(shape), shape)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, or planes where a layer keeps keys and values apart."""
+        return len(self.shape.planes)
+
+    def blocks(self, layer: int, first: int, count: int = 1) -> memoryview:
+        """The bytes of ``count`` adjacent blocks, in place; raises :class:`~tercet.protocol.BadRequest` for others."""
+        if not (0 <= layer < self.num_layers and first >= 0 and 0 < count <= self.shape.num_blocks - first):
+            raise BadRequest(
+                f"blocks [{first}, {first + count}) of layer {layer} are not among {self.num_layers} layers "
+                f"of {self.shape.num_blocks} blocks"
+            )
+        start = self.shape.block(layer, first)
+        return self.bytes[start : start + count * self.shape.block_bytes]
+
+    def begin(self, number: int) -> None:
+        """The blocks of send ``number`` are pinned from now on."""
+        self._words[number % LIVE_WORDS] = number
+
+    def end(self, number: int) -> None:
+        """They may be unpinned from now on."""
+        if self._words[number % LIVE_WORDS] == number:
+            self._words[number % LIVE_WORDS] = 0
+
+    def close(self) -> None:
+        """Close the file. The mapping goes with its last user, whoever that is."""
+        os.close(self.fd)
+
+
+def runs(blocks: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Group neighbours: ``[5, 6, 7, 2]`` becomes ``[(5, 3), (2, 1)]``; no run is longer than ``limit``."""
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if found and found[-1][0] + found[-1][1] == block and found[-1][1] < limit:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((block, 1))
+    return found
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
