@@ -13,6 +13,7 @@ from tercet import __version__
 from tercet.cli.demo import demo
 from tercet.cli.engine import engine
 from tercet.cli.router import router
+from tercet.cli.sim import app as sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
 
@@ -29,6 +30,7 @@ app.command()(up)
 app.command()(engine)
 app.command()(router)
 app.command()(demo)
+app.add_typer(sim, name="sim")
 
 
 def _version(wanted: bool) -> None:

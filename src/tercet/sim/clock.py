@@ -100,7 +100,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # ---- running ---------------------------------------------------------------------------------------------
 
     def run_forever(self) -> None:
-        """Run until :meth:`stop`; raises :class:`~tercet.protocol.EngineError` when nothing is left that could happen."""
+        """Run until :meth:`stop`; raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set."""
         if self._closed or self._running:
             raise RuntimeError("the loop is closed or running already")
         with self._entered():

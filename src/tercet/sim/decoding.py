@@ -139,10 +139,7 @@ class Run:
         if elapsed <= 0:
             return 1
         slope = self.first - half
-        if half:
-            guess = (math.sqrt(slope * slope + 4 * half * elapsed) - slope) / (2 * half)
-        else:
-            guess = elapsed / self.first
+        guess = (math.sqrt(slope * slope + 4 * half * elapsed) - slope) / (2 * half) if half else elapsed / self.first
         steps = min(max(1, math.ceil(guess)), self.steps)
         while steps > 1 and self.after(steps - 1) >= now:
             steps -= 1

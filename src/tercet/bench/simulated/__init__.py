@@ -1,0 +1,21 @@
+"""Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
+
+from tercet.bench.simulated.report import Point, Report, point_of, table
+from tercet.bench.simulated.run import Outcome, run_once
+from tercet.bench.simulated.spec import EngineGroup, Fault, FleetSpec, options_from, parse_fleet
+from tercet.bench.simulated.workload import SyntheticWorkload
+
+__all__ = [
+    "EngineGroup",
+    "Fault",
+    "FleetSpec",
+    "Outcome",
+    "Point",
+    "Report",
+    "SyntheticWorkload",
+    "options_from",
+    "parse_fleet",
+    "point_of",
+    "run_once",
+    "table",
+]

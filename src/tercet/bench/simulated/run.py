@@ -1,0 +1,199 @@
+"""One run: a program over a fleet under a workload, from the first arrival to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from tercet.bench.simulated.spec import Fault, FleetSpec, members_of, options_from
+from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.bench.summary import Samples
+from tercet.fleet import Fleet, Member
+from tercet.programs import Program, data_parallel
+from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
+from tercet.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual
+
+# As at the front door: failures of a pattern, after which one engine may still serve the request.
+PATTERN_FAILED = (NoSpace, TransferFailed, EngineUnreachable)
+
+
+@dataclass
+class Outcome:
+    """What came of one run: a row per measured request, and what the engines did.
+
+    Times are seconds of virtual time; a failed request's ``first`` is NaN. ``busy`` is the share of the engines' time
+    in which a step ran.
+    """
+
+    sent: array[float] = field(default_factory=lambda: array("d"))
+    first: array[float] = field(default_factory=lambda: array("d"))
+    ended: array[float] = field(default_factory=lambda: array("d"))
+    input_tokens: array[float] = field(default_factory=lambda: array("d"))
+    output_tokens: array[float] = field(default_factory=lambda: array("d"))
+    failures: Counter[str] = field(default_factory=Counter[str])
+    fallbacks: int = 0
+    busy: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
+        """Note a request; ``first`` is NaN if it failed."""
+        self.sent.append(sent)
+        self.first.append(first)
+        self.ended.append(ended)
+        self.input_tokens.append(request.num_tokens)
+        self.output_tokens.append(tokens)
+
+    def samples(self) -> Samples:
+        """The rows as the columns that the benchmark summarizes; gaps between tokens are not kept."""
+        sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
+        ok = ~np.isnan(first)
+        return Samples(
+            scheduled=sent,
+            sent=sent,
+            first=first,
+            last=np.where(ok, ended, np.nan),
+            input_tokens=np.array(self.input_tokens),
+            output_tokens=np.array(self.output_tokens),
+            ok=ok,
+            itl=np.empty(0),
+            ended=ended,
+            failures=self.failures,
+        )
+
+
+@dataclass
+class _Fleet:
+    fleet: Fleet
+    engines: dict[str, SimEngine]
+    network: Network
+
+
+def run_once(
+    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, workload: SyntheticWorkload, seed: int
+) -> Outcome:
+    """Simulate one run; the outcome depends on the arguments alone."""
+    with _young_garbage_only():
+        return run_virtual(_run(program, spec, profile, options, workload.check(), seed))
+
+
+@contextmanager
+def _young_garbage_only() -> Generator[None]:
+    """Collect garbage rarely: runs make no cycles to speak of, and full collections would walk every prompt."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+async def _run(
+    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, workload: SyntheticWorkload, seed: int
+) -> Outcome:
+    built = _build(spec, profile, options, seed)
+    outcome = Outcome()
+    for fault in spec.faults:
+        _plan_fault(fault, built.engines[fault.engine], built.fleet)
+    await _serve_all(program, built.fleet, workload, seed, outcome)
+    _collect(built, outcome)
+    return outcome
+
+
+def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> _Fleet:
+    network, profiles = Network(), dict[str, Profile]()
+    members: list[Member] = []
+    engines: dict[str, SimEngine] = {}
+    for group, index in members_of(spec):
+        wanted = group.profile or profile
+        if wanted not in profiles:
+            profiles[wanted] = load_profile(wanted)
+        name = f"{group.role}-{index}"
+        engines[name] = SimEngine(name, profiles[wanted], network, options_from(options, group.options), seed)
+        members.append(Member(name, f"sim://{name}", group.role, engines[name]))
+    return _Fleet(Fleet(members), engines, network)
+
+
+def _plan_fault(fault: Fault, engine: SimEngine, fleet: Fleet) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_at(fault.at, engine.fail)
+    if fault.down is not None:
+        loop.call_at(fault.at + fault.down, _recover, engine, fleet)
+
+
+def _recover(engine: SimEngine, fleet: Fleet) -> None:
+    engine.recover()
+    for member in fleet.members:
+        if member.name == engine.name:
+            member.reachable = True
+
+
+async def _serve_all(program: Program, fleet: Fleet, workload: SyntheticWorkload, seed: int, outcome: Outcome) -> None:
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+    for number, (when, request) in enumerate(requests_of(workload, seed)):
+        await asyncio.sleep(when - loop.time())
+        task = loop.create_task(_serve(program, fleet, request, outcome, number >= workload.warm_up))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    while running:
+        await asyncio.wait(running)
+
+
+async def _serve(program: Program, fleet: Fleet, request: Request, outcome: Outcome, measured: bool) -> None:
+    loop = asyncio.get_running_loop()
+    began, first, tokens, finished = loop.time(), math.nan, 0, False
+    try:
+        async with aclosing(_with_fallback(program, fleet, request, outcome)) as outputs:
+            async for output in outputs:
+                if not tokens:
+                    first = loop.time()
+                tokens += len(output.token_ids)
+                finished = output.finished
+        if not finished:
+            raise EngineError("the program ended before its sequence did")
+    except TercetError as error:
+        first = math.nan
+        if measured:
+            outcome.failures[error.code] += 1
+    if measured:
+        outcome.add(began, first, loop.time(), request, tokens)
+
+
+async def _with_fallback(
+    program: Program, fleet: Fleet, request: Request, outcome: Outcome
+) -> AsyncGenerator[Output, None]:
+    answered = False
+    try:
+        async with aclosing(cast("AsyncGenerator[Output, None]", program(request, fleet))) as outputs:
+            async for output in outputs:
+                answered = True
+                yield output
+        return
+    except PATTERN_FAILED:
+        if answered:
+            raise
+    outcome.fallbacks += 1
+    async for output in data_parallel(request, fleet, pick="least_loaded"):
+        yield output
+
+
+def _collect(built: _Fleet, outcome: Outcome) -> None:
+    totals, elapsed = Counter[str](), asyncio.get_running_loop().time()
+    for engine in built.engines.values():
+        counters = engine.counters
+        outcome.busy += counters.busy / elapsed / len(built.engines)
+        totals["steps"] += counters.steps
+        totals["prefill_tokens"] += counters.prefill_tokens
+        totals["decode_tokens"] += counters.decode_tokens
+        totals["preemptions"] += counters.preemptions
+        totals["evicted_blocks"] += engine.pool.evicted
+    outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
