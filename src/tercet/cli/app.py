@@ -12,6 +12,7 @@ import typer
 from tercet import __version__
 from tercet.cli.demo import demo
 from tercet.cli.engine import engine
+from tercet.cli.profile import app as profile
 from tercet.cli.router import router
 from tercet.cli.sim import app as sim
 from tercet.cli.up import up
@@ -31,6 +32,7 @@ app.command()(engine)
 app.command()(router)
 app.command()(demo)
 app.add_typer(sim, name="sim")
+app.add_typer(profile, name="profile")
 
 
 def _version(wanted: bool) -> None:
