@@ -64,6 +64,35 @@ async def test_disaggregated_ends_with_the_first_token(pair: Pair) -> None:
     assert decode.verbs == ["prep_recv"]
 
 
+async def test_balanced_leaves_the_end_of_the_prompt_to_the_decode_engine(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    assert await tokens(load_program("balanced", {"balance_ratio": "0.25"}), request_of(), fleet) == [100, 101, 102]
+    assert prefill.calls == [("remote_send", 0, 75, False)]
+    assert decode.calls == [("prep_recv", 75), ("start_generate", 75, ())]
+
+
+async def test_balanced_sends_only_what_is_missing_before_the_split(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    decode.matched = 32
+    await tokens(load_program("balanced"), request_of(), fleet)
+    assert prefill.calls == [("remote_send", 32, 90, False)]
+
+
+async def test_balanced_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
+    prefill, decode, fleet = pair
+    decode.matched = 64
+    await tokens(load_program("balanced"), request_of(), fleet)
+    assert prefill.calls == []
+    assert decode.calls == [("prep_recv", 90), ("start_generate", 64, ())]
+
+
+@pytest.mark.parametrize("ratio", ["1", "-0.1", "nan"])
+async def test_balanced_refuses_what_is_no_share(pair: Pair, ratio: str) -> None:
+    with pytest.raises(BadRequest, match="balance_ratio") as raised:
+        await tokens(load_program("balanced", {"balance_ratio": ratio}), request_of(), pair[2])
+    assert raised.value.param == "balance_ratio"
+
+
 async def test_data_parallel_takes_turns() -> None:
     engines = [FakeEngine(name) for name in "abc"]
     fleet = fleet_of(*((engine, "both") for engine in engines))

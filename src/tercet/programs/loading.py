@@ -12,12 +12,14 @@ from typing import Any, get_type_hints
 import msgspec
 
 from tercet.fleet import Fleet
+from tercet.programs.balanced import balanced
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Output, Request
 
 Program = Callable[[Request, Fleet], AsyncIterator[Output]]
 BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
+    "balanced": balanced,
     "data_parallel": data_parallel,
     "disaggregated": disaggregated,
 }
