@@ -56,6 +56,16 @@ async def test_shared_prefix_is_neither_computed_nor_sent_again(fleet: Fleet, no
     assert answer["usage"]["prompt_tokens"] == len(other)
 
 
+async def test_seeded_sampling_after_a_prompt_of_several_steps(fleet: Fleet, nothing_leaks: None) -> None:
+    prompt, settings = prompt_of(2 * MAX_BATCHED + 40, seed=12), {"temperature": 0.9, "seed": 5}
+    salt, engine = uuid.uuid4().hex, fleet.engine_url("prefill")
+    expected = tokens_of(await complete(engine, prompt, cache_salt=salt, **settings))
+    # The prompt is in that cache now, so that its rest takes one step: what is sampled must not depend on that.
+    assert tokens_of(await complete(engine, prompt, cache_salt=salt, **settings)) == expected
+    answer = await complete(fleet.url, prompt, TRACE, cache_salt=uuid.uuid4().hex, **settings)
+    assert tokens_of(answer) == expected
+
+
 async def test_sixteen_at_once(fleet: Fleet, nothing_leaks: None) -> None:
     prompts = [prompt_of(40 + 37 * i, seed=5) for i in range(16)]
     expected = [await alone(fleet.engine_url("prefill"), prompt) for prompt in prompts]

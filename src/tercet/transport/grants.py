@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -70,6 +70,8 @@ class _Send:
     claim: Claim | None = None
 
 
+# Who sends, and that one's number for the send.
+SendKey = tuple[str, int]
 # Disjoint token ranges, sorted, not touching.
 Ranges = list[tuple[int, int]]
 
@@ -77,14 +79,14 @@ Ranges = list[tuple[int, int]]
 @dataclass
 class _Open:
     grant: Grant
-    sends: dict[Hashable, _Send] = field(default_factory=dict[Hashable, _Send])
+    sends: dict[SendKey, _Send] = field(default_factory=dict[SendKey, _Send])
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
     writers: int = 0
 
 
 class GrantTable:
-    """All open grants of one rank. Thread-safe. Sends are told apart by any hashable key."""
+    """All open grants of one rank. Thread-safe."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -138,7 +140,7 @@ class GrantTable:
                 if not opened.writers:
                     self._changed.notify_all()
 
-    def arrived(self, lease: str, send: Hashable, piece: Piece) -> int | None:
+    def arrived(self, lease: str, send: SendKey, piece: Piece) -> int | None:
         """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
         with self._changed:
             opened = self._find(lease)
@@ -148,7 +150,7 @@ class GrantTable:
                 found.arrived[slot] |= 1 << piece.layer
             return self._settle(opened, send, found)
 
-    def claim(self, lease: str, send: Hashable, claim: Claim) -> int | None:
+    def claim(self, lease: str, send: SendKey, claim: Claim) -> int | None:
         """Take a sender's claim; its ``begin`` counts from its block's start.
 
         Returns the lease's valid end once the claim holds, ``None`` while
@@ -166,12 +168,26 @@ class GrantTable:
             found.claim = claim
             return self._settle(opened, send, found)
 
-    def forget(self, lease: str, send: Hashable) -> None:
+    def forget(self, lease: str, send: SendKey) -> None:
         """A send that will not be completed; what it wrote is not valid."""
         with self._changed:
             opened = self._open.get(lease)
             if opened is not None:
                 opened.sends.pop(send, None)
+
+    def forget_sender(self, sender: str) -> int:
+        """Forget every send of a sender that is gone; returns how many were half-way."""
+        with self._changed:
+            lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
+            for opened, key in lost:
+                del opened.sends[key]
+            return len(lost)
+
+    @property
+    def receives(self) -> int:
+        """Sends that have begun to arrive and are not complete."""
+        with self._changed:
+            return sum(len(opened.sends) for opened in self._open.values())
 
     def revoke(self, lease: str) -> int:
         """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
@@ -195,7 +211,7 @@ class GrantTable:
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
-    def _settle(self, opened: _Open, send: Hashable, found: _Send) -> int | None:
+    def _settle(self, opened: _Open, send: SendKey, found: _Send) -> int | None:
         if found.claim is None or found.frames < found.claim.frames:
             return None
         del opened.sends[send]
@@ -210,7 +226,7 @@ class GrantTable:
         return _valid_end(opened)
 
 
-def _send_of(opened: _Open, send: Hashable, part: int, parts: int) -> _Send:
+def _send_of(opened: _Open, send: SendKey, part: int, parts: int) -> _Send:
     found = opened.sends.get(send)
     if found is None:
         if len(opened.sends) >= MAX_SENDS:

@@ -60,6 +60,7 @@ class InboundCounters:
     pieces_by_reference: int = 0
     claims_accepted: int = 0
     claims_refused: int = 0
+    receives_dropped: int = 0
     connections_refused: int = 0
 
     def __post_init__(self) -> None:
@@ -182,8 +183,8 @@ class Inbound:
 
     def close(self) -> None:
         """The connection is over."""
-        if self.session is not None:
-            self._rules.sessions.leave(self.session)
+        if self.session is not None and self._rules.sessions.leave(self.session):
+            self._rules.counters.count(receives_dropped=self._rules.grants.forget_sender(self.session.name))
 
     # ---- greeting --------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class OutboundCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values = {"bytes_sent": 0, "pieces_sent": 0, "sends_done": 0, "sends_failed": 0, "connections_failed": 0}
+        self._values = {"bytes_sent": 0, "pieces_sent": 0, "sends_done": 0, "sends_failed": 0, "sessions_lost": 0}
 
     def count(self, **increments: int) -> None:
         """Add to the named counters."""

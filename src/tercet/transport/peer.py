@@ -371,7 +371,7 @@ class Peer:
             sockets = list(self._state.sockets)
         for sock in sockets:
             shut(sock)
-        self._origin.counters.count(connections_failed=1)
+        self._origin.counters.count(sessions_lost=1)
         self._on_dead(self)
         self._queue.put(None)
         for outgoing in orphans:

@@ -102,6 +102,7 @@ class RankTransport:
             "sessions_out": self._sender.sessions,
             "sends_active": self._sender.active,
             "leases_open": len(self._grants),
+            "receives_active": self._grants.receives,
         }
         return {**self._rules.counters.read(), **self._sender.counters.read(), **now}
 

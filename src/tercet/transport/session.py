@@ -67,12 +67,13 @@ class Sessions:
             session.streams += 1
             return session
 
-    def leave(self, session: Session) -> None:
-        """A connection is over; the last one closes the reader."""
+    def leave(self, session: Session) -> bool:
+        """A connection is over; whether it was the last one, with which the reader is closed."""
         with self._lock:
             session.streams -= 1
             if session.streams:
-                return
+                return False
             self._by_name.pop(session.name, None)
         if session.reader is not None:
             session.reader.close()
+        return True

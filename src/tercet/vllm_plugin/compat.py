@@ -57,6 +57,10 @@ def _relied_on() -> list[tuple[str, bool]]:
         ("Request.append_output_token_ids", hasattr(Request, "append_output_token_ids")),
         ("EngineCore.preprocess_add_request", hasattr(EngineCore, "preprocess_add_request")),
         ("GPUModelRunner._update_states", hasattr(GPUModelRunner, "_update_states")),
+        (
+            "GPUModelRunner._sample and _bookkeeping_sync",
+            hasattr(GPUModelRunner, "_sample") and hasattr(GPUModelRunner, "_bookkeeping_sync"),
+        ),
         ("InputBatch.add_request", _takes(InputBatch.add_request, "request")),
         ("CachedRequestState.output_token_ids", "output_token_ids" in CachedRequestState.__dataclass_fields__),
         ("EngineCoreClient.make_async_mp_client", hasattr(EngineCoreClient, "make_async_mp_client")),

@@ -117,7 +117,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
         self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
-        self._agents = ControlClient([(handshake.control, handshake.secret) for handshake in self._handshakes])
+        self._agents = ControlClient(self.control_endpoints)
 
     def attach(self, scheduler: Scheduler) -> None:
         """Take hold of the scheduler, whose thread all of the following runs on."""
@@ -139,6 +139,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def transports(self) -> list[list[str]]:
         """Transport addresses of each rank."""
         return [handshake.transports for handshake in self._handshakes]
+
+    @property
+    def control_endpoints(self) -> list[tuple[str, str]]:
+        """Address and secret of each rank's agent."""
+        return [(handshake.control, handshake.secret) for handshake in self._handshakes]
 
     @property
     def layout(self) -> KVLayout:

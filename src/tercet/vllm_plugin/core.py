@@ -62,6 +62,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
     connector = _connector(core)
     return {
         "transports": connector.transports,
+        "agents": connector.control_endpoints,
         "layout": msgspec.to_builtins(connector.layout),
         "token": connector.token,
         "lease_ttl": connector.config.lease_ttl,

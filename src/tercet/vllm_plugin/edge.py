@@ -39,6 +39,7 @@ from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.transport import routes
 from tercet.transport.agent.messages import Destination, LeaseFilled
+from tercet.vllm_plugin import metrics
 from tercet.vllm_plugin.compat import vllm_version
 from tercet.vllm_plugin.generation import Generation
 from tercet.vllm_plugin.messages import SendParams, SeqParams, TercetParams
@@ -87,6 +88,7 @@ class Edge:
         self._layout = msgspec.convert(found["layout"], KVLayout)
         self._transports, self._lease_ttl, self._token = found["transports"], found["lease_ttl"], found["token"]
         self._inbox.start(len(self._transports))
+        metrics.export([(address, secret) for address, secret in found["agents"]])
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class Edge:
             # A refusal by the receiver ends the work at once; there is nobody left to compute for.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
+                metrics.sends_aborted.inc()
                 computing.cancel()
                 await asyncio.wait({computing})
                 await sending.wait()
@@ -206,6 +209,7 @@ class Edge:
             stop()
         lease = self._lease_of_seq.get(seq_id)
         if lease is not None:
+            metrics.leases_aborted.inc()
             await self.release(lease)
         return bool(found) or lease is not None
 
@@ -323,6 +327,7 @@ class Edge:
             await self._core("tercet_end_send", send_id)
 
     def _spawn_release(self, lease: str) -> None:
+        metrics.leases_expired.inc()
         self._forget(lease)
         self._spawn(self._release_quietly(lease))
 

@@ -88,7 +88,8 @@ class ControlClient:
     ``agents`` are their addresses and secrets.
     """
 
-    def __init__(self, agents: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, agents: Sequence[tuple[str, str]], answer_seconds: float = ANSWER_SECONDS) -> None:
+        self._answer_seconds = answer_seconds
         self._serial = 0
         self._context = zmq.Context()
         self._secrets = [secret for _, secret in agents]
@@ -112,14 +113,14 @@ class ControlClient:
 
     def _await(self, rank: int) -> Any:
         socket = self._sockets[rank]
-        while socket.poll(int(ANSWER_SECONDS * 1000)):
+        while socket.poll(int(self._answer_seconds * 1000)):
             answer = msgspec.msgpack.decode(socket.recv(), type=Answer)
             if answer.serial != self._serial:
                 continue
             if answer.error is not None:
                 raise EngineError(f"KV agent {rank}: {answer.error}")
             return answer.value
-        raise EngineError(f"KV agent {rank} did not answer on its control channel within {ANSWER_SECONDS:.0f} s")
+        raise EngineError(f"KV agent {rank} did not answer on its control channel within {self._answer_seconds:g} s")
 
     def close(self) -> None:
         """Close the sockets."""

@@ -1,0 +1,103 @@
+"""What is measured: moving a total in pieces of one size, one way after another in the same round."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tercet.transport import KVRegion
+
+KIB, MIB = 1024, 1024 * 1024
+MAX_LAYERS = 8
+BLOCK_TOKENS = 16
+
+
+class Case(msgspec.Struct, frozen=True):
+    """``total_bytes`` in pieces of ``piece_bytes``, a piece being one block of one layer."""
+
+    piece_bytes: int
+    total_bytes: int
+
+    @property
+    def layers(self) -> int:
+        """Layers of the region that is moved; few pieces have few layers."""
+        return max(1, min(MAX_LAYERS, self.total_bytes // self.piece_bytes))
+
+    @property
+    def slots(self) -> int:
+        """Blocks of each layer that are moved."""
+        return max(1, self.total_bytes // self.piece_bytes // self.layers)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is moved: ``total_bytes``, down to whole slots."""
+        return self.slots * self.layers * self.piece_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each layer: twice what is moved, so that what is moved lies scattered."""
+        return 2 * self.slots + 2
+
+    def region(self) -> KVRegion:
+        """A region of this case, with every page in place."""
+        region = KVRegion.create(self.layers, self.num_blocks, self.piece_bytes)
+        for layer in range(self.layers):
+            region.blocks(layer, 0, self.num_blocks)[:] = random.randbytes(self.piece_bytes) * self.num_blocks
+        return region
+
+    def scattered(self, choose: random.Random) -> tuple[int, ...]:
+        """As many blocks as are moved, in no order."""
+        return tuple(choose.sample(range(1, self.num_blocks), self.slots))
+
+
+class Result(msgspec.Struct):
+    """One way's times, in seconds, one for each round; or why it could not be measured."""
+
+    way: str
+    case: Case
+    seconds: list[float] = []
+    error: str | None = None
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """Median rate in 10^9 bytes per second."""
+        return self.case.moved_bytes / statistics.median(self.seconds) / 1e9 if self.seconds else None
+
+
+@dataclass
+class Table:
+    """Results, by way and case, in the order in which they came."""
+
+    results: dict[tuple[str, Case], Result] = field(default_factory=dict[tuple[str, Case], Result])
+
+    def add(self, way: str, case: Case, seconds: float) -> None:
+        """One more round of a way."""
+        self.results.setdefault((way, case), Result(way, case, [])).seconds.append(seconds)
+
+    def fail(self, way: str, case: Case, why: str) -> None:
+        """A way that cannot be measured."""
+        self.results.setdefault((way, case), Result(way, case, [])).error = why
+
+    def rate(self, way: str, case: Case) -> float | None:
+        """A way's rate in 10^9 bytes per second."""
+        found = self.results.get((way, case))
+        return found.gb_per_s if found is not None else None
+
+    @property
+    def ways(self) -> list[str]:
+        """All ways."""
+        return list(dict.fromkeys(way for way, _ in self.results))
+
+    @property
+    def cases(self) -> list[Case]:
+        """All cases."""
+        return list(dict.fromkeys(case for _, case in self.results))
+
+
+def cases(pieces: Sequence[int], totals: Sequence[int]) -> list[Case]:
+    """Every total in every size of piece that it holds at least once."""
+    return [Case(piece, total) for piece in pieces for total in totals if total >= piece]

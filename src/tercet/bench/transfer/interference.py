@@ -1,0 +1,153 @@
+"""What receiving does to an engine that decodes: a real engine, and a sender that pushes as fast as it can."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import secrets
+import statistics
+import threading
+import time
+
+import aiohttp
+import msgspec
+
+from tercet.protocol import EngineError, KVAddrInfo, TercetError
+from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+
+LEASED_TOKENS = 2048
+ACK_SECONDS = 60.0
+
+
+class Interference(msgspec.Struct, frozen=True):
+    """Decode steps of an engine, in seconds (medians), and how fast it was pushed to meanwhile, in 10^9 bytes/s."""
+
+    step_alone: float
+    step_receiving: float
+    gb_per_s: float
+    transport: str
+
+    @property
+    def slowdown(self) -> float:
+        """Step time while receiving, by step time alone."""
+        return self.step_receiving / self.step_alone
+
+
+async def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
+    """Decode ``tokens`` tokens on ``engine`` (its URL), in turn alone and while it receives, ``rounds`` times.
+
+    Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
+    """
+    async with aiohttp.ClientSession() as session:
+        model = (await _get(session, f"{engine}/v1/models"))["data"][0]["id"]
+        vocabulary = range(1000, 20000)
+        alone: list[float] = []
+        receiving: list[float] = []
+        rates: list[float] = []
+        transport = ""
+        for number in range(rounds + 1):
+            quiet = await _steps(session, engine, model, vocabulary, tokens)
+            with await _Flood.begin(session, engine, settings) as flood:
+                busy = await _steps(session, engine, model, vocabulary, tokens)
+            await flood.release(session)
+            transport = flood.transport
+            if number:
+                alone += quiet
+                receiving += busy
+                rates.append(flood.rate)
+        return Interference(
+            statistics.median(alone), statistics.median(receiving), statistics.median(rates), transport
+        )  # fmt: skip
+
+
+async def _steps(
+    session: aiohttp.ClientSession, engine: str, model: str, vocabulary: range, tokens: int
+) -> list[float]:
+    """Times between the tokens of one stream."""
+    body = {
+        "model": model, "prompt": random.choices(vocabulary, k=32), "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    async with session.post(f"{engine}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise EngineError(f"{engine} refused to generate: {(await response.text())[:300]}")
+        times = [time.perf_counter() async for line in response.content if line.startswith(b"data: {")]
+    return [after - before for before, after in itertools.pairwise(times[1:])]
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, list[dict[str, str]]]:
+    async with session.get(url) as response:
+        if response.status != 200:
+            raise EngineError(f"{url} answered {response.status}")
+        return await response.json()
+
+
+class _Flood:
+    """Pushes random KV into one reservation, over and over, from a thread, until it is left."""
+
+    def __init__(self, engine: str, seq_id: str, info: KVAddrInfo, settings: TransportSettings) -> None:
+        layout = info.layout
+        self._engine, self._seq_id, self._info = engine, seq_id, info
+        self._slots = -(-(info.end - info.begin) // layout.block_size)
+        self._layers = layout.num_layers
+        self._region = KVRegion.create(layout.num_layers, self._slots + 1, layout.block_bytes)
+        for layer in range(layout.num_layers):
+            self._region.blocks(layer, 0, self._slots + 1)[:] = bytes((self._slots + 1) * layout.block_bytes)
+        self._transport = RankTransport(self._region, layout.exchange_key, settings)
+        self._target = Target(info.ranks[0].addresses, info.lease, Strip(0, layout.block_bytes))
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._moved, self._seconds = 0, 0.0
+        self._error: TercetError | None = None
+        self.transport = ""
+
+    @classmethod
+    async def begin(cls, session: aiohttp.ClientSession, engine: str, settings: TransportSettings) -> _Flood:
+        """Reserve room on the engine."""
+        seq_id = secrets.token_hex(8)
+        prompt = random.choices(range(1000, 20000), k=LEASED_TOKENS)
+        async with session.post(f"{engine}/tercet/v1/prep_recv", json={"seq_id": seq_id, "prompt": prompt}) as response:
+            if response.status != 200:
+                raise EngineError(f"{engine} refused prep_recv: {(await response.text())[:300]}")
+            answer = await response.json()
+        return cls(engine, seq_id, msgspec.convert(answer["kv_addr_info"], KVAddrInfo), settings)
+
+    @property
+    def rate(self) -> float:
+        """10^9 bytes per second."""
+        return self._moved / self._seconds / 1e9
+
+    def _run(self) -> None:
+        outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
+        began = time.perf_counter()
+        while not self._enough.is_set() and self._error is None:
+            send = secrets.token_hex(8)
+            self._transport.open(send, self._target, outcomes.put)
+            for layer in range(self._layers):
+                self._transport.push(send, layer, 0, range(1, self._slots + 1))
+            self._transport.finish(send, self._info.begin, self._info.end)
+            outcome = outcomes.get(timeout=ACK_SECONDS)
+            if isinstance(outcome, TercetError):
+                self._error = outcome
+            else:
+                self._moved += outcome.bytes
+        self._seconds = time.perf_counter() - began
+        self.transport = self._transport.transport_to(self._target.addresses) or ""
+
+    def __enter__(self) -> _Flood:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join()
+        self._transport.close()
+        self._region.close()
+        if self._error is not None:
+            raise self._error
+
+    async def release(self, session: aiohttp.ClientSession) -> None:
+        """Give the room back. Its KV is zeros, so the blocks must not be found: they were asked for random tokens."""
+        async with session.post(f"{self._engine}/tercet/v1/abort", json={"seq_id": self._seq_id}) as response:
+            await response.read()

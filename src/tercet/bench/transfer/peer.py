@@ -1,0 +1,139 @@
+"""The other process: receives over every transport that is measured, and over plain sockets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from tercet.bench.transfer.cases import MIB, Case
+from tercet.protocol import EngineError, TercetError
+from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
+
+FINGERPRINT = "bench"
+ANSWER_SECONDS = 120.0
+
+
+class Peer:
+    """A process with a region of one case. Calls raise :class:`~tercet.protocol.EngineError` for what failed there."""
+
+    def __init__(self, case: Case) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, case), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid or 0
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of :class:`_Receiving` there."""
+        self._pipe.send((method, args))
+        if not self._pipe.poll(ANSWER_SECONDS):
+            raise EngineError(f"the receiving process did not answer {method} within {ANSWER_SECONDS:.0f} s")
+        value, error = self._pipe.recv()
+        if error is not None:
+            raise EngineError(error)
+        return value
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+class _Receiving:
+    """What the other process does when asked."""
+
+    def __init__(self, case: Case) -> None:
+        self._region: KVRegion = case.region()
+        self._case = case
+        self._transports: dict[str, RankTransport] = {}
+        self._sockets: list[socket.socket] = []
+
+    def listen(self, way: str, settings: bytes) -> tuple[str, ...]:
+        """Receive over a transport; returns its addresses."""
+        decoded = msgspec.msgpack.decode(settings, type=TransportSettings)
+        self._transports[way] = RankTransport(self._region, FINGERPRINT, decoded)
+        return self._transports[way].addresses
+
+    def grant(self, way: str, lease: str, blocks: tuple[int, ...], end: int, block_size: int) -> None:
+        """Let a transport's peer write."""
+        self._transports[way].grant(Grant(lease, blocks, 0, end, block_size))
+
+    def revoke(self, way: str, lease: str) -> int:
+        """End a lease; returns how far its KV is valid."""
+        return self._transports[way].revoke(lease)
+
+    def content(self, layer: int, blocks: tuple[int, ...]) -> bytes:
+        """Some blocks' bytes."""
+        return b"".join(bytes(self._region.blocks(layer, block)) for block in blocks)
+
+    def close(self, way: str) -> None:
+        """Close a transport."""
+        self._transports.pop(way).close()
+
+    def sockets(self, streams: int) -> tuple[str, int]:
+        """Listen for plain connections; each gets a share of the region to fill, over and over."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, args=(listener, streams), daemon=True).start()
+        return listener.getsockname()
+
+    def _accept(self, listener: socket.socket, streams: int) -> None:
+        whole = self._region.bytes
+        share = len(whole) // streams
+        with listener:
+            for stream in range(streams):
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                part = whole[stream * share : (stream + 1) * share]
+                threading.Thread(target=_drain, args=(connection, part), daemon=True).start()
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process so far."""
+        return time.process_time()
+
+
+def _drain(connection: socket.socket, into: memoryview) -> None:
+    """Fill ``into`` from a connection; a byte back for each message, whose length comes first."""
+    length = bytearray(8)
+    with connection:
+        while connection.recv_into(length, 8, socket.MSG_WAITALL) == 8:
+            left, at = int.from_bytes(length, "little"), 0
+            while left:
+                count = connection.recv_into(into[at : at + min(left, MIB)])
+                if not count:
+                    return
+                left -= count
+                at = (at + count) % max(1, len(into) - MIB)
+            connection.sendall(b"!")
+
+
+def _serve(pipe: Connection, case: Case) -> None:
+    receiving = _Receiving(case)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = (getattr(receiving, method)(*args), None)
+        except TercetError as error:
+            answer = (None, error.message)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}")
+        pipe.send(answer)

@@ -1,0 +1,105 @@
+"""Runs every way over every case, in interleaved rounds, and measures what waiting costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tercet.bench.transfer.cases import Case, Table
+from tercet.bench.transfer.direct import direct_ways
+from tercet.bench.transfer.peer import Peer
+from tercet.bench.transfer.ways import Memcpy, OurTransport, PlainSockets, Way
+from tercet.protocol import TercetError
+from tercet.transport import KVRegion, TransportSettings
+
+SOCKET_STREAMS = (1, 2, 4)
+BACKENDS = ("host", "tcp", "nixl", "mooncake")
+# Idle processes are watched for so long; a tick of the kernel's clock is 10 ms.
+IDLE_SECONDS = 5.0
+
+Progress = Callable[[str], None]
+Maker = Callable[[], Way]
+
+
+def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams: int, progress: Progress) -> Table:
+    """Measure each way in each case ``rounds`` times, after one round that warms up."""
+    table = Table()
+    for case in cases:
+        progress(f"{case.piece_bytes / 1024:g} KiB pieces, {case.total_bytes / 1024**2:g} MiB")
+        source = case.region()
+        try:
+            with Peer(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
+                for number in range(rounds + 1):
+                    for way in list(ways):
+                        _one(way, case, table, ways, warm=number == 0)
+        finally:
+            source.close()
+    return table
+
+
+def _one(way: Way, case: Case, table: Table, ways: list[Way], *, warm: bool) -> None:
+    try:
+        seconds = way.move()
+    except TercetError as error:
+        table.fail(way.name, case, error.message)
+        ways.remove(way)
+        return
+    if not warm:
+        table.add(way.name, case, seconds)
+
+
+@contextmanager
+def _ways(
+    case: Case, source: KVRegion, peer: Peer, backends: Sequence[str], streams: int, table: Table
+) -> Generator[list[Way]]:
+    makers: list[tuple[str, Maker]] = [("memcpy", lambda: Memcpy(case, source))]
+    makers += [
+        (f"sockets x{number}", lambda number=number: PlainSockets(case, source, peer, number))
+        for number in SOCKET_STREAMS
+    ]
+    for name in backends:
+        settings = TransportSettings(name, streams=streams)
+        makers.append((name, lambda name=name, settings=settings: OurTransport(name, case, source, peer, settings)))
+    makers += direct_ways(case, source, peer, backends)
+    ways: list[Way] = []
+    with ExitStack() as stack:
+        for name, make in makers:
+            try:
+                way = make()
+            except TercetError as error:
+                table.fail(name, case, error.message)
+                continue
+            stack.callback(way.close)
+            ways.append(way)
+        yield ways
+
+
+def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[str, float | str]:
+    """Cores that a connected, idle pair of ranks uses, both together; or why it cannot be said."""
+    case = Case(96 * 1024, 4 * 1024 * 1024)
+    found: dict[str, float | str] = {}
+    for name in backends:
+        progress(f"idle CPU of {name}")
+        source = case.region()
+        try:
+            with Peer(case) as peer:
+                found[name] = _idle(
+                    OurTransport(name, case, source, peer, TransportSettings(name, streams=streams)), peer
+                )
+        except TercetError as error:
+            found[name] = error.message
+        finally:
+            source.close()
+    return found
+
+
+def _idle(way: OurTransport, peer: Peer) -> float:
+    try:
+        way.move()
+        began, here, there = time.perf_counter(), time.process_time(), peer.call("cpu_seconds")
+        time.sleep(IDLE_SECONDS)
+        used = time.process_time() - here + peer.call("cpu_seconds") - there
+        return used / (time.perf_counter() - began)
+    finally:
+        way.close()

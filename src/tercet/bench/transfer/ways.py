@@ -1,0 +1,154 @@
+"""Ways to move a case's bytes into the other process. Each gives the seconds that one round took."""
+
+from __future__ import annotations
+
+import queue
+import random
+import secrets
+import socket
+import threading
+import time
+from typing import Protocol
+
+import msgspec
+
+from tercet.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
+from tercet.bench.transfer.peer import FINGERPRINT, Peer
+from tercet.protocol import TercetError, TransferFailed
+from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+
+ACK_SECONDS = 120.0
+
+
+class Way(Protocol):
+    """One way; it is made for one case, and closed."""
+
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        ...
+
+    def move(self) -> float:
+        """Move the case's bytes once; returns the seconds until they are in place."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it took."""
+        ...
+
+
+class Memcpy:
+    """Scattered pieces from one region to another in this process, by one thread: what no transport can beat."""
+
+    name = "memcpy"
+
+    def __init__(self, case: Case, source: KVRegion) -> None:
+        self._case, self._source, self._target = case, source, case.region()
+        self._choose = random.Random(0)
+
+    def move(self) -> float:
+        """See :class:`Way`."""
+        case, size = self._case, self._case.piece_bytes
+        there, here = self._source.shape, self._target.shape
+        pairs = [
+            (there.block(layer, source), here.block(layer, target))
+            for layer in range(case.layers)
+            for source, target in zip(case.scattered(self._choose), case.scattered(self._choose), strict=True)
+        ]
+        theirs, ours = self._source.bytes, self._target.bytes
+        began = time.perf_counter()
+        for source, target in pairs:
+            ours[target : target + size] = theirs[source : source + size]
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """See :class:`Way`."""
+        self._target.close()
+
+
+class PlainSockets:
+    """TCP over loopback, contiguous memory in calls of 1 MiB, a thread per stream on both sides, and nothing else."""
+
+    def __init__(self, case: Case, source: KVRegion, peer: Peer, streams: int) -> None:
+        self.name = f"sockets x{streams}"
+        self._share = case.moved_bytes // streams
+        host, port = peer.call("sockets", streams)
+        self._connections = [socket.create_connection((host, port)) for _ in range(streams)]
+        self._parts = [source.bytes[at * self._share : (at + 1) * self._share] for at in range(streams)]
+
+    def move(self) -> float:
+        """See :class:`Way`."""
+        threads = [
+            threading.Thread(target=_send, args=pair) for pair in zip(self._connections, self._parts, strict=True)
+        ]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """See :class:`Way`."""
+        for connection in self._connections:
+            connection.close()
+
+
+def _send(connection: socket.socket, data: memoryview) -> None:
+    connection.sendall(len(data).to_bytes(8, "little"))
+    for start in range(0, len(data), MIB):
+        connection.sendall(data[start : start + MIB])
+    connection.recv(1)
+
+
+class OurTransport:
+    """A whole send, as an engine does it: open, every layer's blocks, the claim, the acknowledgement."""
+
+    def __init__(self, name: str, case: Case, source: KVRegion, peer: Peer, settings: TransportSettings) -> None:
+        self.name = name
+        self._case, self._peer = case, peer
+        self._choose = random.Random(0)
+        self._transport = RankTransport(source, FINGERPRINT, settings)
+        self._source = source
+        self._addresses: tuple[str, ...] = peer.call("listen", name, msgspec.msgpack.encode(settings))
+        self._checked = False
+
+    def move(self) -> float:
+        """See :class:`Way`; the first time, what arrived is compared with what was sent."""
+        case, lease, send = self._case, secrets.token_hex(16), secrets.token_hex(8)
+        sources, targets = case.scattered(self._choose), case.scattered(self._choose)
+        end = case.slots * BLOCK_TOKENS
+        self._peer.call("grant", self.name, lease, targets, end, BLOCK_TOKENS)
+        outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
+        target = Target(self._addresses, lease, Strip(0, case.piece_bytes))
+        began = time.perf_counter()
+        self._transport.open(send, target, outcomes.put)
+        for layer in range(case.layers):
+            self._transport.push(send, layer, 0, sources)
+        self._transport.finish(send, 0, end)
+        outcome = outcomes.get(timeout=ACK_SECONDS)
+        took = time.perf_counter() - began
+        if isinstance(outcome, TercetError):
+            raise outcome
+        if self._peer.call("revoke", self.name, lease) != end:
+            raise TransferFailed(f"{self.name}: acknowledged, but not all of it is valid")
+        if not self._checked:
+            self._compare(sources, targets)
+            self._checked = True
+        return took
+
+    def _compare(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        for layer in range(self._case.layers):
+            sent = b"".join(bytes(self._source.blocks(layer, block)) for block in sources[:4])
+            if self._peer.call("content", layer, targets[:4]) != sent:
+                raise TransferFailed(f"{self.name}: layer {layer} arrived with other bytes than were sent")
+
+    @property
+    def transport(self) -> str | None:
+        """How the bytes travelled."""
+        return self._transport.transport_to(self._addresses)
+
+    def close(self) -> None:
+        """See :class:`Way`."""
+        self._transport.close()
+        self._peer.call("close", self.name)

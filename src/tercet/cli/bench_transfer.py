@@ -1,0 +1,104 @@
+"""``tercet bench transfer``: what moving KV costs on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as Lines
+
+from tercet.bench.transfer.cases import KIB, MIB, Table, cases
+from tercet.bench.transfer.interference import Interference, measure_interference
+from tercet.bench.transfer.report import draw, failures, report, rows
+from tercet.bench.transfer.run import BACKENDS, idle_cpu, measure
+from tercet.protocol import BadRequest
+from tercet.transport import TransportSettings
+
+
+def transfer(
+    piece: Annotated[str, typer.Option(help="Sizes of pieces (a block of one layer), in KiB, with commas.")] = (
+        "6,24,96,256,1024"
+    ),
+    total: Annotated[str, typer.Option(help="Bytes moved at a time, in MiB, with commas.")] = "1,16,64,256",
+    backend: Annotated[str, typer.Option(help="Ways of ours to measure, with commas.")] = ",".join(BACKENDS),
+    streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per peer, for `tcp`.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; every way once in each, in turn.")] = 7,
+    engine: Annotated[
+        str | None, typer.Option(help="URL of a running engine: decode steps while it receives, and while it does not.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens to decode in each round, with `--engine`.")] = 100,
+    json: Annotated[Path | None, typer.Option(help="Write everything here, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rates: a .png or .svg (needs the extra `plot`).")] = None,
+) -> None:
+    """Measure how fast KV moves between two processes of this machine, side by side in one run.
+
+    Plain `memcpy` by one thread, plain sockets with 1, 2 and 4 streams, each of our backends (a whole send, from
+    opening to acknowledgement), and NIXL and Mooncake called directly. Then the CPU that an idle pair of ranks uses.
+
+    Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
+    """
+    console = Console()
+    sizes = _numbers("--piece", piece, KIB), _numbers("--total", total, MIB)
+    backends = [name.strip() for name in backend.split(",")]
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown:
+        raise BadRequest(f"--backend: there is no {unknown[0]!r}; choose from {', '.join(BACKENDS)}", "--backend")
+    found = Table()
+    idle: dict[str, float | str] = {}
+    interference: Interference | None = None
+    with console.status("starting") as status:
+        if sizes[0]:
+            found = measure(cases(*sizes), backends, rounds, streams, status.update)
+            idle = idle_cpu([name for name in backends if name in found.ways], streams, status.update)
+        if engine is not None:
+            status.update(f"decode steps of {engine}")
+            settings = TransportSettings(streams=streams)
+            interference = asyncio.run(measure_interference(engine.rstrip("/"), rounds, tokens, settings))
+    _show(console, found, idle, interference)
+    if json is not None:
+        report(found, idle, interference).save(json)
+    if plot is not None:
+        _draw(found, plot)
+
+
+def _numbers(flag: str, text: str, unit: int) -> list[int]:
+    try:
+        found = [int(float(item) * unit) for item in text.split(",") if item.strip()]
+    except ValueError:
+        raise BadRequest(f"{flag}: {text!r} is not a list of numbers", flag) from None
+    if any(size < 1 for size in found):
+        raise BadRequest(f"{flag}: sizes must be above 0", flag)
+    return found
+
+
+def _show(console: Console, found: Table, idle: dict[str, float | str], interference: Interference | None) -> None:
+    if found.results:
+        head, body = rows(found)
+        lines = Lines(title="GB/s")
+        for name in head:
+            lines.add_column(name, justify="right")
+        for row in body:
+            lines.add_row(*row)
+        console.print(lines)
+    for way, why in failures(found).items():
+        console.print(f"{way} was not measured: {why}", highlight=False)
+    for way, cores in idle.items():
+        said = f"{cores * 100:.1f}% of a core" if isinstance(cores, float) else cores
+        console.print(f"idle {way}: {said}", highlight=False)
+    if interference is not None:
+        alone, receiving = interference.step_alone * 1e3, interference.step_receiving * 1e3
+        rate = f"{interference.gb_per_s:.2f} GB/s over {interference.transport}"
+        console.print(
+            f"decode step: {alone:.1f} ms alone, {receiving:.1f} ms receiving {rate} ({interference.slowdown:.3f})",
+            highlight=False,
+        )
+
+
+def _draw(found: Table, path: Path) -> None:
+    try:
+        draw(found, path)
+    except ImportError:
+        raise BadRequest("--plot: matplotlib is missing: pip install 'tercet[plot]'", "--plot") from None
