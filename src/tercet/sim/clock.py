@@ -149,7 +149,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run until a future or coroutine is done; returns its result or raises its exception."""
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         task.add_done_callback(self._stop_when_done)
-        self.run_forever()
+        try:
+            self.run_forever()
+        finally:
+            task.remove_done_callback(self._stop_when_done)
+            self._stopping, self._failure = False, None
         return task.result()
 
     def _stop_when_done(self, _task: asyncio.Future[Any]) -> None:

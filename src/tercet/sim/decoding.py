@@ -57,9 +57,9 @@ class Decoding:
 
     def wake(self, work: Work, ticks: int) -> None:
         """Make a sequence due ``ticks`` from now."""
-        work.wake = self.tick + ticks
         self._count += 1
-        heapq.heappush(self._due, (work.wake, self._count, work))
+        work.wake = self._count
+        heapq.heappush(self._due, (self.tick + ticks, self._count, work))
 
     def leave(self, work: Work) -> None:
         """Take a sequence out, with its tokens and blocks as of now."""
@@ -103,7 +103,7 @@ class Decoding:
     def ticks_to_due(self) -> int:
         """Ticks until a sequence is due next."""
         due = self._due
-        while due[0][2].state != "decoding" or due[0][2].wake != due[0][0]:
+        while not _valid(due[0]):
             heapq.heappop(due)
         return due[0][0] - self.tick
 
@@ -112,10 +112,16 @@ class Decoding:
         found: list[Work] = []
         due = self._due
         while due and due[0][0] <= self.tick:
-            wake, _, work = heapq.heappop(due)
-            if work.state == "decoding" and work.wake == wake:
-                found.append(work)
+            entry = heapq.heappop(due)
+            if _valid(entry):
+                found.append(entry[2])
         return found
+
+
+def _valid(entry: tuple[int, int, Work]) -> bool:
+    """Whether an entry is its sequence's last one: who left, or is due at another time, has older ones."""
+    _, number, work = entry
+    return work.state == "decoding" and work.wake == number
 
 
 class Run:

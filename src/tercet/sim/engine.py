@@ -258,6 +258,12 @@ class SimEngine:
         """The engine's blocks."""
         return self._pool
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs, waits, is reserved or is being sent here."""
+        core = self._core
+        return not core.idle or bool(core.running or core.waiting or len(self._leases) or self._sends)
+
     # ---- checks and plumbing ---------------------------------------------------------------------------------
 
     def _generation(self, request: Request, begin: int, output: Sequence[int]) -> Work:
