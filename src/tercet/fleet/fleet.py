@@ -43,7 +43,7 @@ class Fleet:
 
     def __init__(self, members: Sequence[Member], trace: Trace | None = None) -> None:
         self._members = members
-        self._turns: Counter[tuple[str, ...]] = Counter()
+        self._turns: Counter[tuple[str, str]] = Counter()
         self._trace = trace or Trace()
 
     @property
@@ -76,12 +76,14 @@ class Fleet:
         picker = PICKERS.get(by)
         if picker is None:
             raise BadRequest(f"pick: there is no picker {by!r}; choose one of {', '.join(sorted(PICKERS))}", "pick")
-        able = [member for member in self._members if member.can(role)]
-        alive = [member for member in able if member.reachable] or able
-        candidates = [member for member in alive if member.name != without] or alive
+        # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
+        able = self._members if role == "both" else [m for m in self._members if m.role == role or m.role == "both"]
+        candidates = [member for member in able if member.reachable] or able
+        if without is not None:
+            candidates = [member for member in candidates if member.name != without] or candidates
         if not candidates:
             raise EngineUnreachable(f"no engine of this fleet has the role {role}")
-        key = tuple(member.name for member in candidates)
+        key = (role, by)
         turn = self._turns[key]
         self._turns[key] += 1
         return candidates[picker(candidates, turn)]

@@ -25,8 +25,9 @@ def round_robin(candidates: Sequence[Candidate], turn: int) -> int:
 
 def least_loaded(candidates: Sequence[Candidate], turn: int) -> int:
     """Index of the candidate with the fewest sequences in flight; among equals, the next in turn."""
-    fewest = min(candidate.in_flight for candidate in candidates)
-    equals = [index for index, candidate in enumerate(candidates) if candidate.in_flight == fewest]
+    loads = [candidate.in_flight for candidate in candidates]
+    fewest = min(loads)
+    equals = [index for index, load in enumerate(loads) if load == fewest]
     return equals[turn % len(equals)]
 
 

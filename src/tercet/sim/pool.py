@@ -34,8 +34,10 @@ class BlockPool:
         self.total = total
         self.evicted = 0
         self._pinned = 0
-        self._pins: dict[int, int] = {}
+        self._cached: set[int] = set()
+        # Cached blocks that nobody pins, the next one to go first; and those that several holders pin, with how many.
         self._unused: OrderedDict[int, None] = OrderedDict()
+        self._shared: dict[int, int] = {}
 
     @property
     def free(self) -> int:
@@ -45,13 +47,13 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Blocks that can be found by their hash."""
-        return len(self._pins)
+        return len(self._cached)
 
     def match(self, hashes: Sequence[int], limit: int) -> int:
         """How many of the first ``limit`` hashes are cached, from the first on without a gap."""
-        pins, found = self._pins, 0
+        cached, found = self._cached, 0
         for key in hashes:
-            if found >= limit or key not in pins:
+            if found >= limit or key not in cached:
                 break
             found += 1
         return found
@@ -65,13 +67,17 @@ class BlockPool:
 
     def pin(self, holding: Holding, hashes: Sequence[int], matched: int) -> None:
         """Pin the first ``matched`` of these cached blocks for a holder that has none yet."""
-        pins, unused = self._pins, self._unused
-        for key in hashes[:matched]:
-            if pins[key] == 0:
-                del unused[key]
-                self._pinned += 1
-            pins[key] += 1
         holding.hashes = list(hashes[:matched])
+        for key in holding.hashes:
+            self._pinned += self._pin(key)
+
+    def _pin(self, key: int) -> int:
+        """Pin a cached block; returns how many more blocks are pinned now, one or none."""
+        if key in self._unused:
+            del self._unused[key]
+            return 1
+        self._shared[key] = self._shared.get(key, 1) + 1
+        return 0
 
     def take(self, holding: Holding, count: int) -> None:
         """Add ``count`` plain blocks to a holder; the caller knows that they are free."""
@@ -85,38 +91,41 @@ class BlockPool:
         self._pinned += count
         for _ in range(self._pinned + len(self._unused) - self.total):
             key, _none = self._unused.popitem(last=False)
-            del self._pins[key]
+            self._cached.remove(key)
             self.evicted += 1
 
     def publish(self, holding: Holding, hashes: Sequence[int]) -> None:
         """Make the holder's plain blocks findable as ``hashes``, which continue what it has published already."""
-        pins, unused = self._pins, self._unused
-        for key in hashes[len(holding.hashes) : holding.blocks]:
-            known = pins.get(key)
-            if known is None:
-                pins[key] = 1
-            else:
-                # Somebody else has the same block: it is shared and the copy given back.
-                pins[key] = known + 1
-                if known:
-                    self._pinned -= 1
-                else:
-                    del unused[key]
-            holding.hashes.append(key)
-            holding.plain -= 1
+        new = hashes[len(holding.hashes) : holding.blocks]
+        holding.hashes.extend(new)
+        holding.plain -= len(new)
+        if not self._cached.isdisjoint(new):
+            # Somebody else has these blocks: they are shared from now on, and the copies given back.
+            for key in new:
+                if key in self._cached:
+                    self._pinned += self._pin(key) - 1
+        self._cached.update(new)
 
     def give_back(self, holding: Holding) -> None:
         """Unpin all that a holder has; what is published stays cached until its room is needed."""
-        pins, unused = self._pins, self._unused
-        for key in reversed(holding.hashes):
-            left = pins[key] - 1
-            pins[key] = left
-            if left == 0:
-                unused[key] = None
-                self._pinned -= 1
-        self._pinned -= holding.plain
+        hashes, shared = holding.hashes, self._shared
+        if not shared.keys().isdisjoint(hashes):
+            hashes = [key for key in hashes if not self._unshare(key)]
+        self._unused.update(dict.fromkeys(reversed(hashes)))
+        self._pinned -= len(hashes) + holding.plain
         holding.hashes = []
         holding.plain = 0
+
+    def _unshare(self, key: int) -> bool:
+        """Take one holder off a block that others pin too; whether there are any."""
+        holders = self._shared.get(key)
+        if holders is None:
+            return False
+        if holders > 2:
+            self._shared[key] = holders - 1
+        else:
+            del self._shared[key]
+        return True
 
     def drop_plain(self, holding: Holding, count: int) -> None:
         """Give back ``count`` of a holder's plain blocks."""
