@@ -13,7 +13,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``block_size`` is in tokens. ``block_bytes`` is the size of one block of one layer on one rank. ``packing`` names
     how keys and values are arranged inside a block; CPU kernels pack them for their instruction set.
     ``splits_by_head``: a block holds its rank's KV heads one after the other, so that blocks of ranks with different
-    heads can be cut and joined.
+    heads can be cut and joined. ``splits_by_token``: the transport knows how tokens lie in a block, so that blocks of
+    another size can be put together.
     """
 
     model: str
@@ -26,6 +27,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp_size: int
     packing: str
     splits_by_head: bool = False
+    splits_by_token: bool = False
 
     @property
     def heads_per_rank(self) -> int:
@@ -35,16 +37,20 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def exchange_key(self) -> str:
         """Equal for all ranks, and all engines, whose KV can be exchanged."""
-        same = (self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.block_size)
-        return "/".join(map(str, (*same, self.packing, self.block_bytes // self.heads_per_rank)))
+        head_bytes = self.block_bytes // self.heads_per_rank
+        size = ("any", head_bytes // self.block_size) if self.splits_by_token else (self.block_size, head_bytes)
+        same = (self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.packing)
+        return "/".join(map(str, (*same, *size)))
 
     def require_mappable(self, other: KVLayout, whose: str) -> None:
         """Raise :class:`LayoutMismatch`, naming what is in the way, unless KV can go from here to ``other``.
 
         Engines may differ in their tensor-parallel degree if blocks can be cut between heads and one degree divides
-        the other.
+        the other, and in their block size if blocks can be cut between tokens.
         """
         free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
+        if self.splits_by_token and other.splits_by_token:
+            free |= {"block_size", "block_bytes"}
         differences = [
             f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} on {whose}"
             for name in self.__struct_fields__
@@ -52,6 +58,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         if self.tp_size != other.tp_size and not differences:
             differences = self._obstacles_to_other_ranks(other, whose)
+        if self.exchange_key != other.exchange_key and not differences:
+            differences = [f"a token takes other bytes here than on {whose}"]
         if differences:
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
 
@@ -62,8 +70,6 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.append(f"{degrees}, and blocks of packing {self.packing!r} cannot be cut between heads")
         if max(self.tp_size, other.tp_size) % min(self.tp_size, other.tp_size):
             found.append(f"{degrees}, and neither divides the other")
-        if self.block_bytes * other.heads_per_rank != other.block_bytes * self.heads_per_rank:
-            found.append(f"{degrees}, and a head's share of a block has another size there")
         return found
 
 

@@ -10,9 +10,11 @@ from tercet.transport.base import KVTransport, SendReport, Target
 from tercet.transport.grants import Grant, GrantTable
 from tercet.transport.mapping import Strip, routes
 from tercet.transport.rank import RankTransport, TransportSettings
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 
 __all__ = [
+    "BlockShape",
     "Grant",
     "GrantTable",
     "KVRegion",

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from tercet.protocol import TercetError
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
 MAGIC = b"TRC2"
@@ -95,7 +96,8 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream`` counts
     them. ``offers`` has, for each backend that the sender has, what a receiver needs to read the sender's region, of
     which ``shape`` is the plan; ``word`` is the number of a live word that is set, so that a receiver can try.
-    ``proof`` shows that the sender knows the fleet's secret.
+    ``proof`` shows that the sender knows the fleet's secret. ``block`` tells how its blocks can be cut between
+    tokens, if they can.
     """
 
     fingerprint: str
@@ -106,6 +108,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     shape: RegionShape | None = None
     word: int = 0
     offers: dict[str, bytes] = {}
+    block: BlockShape | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):

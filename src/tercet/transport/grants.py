@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
+from tercet.transport.recut import Move, first_token, moves
 
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
@@ -39,13 +40,17 @@ class Grant:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of one layer."""
+    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of one layer.
+
+    ``unit`` is how many tokens the sender's slots have, 0 if as many as the grant's.
+    """
 
     layer: int
     begin: int
     end: int
     part: int = 0
     parts: int = 1
+    unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Claim:
     frames: int
     part: int = 0
     parts: int = 1
+    unit: int = 0
 
 
 @dataclass
@@ -65,6 +71,7 @@ class _Send:
 
     part: int
     parts: int
+    unit: int
     arrived: list[int]
     frames: int = 0
     claim: Claim | None = None
@@ -113,15 +120,24 @@ class GrantTable:
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
+        return self._grant_for(lease, piece).blocks[piece.begin : piece.end]
+
+    def locate_tokens(self, lease: str, piece: Piece) -> list[Move]:
+        """As :meth:`locate`, for a sender whose blocks have another size."""
+        grant, slots = self._grant_for(lease, piece), range(piece.begin, piece.end)
+        return moves(slots, piece.unit, grant.begin, grant.blocks, grant.block_size)
+
+    def _grant_for(self, lease: str, piece: Piece) -> Grant:
         with self._changed:
-            blocks = self._find(lease).grant.blocks
-        inside = 0 <= piece.layer < self._num_layers and 0 <= piece.begin < piece.end <= len(blocks)
+            grant = self._find(lease).grant
+        num_slots = _num_slots(grant, piece.unit)
+        inside = 0 <= piece.layer < self._num_layers and 0 <= piece.begin < piece.end <= num_slots
         if not (inside and 0 <= piece.part < piece.parts <= MAX_PARTS):
             raise BadRequest(
                 f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layer {piece.layer} is "
-                f"outside the lease's {len(blocks)} slots and {self._num_layers} layers"
+                f"outside the lease's {num_slots} slots and {self._num_layers} layers"
             )
-        return blocks[piece.begin : piece.end]
+        return grant
 
     @contextmanager
     def writing(self, lease: str) -> Generator[None]:
@@ -144,7 +160,7 @@ class GrantTable:
         """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
         with self._changed:
             opened = self._find(lease)
-            found = _send_of(opened, send, piece.part, piece.parts)
+            found = _send_of(opened, send, piece.part, piece.parts, piece.unit)
             found.frames += 1
             for slot in range(piece.begin, piece.end):
                 found.arrived[slot] |= 1 << piece.layer
@@ -162,7 +178,7 @@ class GrantTable:
             grant = opened.grant
             if not grant.begin <= claim.begin < claim.end <= grant.end:
                 raise BadRequest(f"[{claim.begin}, {claim.end}) is outside the lease's [{grant.begin}, {grant.end})")
-            found = _send_of(opened, send, claim.part, claim.parts)
+            found = _send_of(opened, send, claim.part, claim.parts, claim.unit)
             if found.claim is not None:
                 raise BadRequest("a send makes one claim")
             found.claim = claim
@@ -216,23 +232,31 @@ class GrantTable:
             return None
         del opened.sends[send]
         grant, end = opened.grant, found.claim.end
-        begin = found.claim.begin // grant.block_size * grant.block_size
-        for slot in range((begin - grant.begin) // grant.block_size, -(-(end - grant.begin) // grant.block_size)):
+        unit = found.unit or grant.block_size
+        begin, origin = first_token(found.claim.begin, unit), first_token(grant.begin, unit)
+        for slot in range((begin - origin) // unit, -(-(end - origin) // unit)):
             if found.arrived[slot] != self._complete:
                 missing = self._num_layers - found.arrived[slot].bit_count()
                 raise TransferFailed(f"slot {slot} lacks {missing} of {self._num_layers} layers")
         parts = opened.valid.setdefault(found.parts, {})
-        parts[found.part] = _merged(parts.get(found.part, []), (begin, end))
+        parts[found.part] = _merged(parts.get(found.part, []), (max(begin, grant.begin), end))
         return _valid_end(opened)
 
 
-def _send_of(opened: _Open, send: SendKey, part: int, parts: int) -> _Send:
+def _num_slots(grant: Grant, unit: int) -> int:
+    """How many of a sender's slots, of ``unit`` tokens each, a grant's blocks touch."""
+    unit = unit or grant.block_size
+    end = grant.begin + len(grant.blocks) * grant.block_size
+    return -(-(end - first_token(grant.begin, unit)) // unit)
+
+
+def _send_of(opened: _Open, send: SendKey, part: int, parts: int, unit: int) -> _Send:
     found = opened.sends.get(send)
     if found is None:
         if len(opened.sends) >= MAX_SENDS:
             raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
-        found = opened.sends[send] = _Send(part, parts, [0] * len(opened.grant.blocks))
-    if (found.part, found.parts) != (part, parts) or not 0 <= part < parts <= MAX_PARTS:
+        found = opened.sends[send] = _Send(part, parts, unit, [0] * _num_slots(opened.grant, unit))
+    if (found.part, found.parts, found.unit) != (part, parts, unit) or not 0 <= part < parts <= MAX_PARTS:
         raise BadRequest("a send fills one part of the blocks, always the same")
     return found
 

@@ -39,6 +39,7 @@ from tercet.transport.frames import (
     unpack,
 )
 from tercet.transport.grants import Claim, GrantTable, Piece
+from tercet.transport.recut import BlockShape, place
 from tercet.transport.region import KVRegion, RegionShape, runs
 from tercet.transport.session import Answer, Session, Sessions
 
@@ -89,6 +90,7 @@ class Rules:
     on_finished: OnFinished
     backends: Sequence[Backend] = ()
     tcp_allowed: bool = True
+    block: BlockShape | None = None
     counters: InboundCounters = field(default_factory=InboundCounters)
     sessions: Sessions = field(default_factory=Sessions)
 
@@ -135,6 +137,7 @@ class Inbound:
         self._holds = holds
         self._challenge = secrets.token_bytes(NONCE_BYTES)
         self._scratch = memoryview(bytearray(64 * 1024))
+        self._staging = memoryview(b"")
         self.session: Session | None = None
 
     def challenge(self) -> bytes:
@@ -174,7 +177,9 @@ class Inbound:
         header = body.header
         match header.kind:
             case Kind.PIECE:
-                if body.lease is not None:
+                if self._joined.block is not None:
+                    self._unless_refused(header, self._place)
+                elif body.lease is not None:
                     self._unless_refused(header, self._arrived)
             case Kind.REFERENCE:
                 self._unless_refused(header, self._fetch)
@@ -222,14 +227,31 @@ class Inbound:
             session = Session(greeting.session, self._answer, shape=greeting.shape)
             rules.sessions.begin(session)
             self.session = session
+            session.block = self._other_block(greeting)
             transport, session.reader = self._choose(greeting)
             proof = receiver_proof(rules.secret, self._challenge, greeting.nonce, greeting.session)
             self._answer(frame(Header(Kind.WELCOME), msgspec.msgpack.encode(Welcome(transport, proof))))
 
+    def _other_block(self, greeting: Greeting) -> BlockShape | None:
+        """The sender's block, if it has another size than ours; by the fingerprint the rest is equal."""
+        ours, theirs = self._rules.block, greeting.block
+        if ours is None or theirs is None or ours.tokens == theirs.tokens:
+            return None
+        try:
+            theirs.require_sane()
+        except TercetError as error:
+            raise ProtocolViolation(f"layout: {error.message}") from error
+        if (ours.head_size, ours.item_bytes) != (theirs.head_size, theirs.item_bytes):
+            raise ProtocolViolation("layout: heads of the sender's blocks have another size")
+        return theirs
+
     def _choose(self, greeting: Greeting) -> tuple[str, Reader | None]:
         """The first backend that both have and that passes its check, or ``tcp``."""
         reasons: list[str] = []
-        for backend in self._rules.backends:
+        backends = self._rules.backends
+        if self._joined.block is not None:
+            backends, reasons = (), ["blocks of another size are put together from what comes over tcp"]
+        for backend in backends:
             offer = greeting.offers.get(backend.name)
             if offer is None or greeting.shape is None:
                 reasons.append(f"{backend.name}: the sender does not offer it")
@@ -284,7 +306,9 @@ class Inbound:
             body.divert(self._scratch)
             return body
         try:
-            blocks = self._rules.grants.locate(header.lease, _piece_of(header))
+            if self._joined.block is not None:
+                return self._staged(header, self._joined.block)
+            blocks = self._rules.grants.locate(header.lease, self._piece_of(header))
             size = self._part_bytes(header)
             if header.nbytes != size * len(blocks):
                 raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
@@ -295,6 +319,37 @@ class Inbound:
             self._refuse(header, error)
             body.divert(self._scratch)
             return body
+
+    def _staged(self, header: Header, block: BlockShape) -> Body:
+        """Let a piece of blocks of another size wait until it is complete."""
+        self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
+        size = self._heads_of(header) * block.block_bytes // block.heads
+        if header.nbytes != size * (header.end - header.begin):
+            raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for slots of {size}")
+        if self._staging.nbytes < header.nbytes:
+            self._staging = memoryview(bytearray(header.nbytes))
+        return Body(header, [self._staging[: header.nbytes]])
+
+    def _place(self, header: Header) -> None:
+        """Put a staged piece's tokens in place."""
+        ours, theirs, region = self._rules.block, self._joined.block, self._rules.region
+        assert ours is not None
+        assert theirs is not None
+        heads, part = self._heads_of(header), self._part_bytes(header)
+        size = header.nbytes // (header.end - header.begin)
+        for move in self._rules.grants.locate_tokens(header.lease, self._piece_of(header)):
+            source = self._staging[(move.slot - header.begin) * size :][:size]
+            with self._rules.grants.writing(header.lease):
+                target = region.blocks(header.layer, move.block)[header.part * part :][:part]
+                place(source, theirs, target, ours, heads, move)
+        self._arrived(header)
+
+    def _heads_of(self, header: Header) -> int:
+        """Heads that a piece has of each block."""
+        heads, rest = divmod(self._rules.block.heads if self._rules.block else 0, header.parts)
+        if rest or not heads:
+            raise TransferFailed(f"blocks do not fall into {header.parts} equal parts")
+        return heads
 
     def _views(self, header: Header, blocks: Sequence[int], size: int) -> Iterator[memoryview]:
         region = self._rules.region
@@ -313,16 +368,17 @@ class Inbound:
         return size
 
     def _arrived(self, header: Header, by_reference: bool = False) -> None:
-        end = self._rules.grants.arrived(header.lease, self._key(header), _piece_of(header))
+        moved = (header.end - header.begin) * self._part_bytes(header) if by_reference else header.nbytes
+        end = self._rules.grants.arrived(header.lease, self._key(header), self._piece_of(header))
         self._rules.counters.count(
-            bytes_received=(header.end - header.begin) * self._part_bytes(header),
+            bytes_received=moved,
             pieces_received=1,
             pieces_by_reference=by_reference,
         )
         self._finish(header, end)
 
     def _claim(self, header: Header) -> None:
-        claim = Claim(header.begin, header.end, header.frames, header.part, header.parts)
+        claim = Claim(header.begin, header.end, header.frames, header.part, header.parts, self._unit)
         self._finish(header, self._rules.grants.claim(header.lease, self._key(header), claim))
 
     def _finish(self, header: Header, valid_end: int | None) -> None:
@@ -341,7 +397,7 @@ class Inbound:
         session, rules = self._joined, self._rules
         if session.reader is None or session.shape is None:
             raise ProtocolViolation("REFERENCE, though this session has no reader")
-        blocks = rules.grants.locate(header.lease, _piece_of(header))
+        blocks = rules.grants.locate(header.lease, self._piece_of(header))
         copies = self._copies(header, reference, session.shape, blocks)
         try:
             for some in _batches(copies):
@@ -377,12 +433,17 @@ class Inbound:
             raise ProtocolViolation("the first frame must be HELLO")
         return self.session
 
+    @property
+    def _unit(self) -> int:
+        """Tokens of the sender's slots, 0 if as many as ours have."""
+        block = self._joined.block
+        return 0 if block is None else block.tokens
+
+    def _piece_of(self, header: Header) -> Piece:
+        return Piece(header.layer, header.begin, header.end, header.part, header.parts, self._unit)
+
     def _key(self, header: Header) -> tuple[str, int]:
         return self._joined.name, header.send
-
-
-def _piece_of(header: Header) -> Piece:
-    return Piece(header.layer, header.begin, header.end, header.part, header.parts)
 
 
 def _joined_copies(size: int, there: int, here: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:

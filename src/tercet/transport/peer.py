@@ -36,6 +36,7 @@ from tercet.transport.frames import (
 )
 from tercet.transport.mapping import Strip
 from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, next_number, units
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune
 from tercet.transport.threads import start_thread
@@ -62,6 +63,7 @@ class Origin:
     timeout: float
     streams: int
     offers: Mapping[str, bytes]
+    block: BlockShape | None = None
     counters: OutboundCounters = field(default_factory=OutboundCounters)
 
 
@@ -214,7 +216,9 @@ class Peer:
         greeting = Greeting(origin.fingerprint, self._session, stream, nonce, proof)
         if stream == 0:
             offers = dict(origin.offers)
-            greeting = msgspec.structs.replace(greeting, shape=origin.region.shape, word=word, offers=offers)
+            greeting = msgspec.structs.replace(
+                greeting, shape=origin.region.shape, word=word, offers=offers, block=origin.block
+            )
         sock.sendall(frame(Header(Kind.HELLO), msgspec.msgpack.encode(greeting)))
         if stream:
             return Welcome(TCP, b"")

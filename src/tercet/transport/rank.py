@@ -11,6 +11,7 @@ from tercet.transport.grants import Grant, GrantTable
 from tercet.transport.inbound import Rules
 from tercet.transport.peer import Origin
 from tercet.transport.receiver import Receiver
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 from tercet.transport.sender import Sender
 
@@ -37,8 +38,9 @@ class RankTransport:
     """Implements :class:`~tercet.transport.KVTransport` over one rank's ``region``.
 
     Peers must have the same ``fingerprint``. ``on_finished(lease, valid_end)`` is called when a sender's claim was
-    accepted, before it is acknowledged. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings
-    name a backend that cannot be had.
+    accepted, before it is acknowledged. With ``block``, KV can be exchanged with ranks whose blocks have another size;
+    the fingerprint must not tell them apart then. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the
+    settings name a backend that cannot be had.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RankTransport:
         fingerprint: str,
         settings: TransportSettings | None = None,
         on_finished: OnFinished = lambda _lease, _end: None,
+        block: BlockShape | None = None,
     ) -> None:
         settings = settings or TransportSettings()
         self._region = region
@@ -54,11 +57,11 @@ class RankTransport:
         self._grants = GrantTable(region.num_layers)
         tcp_allowed = settings.transport in (AUTO_NAME, TCP)
         self._rules = Rules(
-            region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed
+            region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed, block
         )  # fmt: skip
         self._receiver = Receiver(self._rules, settings.hosts, settings.ports)
         offers = {backend.name: backend.offer() for backend in self._backends} | ({TCP: b""} if tcp_allowed else {})
-        origin = Origin(region, fingerprint, settings.secret, settings.timeout, settings.streams, offers)
+        origin = Origin(region, fingerprint, settings.secret, settings.timeout, settings.streams, offers, block=block)
         self._sender = Sender(origin)
 
     @property

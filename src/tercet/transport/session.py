@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tercet.transport.backends import Reader
 from tercet.transport.frames import ProtocolViolation
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
 REMEMBERED_REFUSED = 1024
@@ -21,13 +22,14 @@ class Session:
     """One sender, from its first connection to its last.
 
     ``answer`` writes to stream 0, from any thread. ``reader`` is how its memory is read, ``None`` when bytes travel
-    through the connections.
+    through the connections. ``block`` is set if the sender's blocks have another size than ours.
     """
 
     name: str
     answer: Answer
     reader: Reader | None = None
     shape: RegionShape | None = None
+    block: BlockShape | None = None
     streams: int = 1
     refused: dict[int, None] = field(default_factory=dict[int, None])  # the latest sends that were refused
 

@@ -59,6 +59,31 @@ def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
     return plane.device.type == "cpu" and plane.dim() == 4 and plane.shape[2] == block_size
 
 
+def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -> bool:
+    """Whether keys lie by dimension and values by token, found out by letting the kernel write a block.
+
+    Relies on ``cpu_attn_reshape_and_cache`` being what fills the cache, as ``CPUAttentionBackendImpl`` calls it.
+    """
+    if not _splits_by_head(plane, block_size):
+        return False
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, size = config.model_config, config.model_config.get_head_size()
+    if plane.dtype != model.dtype or plane.nbytes // plane.shape[0] % (2 * size * block_size * plane.itemsize):
+        return False
+    isa = _get_attn_isa(model.dtype, block_size, size, config.cache_config.cache_dtype)
+    written = torch.arange(block_size * size).remainder(251).to(model.dtype).view(block_size, 1, size)
+    cache = torch.zeros(1, 1, block_size * 2, size, dtype=model.dtype)
+    keys, values = cache.chunk(2, dim=2)
+    slots = torch.arange(block_size)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        written, written, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
+    by_dimension = keys.reshape(size, block_size).T.reshape(written.shape)
+    return torch.equal(by_dimension, written) and torch.equal(values.reshape(written.shape), written)
+
+
 def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLayout:
     """The layout of this rank's KV cache."""
     model = config.model_config
@@ -75,4 +100,5 @@ def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLay
         tp_size=config.parallel_config.tensor_parallel_size,
         packing=packing_of(config, block_size, model.dtype, first.device),
         splits_by_head=_splits_by_head(first, block_size),
+        splits_by_token=_splits_by_token(config, block_size, first),
     )

@@ -7,6 +7,7 @@ import os
 import msgspec
 
 from tercet.protocol import KVLayout
+from tercet.transport import BlockShape
 from tercet.transport.agent import AgentProcess
 from tercet.transport.agent.messages import LayerDone, StepBegins, StepEnds
 from tercet.vllm_plugin.config import PluginConfig
@@ -29,7 +30,7 @@ class WorkerSide:
         kv = planes.share()
         try:
             settings = self._config.transport_settings()
-            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, _all_cpus())
+            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, _all_cpus(), _block_of(layout))
         finally:
             os.close(kv.fd)  # the agent has its own; the mapping stays
 
@@ -60,6 +61,14 @@ class WorkerSide:
     def close(self) -> None:
         """Stop the agent."""
         self._agent.close()
+
+
+def _block_of(layout: KVLayout) -> BlockShape | None:
+    """How this rank's blocks can be cut between tokens, if they can."""
+    if not layout.splits_by_token:
+        return None
+    items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
+    return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
 
 
 def _all_cpus() -> set[int]:

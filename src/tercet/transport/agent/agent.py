@@ -34,6 +34,7 @@ from tercet.transport.agent.messages import (
 from tercet.transport.agent.sends import Sends
 from tercet.transport.grants import Grant
 from tercet.transport.rank import RankTransport, TransportSettings
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion, RegionShape
 
 MAX_NOTE_BYTES = 1024 * 1024
@@ -49,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True):
     fingerprint: str
     settings: TransportSettings
     cpus: tuple[int, ...]
+    block: BlockShape | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -92,7 +94,9 @@ class Agent:
         self._notify_of_lease: dict[str, str] = {}
         self._reporter = Reporter()
         self._region = KVRegion(setup.kv, setup.shape)
-        self._transport = RankTransport(self._region, setup.fingerprint, setup.settings, self._lease_filled)
+        self._transport = RankTransport(
+            self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block
+        )
         self._sends = Sends(setup.rank, self._transport, self._reporter.report)
         self._control = ControlServer(self._handle)
         self._pushes: tuple[Push, ...] = ()

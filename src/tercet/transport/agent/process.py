@@ -17,6 +17,7 @@ from tercet.protocol import EngineError
 from tercet.transport.agent.agent import MAX_NOTE_BYTES, Ready, Setup
 from tercet.transport.agent.messages import StepNote
 from tercet.transport.rank import TransportSettings
+from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,20 @@ class AgentProcess:
     """
 
     def __init__(
-        self, rank: int, kv: SharedKV, fingerprint: str, settings: TransportSettings, cpus: Collection[int]
+        self,
+        rank: int,
+        kv: SharedKV,
+        fingerprint: str,
+        settings: TransportSettings,
+        cpus: Collection[int],
+        block: BlockShape | None = None,
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._closing = threading.Event()
         with theirs:
             for end in (self._channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
-            setup = Setup(rank, kv.fd, theirs.fileno(), kv.shape, fingerprint, settings, tuple(sorted(cpus)))
+            setup = Setup(rank, kv.fd, theirs.fileno(), kv.shape, fingerprint, settings, tuple(sorted(cpus)), block)
             command = [sys.executable, "-m", "tercet.transport.agent", msgspec.json.encode(setup).decode()]
             self._process = subprocess.Popen(command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL)
         try:

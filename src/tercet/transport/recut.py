@@ -1,0 +1,86 @@
+"""Blocks of another size: where their tokens go, and how they are put there.
+
+Both ways of looking at a token range are cut at block boundaries, the sender's and the receiver's. Inside a block, each
+head has its keys, then its values. Keys lie by dimension, a run of tokens for each; values lie by token. That is how
+vLLM's portable CPU kernels keep them; where kernels group tokens otherwise, blocks of another size are refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tercet.protocol import BadRequest
+
+
+class BlockShape(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's block of one layer: ``tokens`` of ``heads`` heads with ``head_size`` items of ``item_bytes`` each."""
+
+    tokens: int
+    heads: int
+    head_size: int
+    item_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values."""
+        return 2 * self.heads * self.head_size * self.tokens * self.item_bytes
+
+    def require_sane(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for what no block looks like."""
+        if min(self.tokens, self.heads, self.head_size) < 1 or self.item_bytes not in (1, 2, 4, 8):
+            raise BadRequest(f"a block of {self.tokens} tokens, {self.heads} heads of {self.head_size} is none")
+
+
+class Move(NamedTuple):
+    """``tokens`` tokens of the sender's slot, from ``source`` on, go to the receiver's block, from ``target`` on."""
+
+    slot: int
+    source: int
+    block: int
+    target: int
+    tokens: int
+
+
+def first_token(begin: int, tokens: int) -> int:
+    """Where a sender's slot 0 begins, for a reservation that begins at ``begin``, with blocks of ``tokens``."""
+    return begin // tokens * tokens
+
+
+def moves(slots: range, sender_tokens: int, begin: int, blocks: tuple[int, ...], receiver_tokens: int) -> list[Move]:
+    """Where the tokens of a sender's slots go in a reservation whose ``blocks`` hold the tokens from ``begin`` on.
+
+    Tokens before ``begin``, and behind the last block, go nowhere: they are not the lease's.
+    """
+    found: list[Move] = []
+    origin, end = first_token(begin, sender_tokens), begin + len(blocks) * receiver_tokens
+    for slot in slots:
+        start = origin + slot * sender_tokens
+        at, stop = max(start, begin), min(start + sender_tokens, end)
+        while at < stop:
+            index, offset = divmod(at - begin, receiver_tokens)
+            count = min(stop - at, receiver_tokens - offset)
+            found.append(Move(slot, at - start, blocks[index], offset, count))
+            at += count
+    return found
+
+
+def place(
+    source: memoryview, sender: BlockShape, target: memoryview, receiver: BlockShape, heads: int, move: Move
+) -> None:
+    """Put one move's tokens of ``heads`` heads in place.
+
+    ``source`` and ``target`` are what those heads take of a sender's and of a receiver's block.
+    """
+    import numpy as np  # only needed between engines with blocks of different sizes
+
+    item = np.dtype(f"u{sender.item_bytes}")
+    theirs = np.frombuffer(source, item).reshape(heads, 2, -1)
+    ours = np.frombuffer(target, item).reshape(heads, 2, -1)
+    there, here = slice(move.source, move.source + move.tokens), slice(move.target, move.target + move.tokens)
+    size = sender.head_size
+    keys = ours.reshape(heads, 2, size, receiver.tokens)[:, 0]
+    keys[:, :, here] = theirs.reshape(heads, 2, size, sender.tokens)[:, 0][:, :, there]
+    values = ours.reshape(heads, 2, receiver.tokens, size)[:, 1]
+    values[:, here] = theirs.reshape(heads, 2, sender.tokens, size)[:, 1][:, there]
