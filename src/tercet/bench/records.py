@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "interrupted"]
+Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -24,7 +24,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     - ``first_token``: the first of ``token_times``; a simulator may give it and keep no others.
     - ``input_tokens`` and ``output_tokens`` as the server counted them, where it did; ``planned_input`` and
       ``planned_output``: as the workload asked for.
-    - ``failure``: the kind of failure, with ``error`` as one line of explanation. None of both means success.
+    - ``failure``: the kind of failure, with ``error`` as one line of explanation; None for success. ``unsent`` is a
+      turn whose session broke before it.
     - ``warmup``: sent to warm the target up, left out of every summary.
     - ``group``: the session or the shared prefix that it belongs to; ``phase``: index of the workload's phase.
     """

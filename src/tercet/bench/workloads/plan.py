@@ -20,12 +20,14 @@ def plan(
     vocabulary: Vocabulary,
     seed: int | str,
     content: int | str | None = None,
+    warmups: int = 0,
 ) -> list[Conversation]:
     """``count`` requests, in the order in which they begin; all of a trace when ``count`` is None.
 
     ``seed`` decides lengths, order and pauses; ``content`` (``seed`` if None) decides the words. Phases have equal
     shares of the requests, the first ones one more where they do not divide. The last conversation of a phase is cut
-    where the phase ends. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than asked for.
+    where the phase ends. ``warmups`` more requests come first, of the first phase; those of a whole trace are its own
+    first ones. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than asked for.
     """
     words = seed if content is None else content
     if count is None:
@@ -36,7 +38,7 @@ def plan(
         ]
     found: list[Conversation] = []
     for index, phase in enumerate(phases):
-        share = count // len(phases) + (index < count % len(phases))
+        share = count // len(phases) + (index < count % len(phases)) + (warmups if index == 0 else 0)
         drawn = _mixed(phase, vocabulary, seed, words, index)
         found += [replace(conversation, phase=index) for conversation in _take(drawn, share)]
     return found

@@ -1,0 +1,168 @@
+"""The streaming client: sends one request, notes when its tokens come, and turns every end into a record."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import aiohttp
+import msgspec
+
+from tercet.bench.records import Failure, RequestRecord
+from tercet.bench.stream import Reading, StreamFailed, StreamReader
+
+# Below the 5 s after which servers commonly close idle connections: one that closes as we send is no failure of theirs.
+KEEPALIVE_SECONDS = 2.0
+READ_BUFFER = 1 << 20
+ERROR_LENGTH = 300
+Clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that is ready to go: where, what, and what its record shall say about it."""
+
+    index: int
+    url: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    planned_input: int = 0
+    planned_output: int = 0
+    warmup: bool = False
+    phase: int = 0
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request's record, and what it said, for those who carry the conversation on."""
+
+    record: RequestRecord
+    reading: Reading
+
+
+class Client:
+    """Sends calls; one connection pool without a limit. ``origin`` is the clock's time that records count from."""
+
+    def __init__(self, origin: float, request_timeout: float) -> None:
+        self.origin = origin
+        self._timeout = request_timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=3600),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(30.0, self._timeout)),
+            auto_decompress=False,
+            headers={"content-type": "application/json", "accept-encoding": "identity"},
+            read_bufsize=READ_BUFFER,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def now(self) -> float:
+        """Seconds since the origin."""
+        return Clock() - self.origin
+
+    async def send(self, call: Call, scheduled: float) -> Answer:
+        """Send ``call`` and read its answer to the end. Never raises for what the target does.
+
+        Cancelling it ends the request and returns a record that says so.
+        """
+        sent = self.now()
+        reader = StreamReader()
+        status: int | None = None
+        failure: Failure | None = None
+        error: str | None = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                status = await self._read(call, reader)
+        except StreamFailed as failed:
+            failure, error = failed.failure, failed.message
+            status = failed.status if isinstance(failed, _HTTPFailed) else status
+        except TimeoutError:
+            failure, error = "timeout", f"no end after {self._timeout:g} s"
+        except aiohttp.ClientConnectorError as problem:
+            failure, error = "refused", str(problem)
+        except (aiohttp.ClientError, OSError) as problem:
+            failure, error = "disconnected", f"{type(problem).__name__}: {problem}".rstrip(": ")
+        except asyncio.CancelledError:
+            failure, error = "interrupted", "the run was interrupted"
+        record = self._record(call, scheduled, sent, reader.reading, failure, _one_line(error), status)
+        return Answer(record, reader.reading)
+
+    def never_sent(self, call: Call, scheduled: float) -> Answer:
+        """The end of a request that was due and still waited for a slot when the run was interrupted."""
+        reading = Reading()
+        why = "the run was interrupted before it was sent"
+        return Answer(self._record(call, scheduled, self.now(), reading, "interrupted", why, None), reading)
+
+    async def _read(self, call: Call, reader: StreamReader) -> int:
+        assert self._session is not None, "use it as a context manager"
+        async with self._session.post(call.url, data=call.body, headers=call.headers) as response:
+            if response.status != 200:
+                raise _HTTPFailed(response.status, await _complaint(response))
+            feed, origin = reader.feed, self.origin
+            async for data in response.content.iter_any():
+                feed(data, Clock() - origin)
+            reader.end()
+            return response.status
+
+    def _record(
+        self, call: Call, scheduled: float, sent: float, reading: Reading, failure: Failure | None, error: str | None,
+        status: int | None,
+    ) -> RequestRecord:  # fmt: skip
+        times = reading.times
+        one_each = all(count == 1 for count in reading.counts)
+        return RequestRecord(
+            index=call.index,
+            scheduled=scheduled,
+            sent=sent,
+            end=times[-1] if times and failure is None else self.now(),
+            first_token=times[0] if times else None,
+            token_times=tuple(times),
+            token_counts=() if one_each else tuple(reading.counts),
+            input_tokens=reading.prompt_tokens or call.planned_input,
+            output_tokens=reading.output_tokens,
+            planned_input=call.planned_input,
+            planned_output=call.planned_output,
+            failure=failure,
+            error=error,
+            status=status,
+            finish_reason=reading.finish_reason,
+            warmup=call.warmup,
+            phase=call.phase,
+            group=call.group,
+        )
+
+
+class _HTTPFailed(StreamFailed):
+    """An answer with another status than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__("http", f"HTTP {status}: {message}")
+        self.status = status
+
+
+async def _complaint(response: aiohttp.ClientResponse) -> str:
+    """What the server says about it: the message of an OpenAI error, or the beginning of the text."""
+    text = (await response.text(errors="replace")).strip()
+    try:
+        error = msgspec.json.decode(text, type=dict[str, object]).get("error")
+    except msgspec.MsgspecError:
+        return text or str(response.reason)
+    if isinstance(error, dict):
+        return str(error.get("message", text))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return text
+
+
+def _one_line(text: str | None) -> str | None:
+    return None if text is None else " ".join(text.split())[:ERROR_LENGTH]

@@ -1,0 +1,145 @@
+"""Sending a plan's requests when they are due, or as fast as slots become free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Protocol
+
+from tercet.bench.client import Call, Client
+from tercet.bench.compose import Composer
+from tercet.bench.records import RequestRecord
+from tercet.bench.stream import Reading
+
+
+class Observer(Protocol):
+    """Who is told how a run gets on."""
+
+    def due(self) -> None:
+        """A request is due."""
+        ...
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is over."""
+        ...
+
+
+class Traffic:
+    """One run of a plan against a target. Every request that was due has a record at the end, whatever became of it.
+
+    - With ``due``, conversation ``i`` begins at ``due[i]`` seconds after the client's origin, however slow the target
+      is; ``concurrency`` caps requests in flight, and those that wait for a slot were scheduled all the same.
+    - Without it, ``concurrency`` users each hold one conversation after the other.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Sequence[Composer],
+        due: Sequence[float] | None,
+        concurrency: int | None,
+        observer: Observer,
+    ) -> None:
+        self._client = client
+        self._plan = plan
+        self._due = due
+        self._observer = observer
+        self._users = concurrency or 1
+        slots = asyncio.Semaphore(concurrency) if concurrency and due is not None else None
+        self._slot: AbstractAsyncContextManager[Any] = slots or nullcontext()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._records: list[RequestRecord] = []
+        self._idle = asyncio.Event()
+        self._broken: BaseException | None = None
+        self.interrupted = False
+
+    def interrupt(self) -> None:
+        """Send nothing more, and end what is under way; :meth:`run` returns with what there is."""
+        self.interrupted = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self) -> list[RequestRecord]:
+        """Send everything; returns the records by index when all of them are over."""
+        if self.interrupted:
+            return []
+        if self._due is None:
+            waiting = list(reversed(self._plan))
+            for _ in range(min(self._users, len(waiting))):
+                self._start(self._user(waiting))
+        else:
+            self._start(self._dispatch(self._due))
+        if not self._tasks:
+            return []
+        try:
+            await self._idle.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+        if self._broken is not None:
+            raise self._broken
+        return sorted(self._records, key=lambda record: record.index)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken = error  # a mistake of ours: what the target does ends in records
+            self.interrupt()
+        if not self._tasks:
+            self._idle.set()
+
+    async def _dispatch(self, due: Sequence[float]) -> None:
+        for composer, at in zip(self._plan, due, strict=True):
+            await self._until(at)
+            self._start(self._converse(composer, at))
+
+    async def _user(self, waiting: list[Composer]) -> None:
+        while waiting and not self.interrupted:
+            await self._converse(waiting.pop(), self._client.now())
+
+    async def _converse(self, composer: Composer, scheduled: float) -> None:
+        call: Call | None = composer.first
+        while call is not None and not self.interrupted:
+            reading, record = await self._send(call, scheduled)
+            if record.failure is not None:
+                self._give_up(composer, record)
+                return
+            call = composer.heard(reading)
+            if call is not None:
+                scheduled = record.end + composer.think_time
+                await self._until(scheduled)
+
+    async def _send(self, call: Call, scheduled: float) -> tuple[Reading, RequestRecord]:
+        self._observer.due()
+        try:
+            async with self._slot:
+                answer = await self._client.send(call, scheduled)
+        except asyncio.CancelledError:  # while it waited for a slot
+            answer = self._client.never_sent(call, scheduled)
+        self._note(answer.record)
+        return answer.reading, answer.record
+
+    def _give_up(self, composer: Composer, failed: RequestRecord) -> None:
+        """The turns after one that failed: they were due as well, and count as failures of their own."""
+        for call in () if failed.failure == "interrupted" else composer.unsent():
+            self._note(
+                RequestRecord(
+                    index=call.index, scheduled=failed.end, sent=failed.end, end=failed.end, failure="unsent",
+                    error=f"request {failed.index}, an earlier turn of this session, failed",
+                    planned_output=call.planned_output, warmup=call.warmup, phase=call.phase, group=call.group,
+                )
+            )  # fmt: skip
+
+    def _note(self, record: RequestRecord) -> None:
+        self._records.append(record)
+        self._observer.ended(record)
+
+    async def _until(self, at: float) -> None:
+        if (delay := at - self._client.now()) > 0:
+            await asyncio.sleep(delay)
