@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tercet.bench.simulated import Report, SyntheticWorkload, options_from, parse_fleet, point_of, run_once, table
-from tercet.bench.simulated.report import HEADINGS, Point
+from tercet.bench.simulated import Simulation, SyntheticWorkload, table
+from tercet.bench.simulated.plot import plot_sweep
+from tercet.bench.simulated.report import HEADINGS
+from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet.bench.summary import Slo
 from tercet.cli.options import ProgramArg, key_values
-from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet.sim import EngineOptions
 
 app = typer.Typer(rich_markup_mode="markdown")
 
+DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
-Fleet = Annotated[str, typer.Option(help="`ROLE=COUNT[,...]` with roles prefill, decode, both; or a YAML file.")]
-ProfileName = Annotated[
-    str, typer.Option(help="A profile that `tercet profile list` shows, or a JSON file.", show_default=True)
+Fleet = Annotated[
+    str, typer.Option(help="`ROLE=COUNT[,...]` with roles prefill, decode, both; such as `2P6D`; or a YAML file.")
 ]
+ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile list` shows, or a JSON file.")]
 Option = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of every engine; repeatable. See the docs.")
 ]
 Rates = Annotated[str, typer.Option(metavar="R[,R...]", help="Requests per second; one run for each.")]
-DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
+Requests = Annotated[int, typer.Option(help="Requests of each run, warm-up included.")]
+WarmUp = Annotated[int, typer.Option(help="First requests that count in no metric.")]
+InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
+OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
+Deviation = Annotated[float, typer.Option(help="Its standard deviation.")]
+Arrivals = Annotated[Literal["poisson", "constant", "gamma"], typer.Option(help="How requests arrive.")]
+Burstiness = Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")]
+Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")]
+Prefix = Annotated[int, typer.Option(help="Their length, tokens.")]
+Bounds = Annotated[list[str] | None, typer.Option(metavar="METRIC=MS", help="Bound of ttft, tpot or e2el; repeatable.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same report, byte for byte.")]
+Json = Annotated[Path | None, typer.Option(help="Write the report here; `-` is standard output.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -42,28 +53,29 @@ def sim(
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
     rate: Rates = "4",
-    requests: Annotated[int, typer.Option(help="Requests of each run, warm-up included.")] = 1000,
-    warm_up: Annotated[int, typer.Option(help="First requests that count in no metric.")] = 0,
-    input_mean: Annotated[float, typer.Option(help="Prompt length, tokens.")] = 512,
-    input_dev: Annotated[float, typer.Option(help="Its standard deviation.")] = 0,
-    output_mean: Annotated[float, typer.Option(help="Output length, tokens.")] = 128,
-    output_dev: Annotated[float, typer.Option(help="Its standard deviation.")] = 0,
-    arrivals: Annotated[Literal["poisson", "constant", "gamma"], typer.Option(help="How requests arrive.")] = "poisson",
-    burstiness: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
-    prefixes: Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")] = 0,
-    prefix: Annotated[int, typer.Option(help="Their length, tokens.")] = 0,
+    requests: Requests = 1000,
+    warm_up: WarmUp = 0,
+    input_mean: InputMean = 512,
+    input_dev: Deviation = 0,
+    output_mean: OutputMean = 128,
+    output_dev: Deviation = 0,
+    arrivals: Arrivals = "poisson",
+    burstiness: Burstiness = 2.0,
+    prefixes: Prefixes = 0,
+    prefix: Prefix = 0,
     option: Option = None,
-    slo: Annotated[
-        list[str] | None, typer.Option(metavar="METRIC=MS", help="Bound of ttft, tpot or e2el; repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same report, byte for byte.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the report here; `-` is standard output.")] = None,
+    slo: Bounds = None,
+    seed: Seed = 0,
+    json: Json = None,
 ) -> None:
-    """Simulate a program at one or several rates, and print means and 99th percentiles.
+    """Run a program over simulated engines in virtual time, at one or several rates.
+
+    Prints means and 99th percentiles; the report has more.
 
     Examples:
-    - `tercet sim --program disaggregated --fleet prefill=1,decode=1 --rate 2,4,8`
+    - `tercet sim --program disaggregated --fleet 1P1D --rate 2,4,8`
     - `tercet sim --fleet both=1000 --rate 2000 --requests 20000`
+    - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
     """
     if context.invoked_subcommand is not None:
         return
@@ -86,43 +98,82 @@ def sim(
         fleet=fleet,
         profile=profile,
         options=key_values(option, "--option"),
+        workload=workload,
         seed=seed,
         slo=slo_of(slo),
     )
-    report = simulation.report(workload, rates_of(rate))
+    report = simulation.report(rates_of(rate), note)
     write_out(json, report.to_json())
     if str(json) != "-":
         show(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
 
 
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """All arguments of a simulation but its traffic."""
+@app.command("sweep")
+def sweep_command(
+    over: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=V[,V...]",
+            help="An axis: `fleet`, `profile`, `program`, `rate`, an engine option or a program's parameter; repeatable.",
+        ),
+    ],
+    program: Program = "data_parallel",
+    program_arg: ProgramArg = None,
+    fleet: Fleet = "both=2",
+    profile: ProfileName = DEFAULT_PROFILE,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 4,
+    requests: Requests = 1000,
+    warm_up: WarmUp = 0,
+    input_mean: InputMean = 512,
+    input_dev: Deviation = 0,
+    output_mean: OutputMean = 128,
+    output_dev: Deviation = 0,
+    option: Option = None,
+    x: Annotated[
+        str, typer.Option("--x", help="A metric to weigh: ttft, tpot or e2el, a dot, mean, p50, p90 or p99.")
+    ] = "ttft.mean",
+    y: Annotated[str, typer.Option("--y", help="The other one.")] = "tpot.mean",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the trials here (.png, .svg, .pdf); needs matplotlib.")
+    ] = None,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Simulate every combination of some settings, and star those that no other one beats in two metrics.
 
-    program: str
-    program_args: dict[str, str]
-    fleet: str
-    profile: str
-    options: dict[str, str]
-    seed: int
-    slo: Slo | None
+    Examples:
+    - `tercet sim sweep --program balanced --fleet 1P1D --rate 8 --over balance_ratio=0,0.1,0.2,0.3`
+    - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --plot sweep.png`
+    """
+    simulation = Simulation(
+        program=program,
+        program_args=key_values(program_arg, "--program-arg"),
+        fleet=fleet,
+        profile=profile,
+        options=key_values(option, "--option"),
+        workload=SyntheticWorkload(
+            rate=1.0,
+            requests=requests,
+            warm_up=warm_up,
+            input_mean=input_mean,
+            input_dev=input_dev,
+            output_mean=output_mean,
+            output_dev=output_dev,
+        ),
+        seed=seed,
+    )
+    axes = [parse_axis(given) for given in over]
+    report = sweep(simulation, rate, axes, x, y, note)
+    write_out(json, report.to_json())
+    if plot is not None:
+        plot_sweep(report, plot)
+    if str(json) != "-":
+        show(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
 
-    def report(self, workload: SyntheticWorkload, rates: list[float]) -> Report:
-        """Run it at each rate; says on standard error how fast that went."""
-        points = tuple(self._point(msgspec.structs.replace(workload, rate=rate)) for rate in rates)
-        traffic = msgspec.to_builtins(workload)
-        del traffic["rate"]
-        arguments: dict[str, Any] = {**msgspec.to_builtins(self), "workload": traffic}
-        return Report(program=self.program, arguments=arguments, points=points)
 
-    def _point(self, workload: SyntheticWorkload) -> Point:
-        program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
-        options = options_from(EngineOptions(), self.options)
-        began = time.perf_counter()
-        outcome = run_once(program, spec, self.profile, options, workload, self.seed)
-        took, simulated = time.perf_counter() - began, max(outcome.ended, default=0.0)
-        speed = f"{simulated:.1f} s in {took:.1f} s, {simulated / took:.1f} times real time"
-        typer.echo(f"rate {workload.rate:g}: {speed}", err=True)
-        return point_of(workload.rate, outcome, self.slo)
+def note(line: str) -> None:
+    """Say something about the progress, on standard error."""
+    typer.echo(line, err=True)
 
 
 def rates_of(given: str) -> list[float]:

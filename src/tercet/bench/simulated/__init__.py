@@ -2,6 +2,7 @@
 
 from tercet.bench.simulated.report import Point, Report, point_of, table
 from tercet.bench.simulated.run import Outcome, run_once
+from tercet.bench.simulated.simulation import Simulation
 from tercet.bench.simulated.spec import EngineGroup, Fault, FleetSpec, options_from, parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload
 
@@ -12,6 +13,7 @@ __all__ = [
     "Outcome",
     "Point",
     "Report",
+    "Simulation",
     "SyntheticWorkload",
     "options_from",
     "parse_fleet",

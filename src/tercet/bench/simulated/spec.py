@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tercet.fleet.fleet import Role
 from tercet.protocol import BadRequest
 from tercet.sim import EngineOptions
 
+SHORT = re.compile(r"(\d+)P(\d+)D")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
@@ -41,7 +43,10 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def parse_fleet(given: str) -> FleetSpec:
-    """``ROLE=COUNT[,...]`` or the path of a YAML file; raises :class:`~tercet.protocol.BadRequest`."""
+    """``ROLE=COUNT[,...]``, ``2P6D`` or the path of a YAML file; raises :class:`~tercet.protocol.BadRequest`."""
+    short = SHORT.fullmatch(given)
+    if short:
+        given = f"prefill={short[1]},decode={short[2]}"
     spec = FleetSpec(engines=tuple(_group(part) for part in given.split(","))) if "=" in given else _from_file(given)
     return _checked(spec)
 
@@ -67,7 +72,7 @@ def _group(part: str) -> EngineGroup:
 def _from_file(path: str) -> FleetSpec:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[,...] nor a file", "fleet")
+        raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[,...] nor such as 2P6D nor a file", "fleet")
     try:
         return msgspec.convert(yaml.safe_load(file.read_text()), FleetSpec)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

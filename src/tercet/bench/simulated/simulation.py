@@ -1,0 +1,57 @@
+"""A simulation as its user describes it: everything is text or numbers, so that it can be repeated and varied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tercet.bench.simulated.report import Point, Report, point_of
+from tercet.bench.simulated.run import run_once
+from tercet.bench.simulated.spec import options_from, parse_fleet
+from tercet.bench.simulated.workload import SyntheticWorkload
+from tercet.bench.summary import Slo
+from tercet.programs import load_program
+from tercet.sim import EngineOptions
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """All arguments of a run but its rate, which ``workload`` leaves open (its own is ignored)."""
+
+    program: str
+    program_args: dict[str, str]
+    fleet: str
+    profile: str
+    options: dict[str, str]
+    workload: SyntheticWorkload
+    seed: int = 0
+    slo: Slo | None = None
+
+    def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> Point:
+        """Run it at a rate; ``note`` is told how fast that went.
+
+        Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments.
+        """
+        program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
+        options, workload = (
+            options_from(EngineOptions(), self.options),
+            msgspec.structs.replace(self.workload, rate=rate),
+        )
+        began = time.perf_counter()
+        outcome = run_once(program, spec, self.profile, options, workload, self.seed)
+        took, simulated = time.perf_counter() - began, max(outcome.ended, default=0.0)
+        note(f"rate {rate:g}: {simulated:.1f} s in {took:.1f} s, {simulated / took:.1f} times real time")
+        return point_of(rate, outcome, self.slo)
+
+    def report(self, rates: list[float], note: Callable[[str], None] = lambda _: None) -> Report:
+        """Run it at each rate."""
+        points = tuple(self.point(rate, note) for rate in rates)
+        return Report(program=self.program, arguments=self.arguments(), points=points)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the numbers depend on, but for the rate."""
+        given = msgspec.to_builtins(self)
+        del given["workload"]["rate"]
+        return given

@@ -1,0 +1,156 @@
+"""One simulation at many settings, and which of them no other one beats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from tercet import __version__
+from tercet.bench.simulated.report import Point
+from tercet.bench.simulated.simulation import Simulation
+from tercet.protocol import BadRequest
+from tercet.sim import EngineOptions
+
+LATENCIES = ("ttft", "tpot", "e2el")
+FIGURES = ("mean", "p50", "p90", "p99")
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """A setting and the values it takes: ``fleet``, ``profile``, ``rate``, an engine option, or a program's parameter."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting of all axes. ``efficient``: no other trial is as good in both metrics and better in one."""
+
+    settings: dict[str, str]
+    point: Point
+    efficient: bool
+
+
+class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All trials of a sweep; ``x`` and ``y`` name the two metrics (the smaller the better) that were weighed."""
+
+    kind: str = "simulated sweep"
+    version: str = __version__
+    arguments: dict[str, Any]
+    x: str
+    y: str
+    trials: tuple[Trial, ...]
+
+    def to_json(self) -> bytes:
+        """The report as indented JSON with a newline at its end."""
+        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
+
+
+def parse_axis(given: str) -> Axis:
+    """``NAME=VALUE,VALUE,...``; raises :class:`~tercet.protocol.BadRequest`."""
+    name, _, values = given.partition("=")
+    found = tuple(value for value in values.split(",") if value)
+    if not name or not found:
+        raise BadRequest(f"--over: {given!r} is not NAME=VALUE[,VALUE...]", "--over")
+    return Axis(name, found)
+
+
+def sweep(
+    base: Simulation, rate: float, axes: Sequence[Axis], x: str, y: str, note: Callable[[str], None] = lambda _: None
+) -> SweepReport:
+    """Run every combination of the axes' values at ``rate``, which an axis may replace."""
+    for metric in (x, y):
+        check_metric(metric)
+    found: list[tuple[dict[str, str], Point]] = []
+    for settings in _settings(axes):
+        simulation, at = _with(base, settings, rate)
+        note(", ".join(f"{name}={value}" for name, value in settings.items()))
+        found.append((settings, simulation.point(at, note)))
+    efficient = pareto([(value_of(point, x), value_of(point, y)) for _, point in found])
+    trials = tuple(
+        Trial(settings=settings, point=point, efficient=index in efficient)
+        for index, (settings, point) in enumerate(found)
+    )
+    arguments = {**base.arguments(), "rate": rate, "over": {axis.name: list(axis.values) for axis in axes}}
+    return SweepReport(arguments=arguments, x=x, y=y, trials=trials)
+
+
+def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
+    names = [axis.name for axis in axes]
+    if len(set(names)) < len(names):
+        raise BadRequest("--over: a setting has one axis", "--over")
+    for values in itertools.product(*(axis.values for axis in axes)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simulation, float]:
+    changed = base
+    for name, value in settings.items():
+        if name == "rate":
+            rate = _rate(value)
+        elif name in ("fleet", "profile", "program"):
+            changed = msgspec.structs.replace(changed, **{name: value})
+        elif name in EngineOptions.__struct_fields__:
+            changed = msgspec.structs.replace(changed, options={**changed.options, name: value})
+        else:
+            changed = msgspec.structs.replace(changed, program_args={**changed.program_args, name: value})
+    return changed, rate
+
+
+def _rate(value: str) -> float:
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = -1.0
+    if not 0 < rate < float("inf"):
+        raise BadRequest(f"--over: rate={value} is no positive number", "--over")
+    return rate
+
+
+def check_metric(metric: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless it is such as ``ttft.p99``."""
+    latency, _, figure = metric.partition(".")
+    if latency not in LATENCIES or figure not in FIGURES:
+        known = f"one of {', '.join(LATENCIES)}, a dot, and one of {', '.join(FIGURES)}"
+        raise BadRequest(f"metric: {metric!r} is not {known}", "metric")
+
+
+def value_of(point: Point, metric: str) -> float:
+    """A point's metric in seconds; infinite if no request got that far or some failed."""
+    latency, _, figure = metric.partition(".")
+    found = getattr(point.summary, latency)
+    return float("inf") if found is None or point.summary.failed else float(getattr(found, figure))
+
+
+def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
+    """Indices of the pairs that no other pair beats: as small in both places, and smaller in one."""
+    efficient: set[int] = set()
+    best = float("inf")
+    in_order = sorted(range(len(values)), key=lambda index: values[index])
+    for index in in_order:
+        x, y = values[index]
+        twin = any(values[other] == (x, y) for other in efficient)
+        if (y < best or twin) and x < float("inf") and y < float("inf"):
+            efficient.add(index)
+            best = min(best, y)
+    return efficient
+
+
+def headings(axes: Sequence[Axis]) -> list[str]:
+    """The headings of :func:`rows`."""
+    return [*(axis.name for axis in axes), "TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy", "efficient"]
+
+
+def rows(report: SweepReport) -> list[list[str]]:
+    """A row for each trial: its settings, means and 99th percentiles, and a star if nothing beats it."""
+    return [_row(trial) for trial in report.trials]
+
+
+def _row(trial: Trial) -> list[str]:
+    cells = list(trial.settings.values())
+    for latency, scale, digits in (("ttft", 1e3, 1), ("tpot", 1e3, 2), ("e2el", 1.0, 3)):
+        found = getattr(trial.point.summary, latency)
+        cells += [f"{getattr(found, name) * scale:.{digits}f}" if found else "-" for name in ("mean", "p99")]
+    return [*cells, f"{trial.point.busy:.0%}", "*" if trial.efficient else ""]
