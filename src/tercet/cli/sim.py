@@ -114,7 +114,7 @@ def sweep_command(
         list[str],
         typer.Option(
             metavar="NAME=V[,V...]",
-            help="An axis: `fleet`, `profile`, `program`, `rate`, an engine option or a program's parameter; repeatable.",
+            help="`fleet`, `profile`, `program`, `rate`, an engine option or a program's parameter; repeatable.",
         ),
     ],
     program: Program = "data_parallel",

@@ -19,7 +19,7 @@ FIGURES = ("mean", "p50", "p90", "p99")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A setting and the values it takes: ``fleet``, ``profile``, ``rate``, an engine option, or a program's parameter."""
+    """A setting (fleet, profile, program, rate, an engine option, a program's parameter) and the values it takes."""
 
     name: str
     values: tuple[str, ...]
