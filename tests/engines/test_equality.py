@@ -57,7 +57,8 @@ async def test_shared_prefix_is_neither_computed_nor_sent_again(fleet: Fleet, no
 
 
 async def test_seeded_sampling_after_a_prompt_of_several_steps(fleet: Fleet, nothing_leaks: None) -> None:
-    prompt, settings = prompt_of(2 * MAX_BATCHED + 40, seed=12), {"temperature": 0.9, "seed": 5}
+    prompt = prompt_of(2 * MAX_BATCHED + 40, seed=12)
+    settings: dict[str, Any] = {"temperature": 0.9, "seed": 5}
     salt, engine = uuid.uuid4().hex, fleet.engine_url("prefill")
     expected = tokens_of(await complete(engine, prompt, cache_salt=salt, **settings))
     # The prompt is in that cache now, so that its rest takes one step: what is sampled must not depend on that.

@@ -1,0 +1,150 @@
+"""KV between engines that differ: in their tensor-parallel degree, in their block size, in both.
+
+A small model with random weights, since SmolLM2 has three KV heads, which two ranks cannot share.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tercet.client import HttpEngine
+from tercet.cluster.model import resolve_model
+from tercet.protocol import Request
+
+from .conftest import START_SECONDS, free_port, get_json, settled
+from .prompts import complete, prompt_of, tokens_of
+
+NUM_LAYERS, NUM_KV_HEADS = 4, 4
+FLAGS = {
+    "whole": ("0",),
+    "split": ("0|1", "--tensor-parallel-size", "2"),
+    "small_blocks": ("1", "--block-size", "64"),
+}
+PAIRS = [(source, target) for source in FLAGS for target in FLAGS if source != target]
+LENGTHS = (1, 64, 65, 129, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers with SmolLM2's tokenizer; random, but large enough weights that tokens differ."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(resolve_model("smollm2"), path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=NUM_LAYERS, num_attention_heads=8,
+        num_key_value_heads=NUM_KV_HEADS, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for weight in llama.parameters():
+            weight.mul_(3)
+    llama.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def urls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The engines' URLs, by their names in FLAGS."""
+    logs = tmp_path_factory.mktemp("unlike")
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    found: dict[str, str] = {}
+    try:
+        for name, (cores, *flags) in FLAGS.items():
+            port = free_port()
+            command = [
+                sys.executable, "-m", "tercet.cli", "engine", "--model", str(model), "--served-model-name", "smollm2",
+                "--name", name, "--port", str(port), "--dtype", "float32", "--", "--max-model-len", "2048", *flags,
+            ]  # fmt: skip
+            environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores}
+            with (logs / f"{name}.log").open("wb") as log:
+                running[name] = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+            found[name] = f"http://127.0.0.1:{port}"
+        for name, process in running.items():
+            _wait(process, found[name], logs / f"{name}.log")
+        yield found
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in running.values():
+            try:
+                process.wait(timeout=60)
+            finally:
+                _kill_group(process.pid)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            get_json(f"{url}/tercet/v1/status")
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    pytest.fail(f"{url} was not ready:\n{log.read_text()[-4000:]}")
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+async def hand_over(source: HttpEngine, target: HttpEngine, prompt: list[int], salt: str) -> tuple[list[int], int]:
+    """Prefill on one engine and decode on the other; the tokens, and how many tokens were received."""
+    request = Request(
+        seq_id=uuid.uuid4().hex,
+        prompt=tuple(prompt),
+        cache_salt=salt,
+        sampling_params={"temperature": 0, "max_tokens": 12, "ignore_eos": True},
+    )
+    async with target.prep_recv(request) as space:
+        sent = await source.remote_send(request, space, space.matched_len, sample=True)
+        assert sent.first is not None
+        tokens, received = [*sent.first.token_ids], 0
+        async for output in target.start_generate(request, sent.end, sent.first.token_ids):
+            tokens += output.token_ids
+            received += output.usage.received if output.usage is not None else 0
+    return tokens, received
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+async def test_same_tokens_as_one_engine(urls: dict[str, str], source: str, target: str) -> None:
+    async with HttpEngine(source, urls[source]) as sender, HttpEngine(target, urls[target]) as receiver:
+        for length in LENGTHS:
+            prompt = prompt_of(length, seed=length)
+            alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+            tokens, received = await hand_over(sender, receiver, prompt, uuid.uuid4().hex)
+            assert tokens == tokens_of(alone)
+            assert received == length
+        await settled(sender)
+        await settled(receiver)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+async def test_only_what_is_missing_arrives(urls: dict[str, str], source: str, target: str) -> None:
+    """What the receiver's cache has need not end where the sender's blocks do."""
+    salt, prompt = uuid.uuid4().hex, prompt_of(350, seed=21)
+    async with HttpEngine(source, urls[source]) as sender, HttpEngine(target, urls[target]) as receiver:
+        await hand_over(sender, receiver, prompt[:200], salt)
+        tokens, received = await hand_over(sender, receiver, prompt, salt)
+        block_size = (await receiver.status()).block_size
+    alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+    assert tokens == tokens_of(alone)
+    assert received == len(prompt) - 200 // block_size * block_size
