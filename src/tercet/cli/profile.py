@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
-from tercet.cli.sim import show
+from tercet.cli.sim import require_folder, show
 from tercet.protocol import BadRequest
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.sim.profile import pairs_of
@@ -55,6 +55,7 @@ def import_silicon(
     Example:
     - `tercet profile import --python aic/bin/python --name mine --model Qwen/Qwen3-8B --tp 2 -o mine.json`
     """
+    require_folder(output, "--output")
     query = SiliconQuery(
         name=name,
         model=model,

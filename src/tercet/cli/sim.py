@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tercet.bench.simulated import Simulation, SyntheticWorkload, table
-from tercet.bench.simulated.plot import plot_sweep
+from tercet.bench.simulated.plot import plot_sweep, require_suffix
 from tercet.bench.simulated.report import HEADINGS
 from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet.bench.summary import Slo
@@ -42,7 +42,9 @@ Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts sha
 Prefix = Annotated[int, typer.Option(help="Their length, tokens.")]
 Bounds = Annotated[list[str] | None, typer.Option(metavar="METRIC=MS", help="Bound of ttft, tpot or e2el; repeatable.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same report, byte for byte.")]
-Json = Annotated[Path | None, typer.Option(help="Write the report here; `-` is standard output.")]
+Json = Annotated[
+    Path | None, typer.Option(help="Write the result here, for `tercet bench report`; `-` is standard output.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -65,6 +67,7 @@ def sim(
     prefix: Prefix = 0,
     option: Option = None,
     slo: Bounds = None,
+    label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -79,6 +82,7 @@ def sim(
     """
     if context.invoked_subcommand is not None:
         return
+    require_folder(json, "--json")
     workload = SyntheticWorkload(
         rate=1.0,
         requests=requests,
@@ -102,7 +106,7 @@ def sim(
         seed=seed,
         slo=slo_of(slo),
     )
-    report = simulation.report(rates_of(rate), note)
+    report = simulation.report(rates_of(rate), label or program, note)
     write_out(json, report.to_json())
     if str(json) != "-":
         show(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
@@ -145,6 +149,10 @@ def sweep_command(
     - `tercet sim sweep --program balanced --fleet 1P1D --rate 8 --over balance_ratio=0,0.1,0.2,0.3`
     - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --plot sweep.png`
     """
+    require_folder(json, "--json")
+    if plot is not None:
+        require_folder(plot, "--plot")
+        require_suffix(plot)
     simulation = Simulation(
         program=program,
         program_args=key_values(program_arg, "--program-arg"),
@@ -195,6 +203,12 @@ def slo_of(given: list[str] | None) -> Slo | None:
         return msgspec.convert(key_values(given, "--slo"), Slo, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(f"--slo: {error}", "--slo") from error
+
+
+def require_folder(path: Path | None, flag: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if a file there could not be written; before the work is done."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BadRequest(f"{flag}: {path.parent} is no folder", flag)
 
 
 def write_out(path: Path | None, data: bytes) -> None:

@@ -14,8 +14,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 def plot_sweep(report: SweepReport, path: Path) -> None:
     """Draw every trial by its two metrics, and a line through those that no other one beats."""
-    if path.suffix not in SUFFIXES:
-        raise BadRequest(f"--plot: {path} must end with one of {', '.join(SUFFIXES)}", "--plot")
+    require_suffix(path)
     figure, axes = _canvas()
     points = [(value_of(trial.point, report.x) * 1e3, value_of(trial.point, report.y) * 1e3) for trial in report.trials]
     axes.scatter([x for x, _ in points], [y for _, y in points], color="tab:gray", label="settings")
@@ -31,6 +30,12 @@ def plot_sweep(report: SweepReport, path: Path) -> None:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         raise BadRequest(f"--plot: {path} cannot be written: {error.strerror}", "--plot") from error
+
+
+def require_suffix(path: Path) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a file that is no picture."""
+    if path.suffix not in SUFFIXES:
+        raise BadRequest(f"--plot: {path} must end with one of {', '.join(SUFFIXES)}", "--plot")
 
 
 def _canvas() -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What a simulation reports: one entry per rate, byte for byte the same for the same arguments and seed."""
+"""What a simulation reports: one point per rate, byte for byte the same for the same arguments and seed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from tercet import __version__
+from tercet.bench.result import BenchResult
+from tercet.bench.result import Point as BenchPoint
 from tercet.bench.simulated.run import Outcome
 from tercet.bench.summary import Slo, Summary, summarize
 
@@ -28,15 +30,38 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of one program that differ in their rate. ``arguments`` repeat everything that the numbers depend on."""
 
-    kind: str = "simulation"
-    version: str = __version__
+    label: str
     program: str
     arguments: dict[str, Any]
+    seed: int
+    model: str
     points: tuple[Point, ...]
 
     def to_json(self) -> bytes:
-        """The report as indented JSON with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
+        """The report as a file that ``tercet bench report`` draws, beside real runs or alone.
+
+        It carries no time of day, so that the same simulation gives the same bytes.
+        """
+        result = BenchResult(
+            source="sim",
+            created="simulation",
+            config=self.arguments,
+            seed=self.seed,
+            versions={"tercet": __version__},
+            target={"model": self.model},
+            points=tuple(self._bench_point(point) for point in self.points),
+        )
+        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+
+    def _bench_point(self, point: Point) -> BenchPoint:
+        engines = {"busy": point.busy, "fallbacks": point.fallbacks, **point.counts}
+        return BenchPoint(
+            label=self.label,
+            program=self.program,
+            request_rate=point.rate,
+            metrics={**point.summary.flat(), **engines},
+            errors=point.summary.errors,
+        )
 
 
 def point_of(rate: float, outcome: Outcome, slo: Slo | None) -> Point:

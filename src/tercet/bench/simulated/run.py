@@ -40,6 +40,7 @@ class Outcome:
     input_tokens: array[float] = field(default_factory=lambda: array("d"))
     output_tokens: array[float] = field(default_factory=lambda: array("d"))
     failures: Counter[str] = field(default_factory=Counter[str])
+    first_error: TercetError | None = None
     fallbacks: int = 0
     busy: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
@@ -162,6 +163,7 @@ async def _serve(program: Program, fleet: Fleet, request: Request, outcome: Outc
             raise EngineError("the program ended before its sequence did")
     except TercetError as error:
         first = math.nan
+        outcome.first_error = outcome.first_error or error
         if measured:
             outcome.failures[error.code] += 1
     if measured:

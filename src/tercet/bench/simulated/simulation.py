@@ -14,7 +14,8 @@ from tercet.bench.simulated.spec import options_from, parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload
 from tercet.bench.summary import Slo
 from tercet.programs import load_program
-from tercet.sim import EngineOptions
+from tercet.protocol import BadRequest
+from tercet.sim import EngineOptions, load_profile
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +33,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> Point:
         """Run it at a rate; ``note`` is told how fast that went.
 
-        Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments.
+        Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments, and the program's own
+        when it refuses every request.
         """
         program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
         options, workload = (
@@ -43,12 +45,20 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         outcome = run_once(program, spec, self.profile, options, workload, self.seed)
         took, simulated = time.perf_counter() - began, max(outcome.ended, default=0.0)
         note(f"rate {rate:g}: {simulated:.1f} s in {took:.1f} s, {simulated / took:.1f} times real time")
-        return point_of(rate, outcome, self.slo)
+        point = point_of(rate, outcome, self.slo)
+        if outcome.first_error is not None:
+            if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
+                raise outcome.first_error
+            note(f"rate {rate:g}: {point.summary.failed} failed, the first one: {outcome.first_error}")
+        return point
 
-    def report(self, rates: list[float], note: Callable[[str], None] = lambda _: None) -> Report:
-        """Run it at each rate."""
+    def report(self, rates: list[float], label: str, note: Callable[[str], None] = lambda _: None) -> Report:
+        """Run it at each rate; ``label`` names its line in figures."""
+        model = load_profile(self.profile).name
         points = tuple(self.point(rate, note) for rate in rates)
-        return Report(program=self.program, arguments=self.arguments(), points=points)
+        return Report(
+            label=label, program=self.program, arguments=self.arguments(), seed=self.seed, model=model, points=points
+        )
 
     def arguments(self) -> dict[str, Any]:
         """What the numbers depend on, but for the rate."""

@@ -1,0 +1,298 @@
+"""Programs over simulated fleets: the figures add up, repeat to the byte, and say what is wrong with what they got."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tercet.bench.result import load_result
+from tercet.bench.simulated import Simulation, SyntheticWorkload, options_from, parse_fleet, run_once
+from tercet.bench.simulated.spec import members_of, names_of
+from tercet.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
+from tercet.bench.simulated.workload import requests_of
+from tercet.bench.summary import Slo
+from tercet.cli import app
+from tercet.programs import BUILT_IN, load_program
+from tercet.protocol import BadRequest
+from tercet.sim import EngineOptions
+
+PROFILE = "llama-3.1-8b-h100-tp1"
+
+
+def simulation(**changes: object) -> Simulation:
+    given: dict[str, object] = {
+        "program": "disaggregated",
+        "program_args": {},
+        "fleet": "1P1D",
+        "profile": PROFILE,
+        "options": {},
+        "workload": SyntheticWorkload(rate=1, requests=100, warm_up=10, input_dev=50, output_dev=20),
+        **changes,
+    }
+    return Simulation(**given)  # type: ignore[arg-type]
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", sorted(BUILT_IN))
+@pytest.mark.parametrize("schedule", ["chunked", "prefill_first"])
+def test_every_program_serves_every_request(program: str, schedule: str) -> None:
+    point = simulation(program=program, options={"schedule": schedule}).point(8)
+    assert (point.summary.completed, point.summary.failed, point.fallbacks) == (90, 0, 0)
+    assert point.summary.ttft is not None
+    assert point.summary.tpot is not None
+    assert 0 < point.busy < 1
+    assert (point.counts["kv_bytes_sent"] > 0) == (program != "data_parallel")
+
+
+def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
+    line = ["sim", "--program", "balanced", "--fleet", "1P1D", "--rate", "4,8", "--requests", "60", "--json", "-"]
+    found = [
+        subprocess.run(
+            [sys.executable, "-m", "tercet.cli", *line, "--seed", seed],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed, hash_seed in (("1", "1"), ("1", "2"), ("2", "1"))
+    ]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_more_load_takes_longer() -> None:
+    means = [point.summary.e2el.mean for point in simulation().report([2, 20, 60], "x").points if point.summary.e2el]
+    assert means == sorted(means)
+    assert means[2] > means[0]
+
+
+def test_shared_prefixes_are_found_again() -> None:
+    workload = SyntheticWorkload(rate=1, requests=100, input_mean=600, prefixes=2, prefix=512)
+    shared = simulation(program="data_parallel", workload=workload).point(8)
+    alone = simulation(program="data_parallel", workload=workload, options={"prefix_caching": "false"}).point(8)
+    assert shared.counts["prefill_tokens"] < 0.3 * alone.counts["prefill_tokens"]
+    assert alone.counts["prefill_tokens"] == 100 * 600
+
+
+def test_goodput_counts_what_keeps_the_bounds() -> None:
+    all_of_it = simulation(slo=Slo(ttft=10_000)).point(8).summary
+    none = simulation(slo=Slo(tpot=0.001)).point(8).summary
+    assert all_of_it.request_goodput == pytest.approx(all_of_it.request_throughput)
+    assert none.request_goodput == 0
+
+
+def test_when_an_engine_dies_the_others_serve(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "engines: [{role: prefill}, {role: decode, count: 2}]\n"
+        "faults: [{engine: decode-0, at: 5, down: 3}, {engine: prefill-0, at: 8}]\n"
+    )
+    point = simulation(fleet=str(fleet)).point(8)
+    assert point.fallbacks > 0
+    assert point.summary.completed + point.summary.failed == 90
+    assert point.summary.failed < 20
+    assert set(point.summary.errors) == {"engine_unreachable"}
+
+
+def test_lost_transfers_fall_back_to_one_engine() -> None:
+    point = simulation(options={"transfer_failures": "0.3"}).point(8)
+    assert point.summary.completed == 90
+    assert point.fallbacks > 10
+
+
+def test_a_program_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def last(request, fleet):\n"
+        "    async for output in fleet.members[-1].engine.start_generate(request):\n"
+        "        yield output\n"
+    )
+    point = simulation(program=f"{file}:last").point(8)
+    assert point.summary.completed == 90
+
+
+def test_a_program_that_fails_is_counted_not_hidden(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def half(request, fleet):\n"
+        "    async for output in fleet.members[0].engine.start_generate(request):\n"
+        "        yield output\n"
+        "        return\n"
+    )
+    summary = simulation(program=f"{file}:half").point(8).summary
+    assert (summary.completed, summary.failed, summary.errors) == (0, 90, {"engine_error": 90})
+
+
+def test_the_program_is_the_one_that_production_runs() -> None:
+    outcome = run_once(
+        load_program("disaggregated"),
+        parse_fleet("1P1D"),
+        PROFILE,
+        EngineOptions(),
+        SyntheticWorkload(rate=4, requests=20),
+        0,
+    )
+    assert len(outcome.ended) == 20
+    assert not any(math.isnan(first) for first in outcome.first)
+
+
+# ---- traffic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "constant", "gamma"])
+def test_arrivals_have_the_rate(arrivals: str) -> None:
+    workload = SyntheticWorkload(rate=5, requests=4000, arrivals=arrivals)  # type: ignore[arg-type]
+    *_, (last, _request) = requests_of(workload, 0)
+    assert 4000 / last == pytest.approx(5, rel=0.1)
+
+
+def test_lengths_and_prefixes() -> None:
+    workload = SyntheticWorkload(
+        rate=5, requests=500, input_mean=300, input_dev=30, output_mean=50, output_dev=5, prefixes=3, prefix=100
+    )
+    found = [request for _, request in requests_of(workload, 0)]
+    assert sum(request.num_tokens for request in found) / 500 == pytest.approx(300, rel=0.05)
+    assert len({request.prompt[:100] for request in found}) == 3
+    assert len({request.prompt[:150] for request in found}) == 500
+    assert found == [request for _, request in islice(requests_of(workload, 0), 500)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"rate": 0}, "rate"),
+        ({"input_mean": -1}, "input_mean"),
+        ({"requests": 5, "warm_up": 5}, "requests"),
+        ({"prefixes": 2}, "prefixes"),
+        ({"output_dev": -1}, "output_dev"),
+        ({"burstiness": 0}, "burstiness"),
+    ],
+)
+def test_traffic_that_makes_no_sense_is_refused(change: dict[str, object], names: str) -> None:
+    with pytest.raises(BadRequest, match=names) as raised:
+        msgspec.structs.replace(SyntheticWorkload(rate=1, requests=10), **change).check()
+    assert raised.value.param == names
+
+
+# ---- fleets --------------------------------------------------------------------------------------------------
+
+
+def test_fleets_on_a_line() -> None:
+    assert names_of(parse_fleet("2P1D")) == ["prefill-0", "prefill-1", "decode-0"]
+    assert names_of(parse_fleet("both=2")) == ["both-0", "both-1"]
+    assert len(members_of(parse_fleet("prefill=3,decode=5,both=1"))) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("engines: []", "at least one engine"),
+        ("engines: [{role: cook}]", "Invalid enum value 'cook'"),
+        ("engines: [{role: both, kount: 2}]", "unknown field `kount`"),
+        ("engines: [{role: both}]\nfaults: [{engine: both-7, at: 1}]", "no engine 'both-7'"),
+        ("engines: [{role: both}]\nfaults: [{engine: both-0, at: -1}]", "from now on"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_fleet_file_is_said(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    with pytest.raises(BadRequest, match=says) as raised:
+        parse_fleet(str(file))
+    assert raised.value.param == "fleet"
+
+
+def test_options_are_text_or_values() -> None:
+    assert options_from(EngineOptions(), {"max_num_seqs": "7", "prefix_caching": "false"}).max_num_seqs == 7
+    with pytest.raises(BadRequest, match="unknown field `nonsense`"):
+        options_from(EngineOptions(), {"nonsense": 1})
+    with pytest.raises(BadRequest, match=r"max_lease_share: is 2\.0"):
+        options_from(EngineOptions(), {"max_lease_share": 2})
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_runs_every_combination() -> None:
+    report = sweep(
+        simulation(program="balanced"),
+        8,
+        [parse_axis("balance_ratio=0,0.2"), parse_axis("fleet=1P1D,1P2D"), Axis("max_num_seqs", ("64",))],
+        "ttft.mean",
+        "tpot.p99",
+    )
+    assert [trial.settings["fleet"] for trial in report.trials] == ["1P1D", "1P2D"] * 2
+    assert any(trial.efficient for trial in report.trials)
+    assert report.to_json() == report.to_json()
+
+
+def test_efficient_is_what_nothing_beats() -> None:
+    nan = float("inf")
+    assert pareto([(1, 5), (2, 3), (3, 4), (4, 1), (1, 6), (2, 3)]) == {0, 1, 3, 5}
+    assert pareto([(nan, nan), (1, 1)]) == {1}
+    assert pareto([]) == set()
+
+
+# ---- command line --------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_one_of_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sim.json"
+    assert app._run(["sim", "--requests", "50", "--rate", "2,4", "--label", "mine", "--json", str(file)]) == 0
+    result = load_result(file)
+    assert result.source == "sim"
+    assert [(point.label, point.request_rate) for point in result.points] == [("mine", 2), ("mine", 4)]
+    assert "JCT s" in capsys.readouterr().out
+
+
+def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "sweep.svg"
+    line = f"sim sweep --requests 50 --over fleet=both=1 --over rate=2,4 --plot {picture}"
+    assert app._run(line.replace("fleet=both=1", "stream_every=0,1").split()) == 0
+    assert "stream_every" in capsys.readouterr().out
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("sim --requests 3 --json /not/here/x.json", "--json"),
+        ("sim --fleet cook=1", "fleet"),
+        ("sim --fleet /not/here.yaml", "fleet"),
+        ("sim --fleet 0P1D", "fleet"),
+        ("sim --profile nothing", "profile"),
+        ("sim --program nothing", "program"),
+        ("sim --program balanced --program-arg balance_ratio=2 --fleet 1P1D --requests 3", "balance_ratio"),
+        ("sim --rate 0", "--rate"),
+        ("sim --rate x", "--rate"),
+        ("sim --rate nan", "--rate"),
+        ("sim --requests 0", "requests"),
+        ("sim --option nonsense=1", "nonsense"),
+        ("sim --option max_num_seqs=0", "max_num_seqs"),
+        ("sim --option max_num_seqs", "--option"),
+        ("sim --slo nonsense=1", "--slo"),
+        ("sim sweep --over rate=1 --plot x.gif", "--plot"),
+        ("sim sweep", "--over"),
+        ("sim sweep --over x", "--over"),
+        ("sim sweep --over rate=none", "rate"),
+        ("sim sweep --over rate=1 --over rate=2", "--over"),
+        ("sim sweep --over rate=1 --x ttft", "metric"),
+        ("profile show nothing", "profile"),
+        ("profile import --name x --model m -o /tmp/x.json --python /not/here", "--python"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(line.split()) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("rate")]
+    assert len(said) == 1
+    assert said[0].startswith("tercet: ")
+    assert names in said[0]
