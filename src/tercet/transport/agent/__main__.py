@@ -1,4 +1,4 @@
-"""``python -m tercet.transport.agent SETUP``: what :class:`~tercet.transport.agent.process.AgentProcess` starts."""
+"""``python -m tercet.transport.agent DESCRIPTOR``: what :class:`.process.AgentProcess` starts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import signal
 import sys
 
-import msgspec
-
-from tercet.transport.agent.agent import Setup, run
+from tercet.transport.agent.agent import run
 
 PR_SET_PDEATHSIG = 1
 
@@ -22,7 +20,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The channel's end tells as much, but not to a process that is stopped.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    run(msgspec.json.decode(sys.argv[1], type=Setup))
+    run(int(sys.argv[1]))
     # Threads that wait in a backend's library must not hold the exit up.
     os._exit(0)
 

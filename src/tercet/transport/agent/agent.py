@@ -41,11 +41,10 @@ MAX_NOTE_BYTES = 1024 * 1024
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` and ``channel`` descriptors that it inherits."""
+    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor that it inherits."""
 
     rank: int
     kv: int
-    channel: int
     shape: RegionShape
     fingerprint: str
     settings: TransportSettings
@@ -157,12 +156,16 @@ class Agent:
         self._reporter.close()
 
 
-def run(setup: Setup) -> None:
-    """Be an agent until the worker is gone."""
-    if setup.cpus:
-        # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
-        os.sched_setaffinity(0, setup.cpus)
-    with socket.socket(fileno=setup.channel) as channel:
+def run(channel_fd: int) -> None:
+    """Be an agent until the worker at the channel's other end is gone; its first message is the :class:`Setup`."""
+    with socket.socket(fileno=channel_fd) as channel:
+        message = channel.recv(MAX_NOTE_BYTES)
+        if not message:
+            return
+        setup = msgspec.msgpack.decode(message, type=Setup)
+        if setup.cpus:
+            # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
+            os.sched_setaffinity(0, setup.cpus)
         try:
             agent = Agent(setup)
         except (OSError, TercetError) as error:

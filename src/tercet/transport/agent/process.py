@@ -56,11 +56,12 @@ class AgentProcess:
         with theirs:
             for end in (self._channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
-            setup = Setup(rank, kv.fd, theirs.fileno(), kv.shape, fingerprint, settings, tuple(sorted(cpus)), block)
-            command = [sys.executable, "-m", "tercet.transport.agent", msgspec.json.encode(setup).decode()]
+            command = [sys.executable, "-m", "tercet.transport.agent", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL)
         try:
-            self.ready = self._await_ready()
+            # Not on the command line, which everybody on the machine can read: the secret is in it.
+            setup = Setup(rank, kv.fd, kv.shape, fingerprint, settings, tuple(sorted(cpus)), block)
+            self.ready = self._introduce(setup)
         except BaseException:
             self._stop()
             raise
@@ -73,12 +74,15 @@ class AgentProcess:
         """The agent's process id."""
         return self._process.pid
 
-    def _await_ready(self) -> Ready:
+    def _introduce(self, setup: Setup) -> Ready:
         self._channel.settimeout(START_SECONDS)
         try:
+            self._channel.send(msgspec.msgpack.encode(setup))
             answer = self._channel.recv(MAX_NOTE_BYTES)
         except TimeoutError:
             raise EngineError(f"the KV agent did not start within {START_SECONDS:.0f} s") from None
+        except OSError:
+            answer = b""
         if not answer:
             raise EngineError(f"the KV agent ended at start with status {self._process.wait()}; see its log above")
         ready = msgspec.msgpack.decode(answer, type=Ready)
