@@ -11,12 +11,16 @@ single round gives one that is too narrow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tercet.bench.config import CompareConfig
+from tercet.bench.result import Point, Ratio
+from tercet.bench.summary import Samples
 
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], float]
@@ -28,6 +32,9 @@ STATISTICS: dict[str, Statistic] = {
 }
 
 
+METRICS = ("ttft", "tpot", "e2el")
+
+
 @dataclass(frozen=True)
 class Interval:
     """The statistic of two samples, their ratio, and the bounds of its confidence interval."""
@@ -37,6 +44,35 @@ class Interval:
     ratio: float
     low: float
     high: float
+
+
+def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
+    """The ratios of every label to the baseline, per load, metric and statistic; rounds that both finished count."""
+    whole = [point for point in points if not point.partial]
+    labels = [*config.program, *config.also]
+    baseline = config.baseline or labels[0]
+    loads = dict.fromkeys((point.request_rate, point.concurrency) for point in whole)
+    found: list[Ratio] = []
+    for load in loads:
+        samples = {
+            (point.label, point.round): Samples.of(point.records)
+            for point in whole
+            if (point.request_rate, point.concurrency) == load
+        }
+        for label in labels:
+            sides = (label, baseline)
+            rounds = [number for number in range(config.rounds) if all((side, number) in samples for side in sides)]
+            if label != baseline and rounds:
+                ours, theirs = ([samples[side, number] for number in rounds] for side in sides)
+                found += [
+                    Ratio(
+                        label=label, baseline=baseline, request_rate=load[0], concurrency=load[1], metric=name,
+                        value=interval.value, baseline_value=interval.baseline, ratio=interval.ratio, low=interval.low,
+                        high=interval.high, confidence=config.confidence, rounds=len(rounds),
+                    )
+                    for name, interval in _intervals(ours, theirs, config)
+                ]  # fmt: skip
+    return found
 
 
 def turns_of(labels: Sequence[str], rounds: int, seed: int) -> list[tuple[int, str]]:
@@ -85,6 +121,18 @@ def ratio_interval(
     tail = (1 - confidence) / 2 * 100
     low, high = np.percentile(ratios, (tail, 100 - tail)) if ratios else (np.nan, np.nan)
     return Interval(ours, theirs, ours / theirs, float(low), float(high))
+
+
+def _intervals(
+    ours: Sequence[Samples], theirs: Sequence[Samples], config: CompareConfig
+) -> Iterator[tuple[str, Interval]]:
+    for metric in METRICS:
+        above: list[Floats] = [getattr(sample, metric) for sample in ours]
+        below: list[Floats] = [getattr(sample, metric) for sample in theirs]
+        for name, statistic in STATISTICS.items():
+            found = ratio_interval(above, below, statistic, config.resamples, config.confidence, config.seed)
+            if found is not None:
+                yield f"{name} {metric.upper()}", found
 
 
 def _paired(ours: Floats, theirs: Floats) -> tuple[Floats, Floats]:

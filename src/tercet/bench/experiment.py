@@ -30,7 +30,6 @@ PROGRAM_HEADER = "x-tercet-program"
 LEAD_SECONDS = 0.1
 LAG_SECONDS = 0.05
 FindModel = Callable[[str], str]
-OnPoint = Callable[[Point, Summary], None]
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,18 @@ class Contender:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point to measure."""
+    """One point to measure: the ``round``-th of ``rounds`` under this load."""
 
     contender: Contender
     load: Load
     round: int = 0
+    rounds: int = 1
 
     def __str__(self) -> str:
         return f"{self.contender.label}, {self.load}"
+
+
+OnPoint = Callable[[Cell, Point, Summary], None]
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ class Experiment:
             partial=self._traffic.interrupted,
             records=tuple(records),
         )
-        self._on_point(point, summary)
+        self._on_point(cell, point, summary)
         return point
 
 

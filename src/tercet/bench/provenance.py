@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,16 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def command_line(argv: Sequence[str], secret: Sequence[str]) -> tuple[str, ...]:
+    """``argv`` with the values of ``secret`` headers left out."""
+    found: list[str] = []
+    for word in argv:
+        flag = "--header=" if word.startswith("--header=") else ""
+        key, equals, _ = word.removeprefix(flag).partition("=")
+        found.append(f"{flag}{key}=..." if equals and key.lower() in secret else word)
+    return tuple(found)
 
 
 def machine() -> dict[str, Any]:

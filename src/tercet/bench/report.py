@@ -18,6 +18,7 @@ ROWS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2EL (JCT)", "e2el
 SCHEDULED = (("TTFT scheduled", "ttft_scheduled"), ("E2EL scheduled", "e2el_scheduled"))
 COLUMNS = (("mean", "mean"), ("P50", "median"), ("P90", "p90"), ("P99", "p99"))
 LATE_SENDS = 0.05
+LATE_SENDS_SECONDS = 0.005
 LATE_LOOP_MS = 20.0
 
 
@@ -66,8 +67,9 @@ def remarks(point: Point, summary: Summary) -> list[str]:
         found.append(f"{off} prompts have another length on the server than was planned")
     if merged:
         found.append(f"{merged} answers came in fewer events than tokens: ITL is between events")
-    if summary.send_delay and summary.ttft and summary.send_delay.p99 > LATE_SENDS * summary.ttft.mean:
-        found.append(f"requests left up to {summary.send_delay.max * 1000:.0f} ms late: see the scheduled latencies")
+    delay = summary.send_delay
+    if delay and summary.ttft and delay.p99 > max(LATE_SENDS * summary.ttft.mean, LATE_SENDS_SECONDS):
+        found.append(f"requests left up to {delay.max * 1000:.0f} ms late: see the scheduled latencies")
     if point.client.get("p99_loop_lag_ms", 0) > LATE_LOOP_MS:
         found.append(f"this client was slow: P99 of its lag {point.client['p99_loop_lag_ms']:.0f} ms")
     if point.partial:

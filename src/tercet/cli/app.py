@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tercet import __version__
+from tercet.cli.bench import bench
 from tercet.cli.demo import demo
 from tercet.cli.engine import engine
 from tercet.cli.profile import app as profile
@@ -31,6 +32,7 @@ app.command()(up)
 app.command()(engine)
 app.command()(router)
 app.command()(demo)
+app.add_typer(bench, name="bench")
 app.add_typer(sim, name="sim")
 app.add_typer(profile, name="profile")
 
