@@ -17,6 +17,7 @@ from tercet.bench.report import figure_of, markdown
 from tercet.bench.result import load_results
 from tercet.cli import bench_options as flag
 from tercet.cli.bench_run import run_bench
+from tercet.cli.bench_transfer import transfer
 from tercet.protocol import BadRequest
 
 bench = typer.Typer(
@@ -24,6 +25,7 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
     help="Measure any OpenAI endpoint, compare programs on the same engines, and draw the results.",
 )
+bench.command()(transfer)
 
 
 @bench.command()

@@ -9,7 +9,7 @@ import typer
 
 from tercet.cli.options import Host, Model, VLLMArgs, vllm_flags
 from tercet.cluster.addresses import require_free
-from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env
+from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
 from tercet.cluster.pinning import visible_devices
 
@@ -27,8 +27,9 @@ def engine(
 ) -> None:
     """Run one engine: a stock vLLM server that also offers the verbs.
 
-    On a CPU it computes on every core that this command may use, so choose them with `taskset`. This command becomes
-    the server: signals go to vLLM itself.
+    On a CPU it computes on every core that this command may use, so choose them with `taskset`; or, to leave some to
+    its other processes, with `VLLM_CPU_OMP_THREADS_BIND`, as for vLLM. This command becomes the server: signals go to
+    vLLM itself.
 
     Examples:
     - `tercet engine --port 8001`
@@ -49,6 +50,8 @@ def engine(
         extra_args=vllm_flags(vllm_args),
     )
     argv, env = engine_argv(spec), engine_env(spec)
+    if THREADS_BIND in os.environ:
+        env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
     if print_only:
         typer.echo(as_shell(argv, env))
         return

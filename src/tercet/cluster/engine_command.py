@@ -17,6 +17,7 @@ from tercet.protocol import BadRequest
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
     "kv_connector_module_path": "tercet.vllm_plugin.connector",
@@ -90,7 +91,7 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(as_cpu_list(group) for group in groups)
+        env[THREADS_BIND] = "|".join(as_cpu_list(group) for group in groups)
         env["OMP_NUM_THREADS"] = str(len(groups[0]))
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)

@@ -8,6 +8,7 @@ the lease while bytes are taken that have arrived already.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections import deque
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 MAX_BUFFERS = 512  # in one system call; Linux takes 1024
 MAX_REFERENCE_BYTES = 1024 * 1024
 # Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
-MAX_COPY_BYTES = 4 * 1024 * 1024
+MAX_COPY_BYTES = 1024 * 1024
 Receive = Callable[[Sequence[memoryview]], int]
 
 
@@ -403,6 +404,8 @@ class Inbound:
             for some in _batches(copies):
                 with rules.grants.writing(header.lease):
                     session.reader.read(some)
+                # vLLM's processes wait for one another by yielding their core: whoever shares one must yield, too.
+                os.sched_yield()
             live = session.reader.word(session.shape.word(header.send)) == header.send
         except OSError as error:
             raise TransferFailed(f"the sender's memory cannot be read: {error}") from error

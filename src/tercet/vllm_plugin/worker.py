@@ -30,7 +30,7 @@ class WorkerSide:
         kv = planes.share()
         try:
             settings = self._config.transport_settings()
-            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, _all_cpus(), _block_of(layout))
+            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, _cpus_of_agent(), _block_of(layout))
         finally:
             os.close(kv.fd)  # the agent has its own; the mapping stays
 
@@ -71,6 +71,10 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
     return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
 
 
-def _all_cpus() -> set[int]:
-    """CPUs that this engine may use: the scheduler's process, our parent, has them all; we have those that compute."""
-    return os.sched_getaffinity(os.getppid())
+def _cpus_of_agent() -> set[int]:
+    """CPUs that this engine may use and that do not compute; all of them if every one computes.
+
+    The scheduler's process, our parent, has them all; we have those that compute.
+    """
+    every = os.sched_getaffinity(os.getppid())
+    return every - os.sched_getaffinity(0) or every

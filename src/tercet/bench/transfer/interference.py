@@ -39,6 +39,13 @@ async def measure_interference(engine: str, rounds: int, tokens: int, settings: 
 
     Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
     """
+    try:
+        return await _measure(engine, rounds, tokens, settings)
+    except aiohttp.ClientError as error:
+        raise EngineError(f"{engine} does not answer: {error}") from error
+
+
+async def _measure(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
     async with aiohttp.ClientSession() as session:
         model = (await _get(session, f"{engine}/v1/models"))["data"][0]["id"]
         vocabulary = range(1000, 20000)

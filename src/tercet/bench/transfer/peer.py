@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tercet.bench.transfer.cases import MIB, Case
+from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
 from tercet.protocol import EngineError, TercetError
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
 
@@ -64,6 +65,7 @@ class _Receiving:
         self._case = case
         self._transports: dict[str, RankTransport] = {}
         self._sockets: list[socket.socket] = []
+        self._libraries: dict[str, Library] = {}
 
     def listen(self, way: str, settings: bytes) -> tuple[str, ...]:
         """Receive over a transport; returns its addresses."""
@@ -102,6 +104,19 @@ class _Receiving:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 part = whole[stream * share : (stream + 1) * share]
                 threading.Thread(target=_drain, args=(connection, part), daemon=True).start()
+
+    def direct_connect(self, library: str, offered: bytes) -> None:
+        """Prepare to read with a library alone."""
+        self._libraries[library] = LIBRARIES[library](self._region)
+        self._libraries[library].connect(msgspec.msgpack.decode(offered, type=Offered))
+
+    def direct_read(self, library: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> float:
+        """Read blocks of each layer; returns the seconds."""
+        return self._libraries[library].read(sources, targets)
+
+    def direct_close(self, library: str) -> None:
+        """Drop the library's agent or engine."""
+        del self._libraries[library]
 
     def cpu_seconds(self) -> float:
         """CPU time of this process so far."""

@@ -1,0 +1,134 @@
+"""NIXL and Mooncake used directly, as a careful user of each would: memory registered, lists prepared, one big request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tercet.protocol import TransferFailed
+from tercet.transport import KVRegion
+from tercet.transport.backends.memory import Placed
+from tercet.transport.backends.mooncake import begin_engine
+from tercet.transport.backends.nixl import NixlAgent, load_bindings
+from tercet.transport.region import RegionShape
+
+LOCALHOST = "127.0.0.1"
+# More than so many parts, and Mooncake's queue for a peer is full.
+MOONCAKE_PARTS = 2048
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True):
+    """What the reading side must know of the other one."""
+
+    address: int
+    shape: RegionShape
+    handle: bytes
+
+
+class Library(Protocol):
+    """A library with a region registered; either side has one."""
+
+    def offer(self) -> Offered:
+        """For the reading side."""
+        ...
+
+    def connect(self, offered: Offered) -> None:
+        """Prepare reads of whole blocks of the region that was offered."""
+        ...
+
+    def read(self, sources: Sequence[int], targets: Sequence[int]) -> float:
+        """Read blocks of each layer; returns the seconds from the request until they are in place."""
+        ...
+
+
+class DirectNixl:
+    """A prepared list of all blocks on both sides; a read names rows of it."""
+
+    def __init__(self, region: KVRegion) -> None:
+        self._nixl = load_bindings()
+        self._region, self._placed = region, Placed(region)
+        self._agent = NixlAgent(self._nixl, self._placed, answers=True)
+        self._reading: tuple[Any, str, int, int] | None = None
+
+    def offer(self) -> Offered:
+        """See :class:`Library`."""
+        return Offered(self._placed.address, self._region.shape, self._agent.metadata())
+
+    def connect(self, offered: Offered) -> None:
+        """See :class:`Library`."""
+        self._agent = NixlAgent(self._nixl, self._placed, answers=False)  # what reads needs no thread
+        name = self._agent.connect(offered.handle)
+        agent, memory = self._agent.bare, self._nixl.DRAM_SEG
+        here = agent.prepXferDlist(
+            self._nixl.NIXL_INIT_AGENT, memory, _strides(self._placed.address, self._region.shape)
+        )
+        there = agent.prepXferDlist(name, memory, _strides(offered.address, offered.shape))
+        self._reading = agent, name, here, there
+
+    def read(self, sources: Sequence[int], targets: Sequence[int]) -> float:
+        """See :class:`Library`."""
+        assert self._reading is not None, "not connected"
+        agent, _, here, there = self._reading
+        nixl, shape = self._nixl, self._region.shape
+        layers = np.arange(len(shape.planes), dtype=np.int32)[:, None] * shape.num_blocks
+        ours, theirs = ((layers + np.array(blocks, dtype=np.int32)).ravel() for blocks in (targets, sources))
+        began = time.perf_counter()
+        request = agent.makeXferReq(nixl.NIXL_READ, here, ours, there, theirs, "", [], False)
+        state = agent.postXferReq(request, "")
+        while state == nixl.NIXL_IN_PROG:
+            state = agent.getXferStatus(request)
+        took = time.perf_counter() - began
+        agent.releaseXferReq(request)
+        if state != nixl.NIXL_SUCCESS:
+            raise TransferFailed(f"NIXL called directly: {state}")
+        return took
+
+
+class DirectMooncake:
+    """As many blocks at once as Mooncake's queue takes."""
+
+    def __init__(self, region: KVRegion) -> None:
+        self._region, self._placed = region, Placed(region)
+        self._engine = begin_engine(self._placed, LOCALHOST)
+        self._theirs: Offered | None = None
+
+    def offer(self) -> Offered:
+        """See :class:`Library`."""
+        return Offered(self._placed.address, self._region.shape, f"{LOCALHOST}:{self._engine.get_rpc_port()}".encode())
+
+    def connect(self, offered: Offered) -> None:
+        """See :class:`Library`."""
+        self._theirs = offered
+
+    def read(self, sources: Sequence[int], targets: Sequence[int]) -> float:
+        """See :class:`Library`."""
+        assert self._theirs is not None, "not connected"
+        size, engine = self._region.shape.block_bytes, self._theirs.handle.decode()
+        there = _addresses(self._theirs.address, self._theirs.shape, sources)
+        here = _addresses(self._placed.address, self._region.shape, targets)
+        parts = [slice(start, start + MOONCAKE_PARTS) for start in range(0, len(here), MOONCAKE_PARTS)]
+        batches = [(here[part], there[part], [size] * len(here[part])) for part in parts]
+        began = time.perf_counter()
+        states = [self._engine.batch_transfer_sync_read(engine, *batch) for batch in batches]
+        took = time.perf_counter() - began
+        if any(states):
+            raise TransferFailed(f"Mooncake called directly: {states}")
+        return took
+
+
+LIBRARIES = {"nixl": DirectNixl, "mooncake": DirectMooncake}
+
+
+def _strides(base: int, shape: RegionShape) -> NDArray[np.uint64]:
+    """All blocks as rows of address, length, device, stride and count, a row for each layer."""
+    rows = [(base + plane, shape.block_bytes, 0, shape.block_bytes, shape.num_blocks) for plane in shape.planes]
+    return np.array(rows, dtype=np.uint64)
+
+
+def _addresses(base: int, shape: RegionShape, blocks: Sequence[int]) -> list[int]:
+    return [base + shape.block(layer, block) for layer in range(len(shape.planes)) for block in blocks]
