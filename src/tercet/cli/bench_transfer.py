@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +14,10 @@ from tercet.bench.transfer.cases import KIB, MIB, Table, cases
 from tercet.bench.transfer.interference import Interference, measure_interference
 from tercet.bench.transfer.report import draw, failures, report, rows
 from tercet.bench.transfer.run import BACKENDS, idle_cpu, measure
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import TransportSettings
+
+PLAIN_WIDTH = 140
 
 
 def transfer(
@@ -40,7 +42,7 @@ def transfer(
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     sizes = _numbers("--piece", piece, KIB), _numbers("--total", total, MIB)
     backends = [name.strip() for name in backend.split(",")]
     unknown = [name for name in backends if name not in BACKENDS]
@@ -48,15 +50,17 @@ def transfer(
         raise BadRequest(f"--backend: there is no {unknown[0]!r}; choose from {', '.join(BACKENDS)}", "--backend")
     found = Table()
     idle: dict[str, float | str] = {}
-    interference: Interference | None = None
+    interference: dict[str, Interference | str] = {}
     with console.status("starting") as status:
         if sizes[0]:
             found = measure(cases(*sizes), backends, rounds, streams, status.update)
             idle = idle_cpu([name for name in backends if name in found.ways], streams, status.update)
         if engine is not None:
-            status.update(f"decode steps of {engine}")
-            settings = TransportSettings(streams=streams)
-            interference = asyncio.run(measure_interference(engine.rstrip("/"), rounds, tokens, settings))
+            for name in backends:
+                status.update(f"decode steps of {engine} while it receives over {name}")
+                interference[name] = _interference(
+                    engine.rstrip("/"), rounds, tokens, TransportSettings(name, streams=streams)
+                )
     _show(console, found, idle, interference)
     if json is not None:
         report(found, idle, interference).save(json)
@@ -74,7 +78,9 @@ def _numbers(flag: str, text: str, unit: int) -> list[int]:
     return found
 
 
-def _show(console: Console, found: Table, idle: dict[str, float | str], interference: Interference | None) -> None:
+def _show(
+    console: Console, found: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]
+) -> None:
     if found.results:
         head, body = rows(found)
         lines = Lines(title="GB/s")
@@ -88,13 +94,22 @@ def _show(console: Console, found: Table, idle: dict[str, float | str], interfer
     for way, cores in idle.items():
         said = f"{cores * 100:.1f}% of a core" if isinstance(cores, float) else cores
         console.print(f"idle {way}: {said}", highlight=False)
-    if interference is not None:
-        alone, receiving = interference.step_alone * 1e3, interference.step_receiving * 1e3
-        rate = f"{interference.gb_per_s:.2f} GB/s over {interference.transport}"
-        console.print(
-            f"decode step: {alone:.1f} ms alone, {receiving:.1f} ms receiving {rate} ({interference.slowdown:.3f})",
-            highlight=False,
-        )
+    for way, slowed in interference.items():
+        console.print(f"decode steps while receiving over {way}: {_told(slowed)}", highlight=False)
+
+
+def _told(found: Interference | str) -> str:
+    if isinstance(found, str):
+        return found
+    alone, receiving = found.step_alone * 1e3, found.step_receiving * 1e3
+    return f"{receiving:.1f} ms at {found.gb_per_s:.2f} GB/s, {alone:.1f} ms alone (x {found.slowdown:.3f})"
+
+
+def _interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference | str:
+    try:
+        return measure_interference(engine, rounds, tokens, settings)
+    except TransferFailed as error:
+        return error.message
 
 
 def _draw(found: Table, path: Path) -> None:

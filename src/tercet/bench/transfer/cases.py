@@ -70,8 +70,9 @@ class Result(msgspec.Struct):
 
 @dataclass
 class Table:
-    """Results, by way and case, in the order in which they came."""
+    """Results, by way and case. ``order`` is that of the ways."""
 
+    order: list[str] = field(default_factory=list[str])
     results: dict[tuple[str, Case], Result] = field(default_factory=dict[tuple[str, Case], Result])
 
     def add(self, way: str, case: Case, seconds: float) -> None:
@@ -89,8 +90,9 @@ class Table:
 
     @property
     def ways(self) -> list[str]:
-        """All ways."""
-        return list(dict.fromkeys(way for way, _ in self.results))
+        """All ways that were measured or tried."""
+        tried = {way for way, _ in self.results}
+        return [way for way in self.order if way in tried]
 
     @property
     def cases(self) -> list[Case]:

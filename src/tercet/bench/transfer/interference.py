@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import queue
 import random
@@ -34,13 +35,13 @@ class Interference(msgspec.Struct, frozen=True):
         return self.step_receiving / self.step_alone
 
 
-async def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
+def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
     """Decode ``tokens`` tokens on ``engine`` (its URL), in turn alone and while it receives, ``rounds`` times.
 
     Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
     """
     try:
-        return await _measure(engine, rounds, tokens, settings)
+        return asyncio.run(_measure(engine, rounds, tokens, settings))
     except aiohttp.ClientError as error:
         raise EngineError(f"{engine} does not answer: {error}") from error
 

@@ -23,14 +23,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     cpus: int
     results: list[Result]
     idle_cores: dict[str, float | str]
-    interference: Interference | None = None
+    interference: dict[str, Interference | str] = {}
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
 
-def report(table: Table, idle: dict[str, float | str], interference: Interference | None) -> Report:
+def report(table: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> Report:
     """Put a run together."""
     results = list(table.results.values())
     machine = f"{platform.system()} {platform.release()} {platform.machine()}, {_processor()}"

@@ -1,7 +1,8 @@
-"""Runs every way over every case, in interleaved rounds, and measures what waiting costs."""
+"""Runs every way over every case, in rounds of changing order, and measures what waiting costs."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,14 +25,14 @@ Maker = Callable[[], Way]
 
 def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams: int, progress: Progress) -> Table:
     """Measure each way in each case ``rounds`` times, after one round that warms up."""
-    table = Table()
+    table, shuffle = Table(), random.Random(0)
     for case in cases:
         progress(f"{case.piece_bytes / 1024:g} KiB pieces, {case.total_bytes / 1024**2:g} MiB")
         source = case.region()
         try:
             with Peer(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
                 for number in range(rounds + 1):
-                    for way in list(ways):
+                    for way in shuffle.sample(ways, len(ways)):
                         _one(way, case, table, ways, warm=number == 0)
         finally:
             source.close()
@@ -55,13 +56,14 @@ def _ways(
 ) -> Generator[list[Way]]:
     makers: list[tuple[str, Maker]] = [("memcpy", lambda: Memcpy(case, source))]
     makers += [
-        (f"sockets x{number}", lambda number=number: PlainSockets(case, source, peer, number))
+        (f"socket x{number}", lambda number=number: PlainSockets(case, source, peer, number))
         for number in SOCKET_STREAMS
     ]
     for name in backends:
         settings = TransportSettings(name, streams=streams)
         makers.append((name, lambda name=name, settings=settings: OurTransport(name, case, source, peer, settings)))
     makers += direct_ways(case, source, peer, backends)
+    table.order = [name for name, _ in makers]
     ways: list[Way] = []
     with ExitStack() as stack:
         for name, make in makers:

@@ -70,7 +70,7 @@ class PlainSockets:
     """TCP over loopback, contiguous memory in calls of 1 MiB, a thread per stream on both sides, and nothing else."""
 
     def __init__(self, case: Case, source: KVRegion, peer: Peer, streams: int) -> None:
-        self.name = f"sockets x{streams}"
+        self.name = f"socket x{streams}"
         self._share = case.moved_bytes // streams
         host, port = peer.call("sockets", streams)
         self._connections = [socket.create_connection((host, port)) for _ in range(streams)]
