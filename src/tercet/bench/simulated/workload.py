@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -54,7 +55,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float, Request]]:
     """``(arrival time, request)`` in order of arrival; the same for the same seed."""
     when, chance = 0.0, random.Random(f"{seed} lengths")
-    text = tuple(random.Random(f"{seed} text").randrange(32_000) for _ in range(_TEXT)) * 2
+    text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
     gaps = _gaps(workload, random.Random(f"{seed} arrivals"))
     for number in range(workload.requests):
@@ -64,6 +65,12 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
         prompt = prefix + _prompt(text, chance, len(prefixes) + number, length - len(prefix))
         output = _length(chance, workload.output_mean, workload.output_dev)
         yield when, Request(seq_id=f"r{number}", prompt=prompt, sampling_params={"max_tokens": output})
+
+
+@lru_cache(maxsize=4)
+def _text(seed: int) -> tuple[int, ...]:
+    chance = random.Random(f"{seed} text")
+    return tuple(chance.randrange(32_000) for _ in range(_TEXT))
 
 
 def _gaps(workload: SyntheticWorkload, chance: random.Random) -> Iterator[float]:
