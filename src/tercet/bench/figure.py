@@ -58,7 +58,8 @@ def _panel(axis: Any, figure: Figure, title: str, metric: str) -> None:
         axis.plot([x for x, _ in drawn], [y for _, y in drawn], marker=MARKERS[index % len(MARKERS)], label=line.label)
     axis.set_title(title, fontsize="medium")
     axis.set_ylabel("ms" if "tpot" in metric else "s")
-    axis.set_ylim(bottom=0)
+    axis.margins(y=0.08)
+    axis.set_ylim(0, axis.get_ylim()[1])
     axis.grid(visible=True, alpha=0.3)
 
 

@@ -16,7 +16,9 @@ Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Program = Annotated[str, typer.Option(help="`data_parallel`, `disaggregated`, `balanced`, or your own: `file.py:function`.")]
+Program = Annotated[
+    str, typer.Option(help="A built-in program (such as `disaggregated`), or your own: `file.py:function`.")
+]
 ProgramArg = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
 ]
