@@ -53,7 +53,7 @@ class RankTransport:
     ) -> None:
         settings = settings or TransportSettings()
         self._region = region
-        self._backends = backends_for(settings.transport, region)
+        self._backends = backends_for(settings.transport, region, settings.hosts[0])
         self._grants = GrantTable(region.num_layers)
         tcp_allowed = settings.transport in (AUTO_NAME, TCP)
         self._rules = Rules(

@@ -1,4 +1,4 @@
-"""NIXL and Mooncake used directly, as a careful user of each would: memory registered, lists prepared, one big request."""
+"""NIXL and Mooncake as a careful user of each calls them: memory registered, lists prepared, one big request."""
 
 from __future__ import annotations
 

@@ -1,22 +1,35 @@
 """Backends: ways to read another rank's KV without sockets, chosen per pair of peers.
 
-``auto`` tries :data:`AUTO` in order and falls back to ``tcp``, where bytes travel through the connections themselves.
-The names in :data:`FACTORIES` can also be asked for; what is missing is then an error.
+``auto`` takes ``host`` for peers on one machine and, where there is an RDMA device, the first of :data:`RDMA` that
+works for the others. What is left goes over ``tcp``, where bytes travel through the connections themselves: without
+RDMA that is faster than the libraries are. The names in :data:`FACTORIES` can also be asked for; what is missing is
+then an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends.base import Backend, BackendUnavailable, Copy, Factory, Reader, Sender
+from tercet.transport.backends.base import Backend, BackendUnavailable, Copy, Reader, Sender
 from tercet.transport.backends.host import HostBackend
+from tercet.transport.backends.memory import has_rdma
+from tercet.transport.backends.mooncake import MooncakeBackend
+from tercet.transport.backends.nixl import NixlBackend
 from tercet.transport.region import KVRegion
 
+logger = logging.getLogger(__name__)
 TCP = "tcp"
 AUTO_NAME = "auto"
-FACTORIES: dict[str, Factory] = {"host": HostBackend}
-AUTO = ("host",)
+# Each makes a backend for a region; the address is the one by which other machines reach this rank.
+FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
+    "host": lambda region, _host: HostBackend(region),
+    "nixl": lambda region, _host: NixlBackend(region),
+    "mooncake": MooncakeBackend,
+}
+# Under ``auto`` one of them is enough, for each registers the whole region.
+RDMA = ("nixl", "mooncake")
 NAMES = (AUTO_NAME, TCP, *FACTORIES)
 
 __all__ = [
@@ -32,22 +45,26 @@ __all__ = [
 ]
 
 
-def backends_for(name: str, region: KVRegion) -> Sequence[Backend]:
+def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequence[Backend]:
     """The backends that setting ``name`` allows, best first; none for ``tcp``.
 
     Raises :class:`~tercet.protocol.BadRequest` for a name that there is not, and :class:`BackendUnavailable` for one
-    that was asked for and cannot be had. Under ``auto``, what cannot be had is left out.
+    that was asked for and cannot be had. Under ``auto``, what cannot be had is left out, and logged.
     """
     if name == TCP:
         return ()
-    if name != AUTO_NAME:
-        if name not in FACTORIES:
-            raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(NAMES)}", "transport")
-        return (FACTORIES[name](region),)
-    found: list[Backend] = []
-    for candidate in AUTO:
+    if name == AUTO_NAME:
+        return (HostBackend(region), *_first_of(RDMA if has_rdma() else (), region, host))
+    if name not in FACTORIES:
+        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(NAMES)}", "transport")
+    return (FACTORIES[name](region, host),)
+
+
+def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:
+    """The first of these backends that can be had, if any."""
+    for name in names:
         try:
-            found.append(FACTORIES[candidate](region))
-        except BackendUnavailable:
-            continue
-    return found
+            return [FACTORIES[name](region, host)]
+        except BackendUnavailable as error:
+            logger.warning("auto goes on without %s", error.message)
+    return []

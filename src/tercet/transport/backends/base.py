@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tercet.protocol import TransferFailed
-from tercet.transport.region import KVRegion, RegionShape
+from tercet.transport.region import RegionShape
 
 # Bytes [0], from a sender's region at [1], to ours at [2].
 Copy = tuple[int, int, int]
@@ -71,6 +71,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Give back what it took; readers are closed before."""
         ...
-
-
-Factory = Callable[[KVRegion], Backend]

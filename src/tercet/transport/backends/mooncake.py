@@ -1,0 +1,173 @@
+"""``mooncake``: the receiver lets Mooncake's transfer engine read the sender's KV.
+
+A rank has two engines: one that others read from, and one that reads. The second is what makes a failed read harmless:
+after Mooncake reports a failure, other parts of the same batch may still be written. They are not once the engine is
+gone. So the engine is thrown away before a failure is passed on, and the next read makes a new one. That takes up to a
+second, in which the process stands still; it happens only when a sender is lost.
+
+A sender that is stopped, not dead, is given up by Mooncake itself (after 30 s: ``MC_TCP_PROGRESS_TIMEOUT_SEC``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from tercet.protocol import TransferFailed
+from tercet.transport.backends.base import BackendUnavailable, Copy, Sender
+from tercet.transport.backends.memory import Placed, WordSlots, has_rdma
+from tercet.transport.region import WORD_BYTES, KVRegion
+
+REMEDY = (
+    "run scripts/install-transport-extras, or pip install --no-deps mooncake-transfer-engine-non-cuda "
+    "and install the system libraries libibverbs1 librdmacm1 libnuma1 liburing2"
+)
+# Mooncake refuses what exceeds its queue for a peer, which takes 2048 in TCP's case.
+MAX_COPIES = 1024
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    address: int
+    engine: str
+
+
+class MooncakeBackend:
+    """Reads regions that their owners registered with Mooncake. ``host`` is this machine's address for senders."""
+
+    name = "mooncake"
+
+    def __init__(self, region: KVRegion, host: str) -> None:
+        self._placed = Placed(region)
+        self._slots = WordSlots(region)
+        self._reads = ReadEngine(self._placed, host)
+        self._engine: Any = begin_engine(self._placed, host)
+        self._host = host
+        try:
+            reader = MooncakeReader(self._reads, self._slots, self._own_offer())
+            try:
+                self._slots.require_readable(reader, self.name)
+            finally:
+                reader.close()
+        except TransferFailed as error:
+            self.close()
+            raise BackendUnavailable(f"{error.message}; its own messages are on stderr") from error
+
+    def offer(self) -> bytes:
+        """See :meth:`~tercet.transport.backends.base.Backend.offer`."""
+        return msgspec.msgpack.encode(self._own_offer())
+
+    def connect(self, offer: bytes, sender: Sender) -> MooncakeReader:
+        """See :meth:`~tercet.transport.backends.base.Backend.connect`."""
+        try:
+            return MooncakeReader(self._reads, self._slots, msgspec.msgpack.decode(offer, type=_Offer))
+        except msgspec.MsgspecError as error:
+            raise BackendUnavailable(f"mooncake: the sender's offer cannot be understood: {error}") from error
+
+    def close(self) -> None:
+        """Drop both engines, and with them threads, ports and registrations; takes up to two seconds."""
+        self._engine = None
+        self._reads.close()
+
+    def _own_offer(self) -> _Offer:
+        return _Offer(self._placed.address, f"{self._host}:{self._engine.get_rpc_port()}")
+
+
+class ReadEngine:
+    """The engine that all readers of a rank share; made when it is needed, thrown away when a read on it failed."""
+
+    def __init__(self, placed: Placed, host: str) -> None:
+        self.placed = placed
+        self._host = host
+        self._engine: Any = None
+        self._users = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def read(self, engine: str, there: Sequence[int], here: Sequence[int], sizes: Sequence[int]) -> None:
+        """Read from addresses ``there`` of another engine to addresses ``here``.
+
+        Raises :class:`TransferFailed`, once nothing is written any more.
+        """
+        used = self._enter()
+        status = -1
+        try:
+            status = used.batch_transfer_sync_read(engine, here, there, sizes)
+        finally:
+            del used  # the last reference must be ours to drop
+            self._leave(failed=status != 0)
+        if status != 0:
+            raise TransferFailed(f"mooncake: the sender's memory cannot be read: status {status}")
+
+    def close(self) -> None:
+        """Drop the engine; nobody reads any more."""
+        with self._changed:
+            self._engine = None
+
+    def _enter(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._failed)
+            if self._engine is None:
+                self._engine = begin_engine(self.placed, self._host)
+            self._users += 1
+            return self._engine
+
+    def _leave(self, *, failed: bool) -> None:
+        """Afterwards, if this read failed, its engine is gone; whoever leaves it last drops it."""
+        with self._changed:
+            self._users -= 1
+            self._failed |= failed
+            if self._failed and not self._users:
+                self._engine = None
+                self._failed = False
+                self._changed.notify_all()
+            elif failed:
+                self._changed.wait_for(lambda: not self._failed)
+
+
+class MooncakeReader:
+    """See :class:`~tercet.transport.backends.base.Reader`."""
+
+    def __init__(self, reads: ReadEngine, slots: WordSlots, offer: _Offer) -> None:
+        self._reads = reads
+        self._slots = slots
+        self._offer = offer
+        self._slot = slots.take()
+
+    def read(self, copies: Iterable[Copy]) -> None:
+        """See :meth:`~tercet.transport.backends.base.Reader.read`."""
+        theirs, ours = self._offer.address, self._reads.placed.address
+        batch = list(copies)
+        for start in range(0, len(batch), MAX_COPIES):
+            some = batch[start : start + MAX_COPIES]
+            there, here = [theirs + copy[1] for copy in some], [ours + copy[2] for copy in some]
+            self._reads.read(self._offer.engine, there, here, [copy[0] for copy in some])
+
+    def word(self, there: int) -> int:
+        """See :meth:`~tercet.transport.backends.base.Reader.word`."""
+        self._slots.clear(self._slot)
+        self.read([(WORD_BYTES, there, self._slots.place(self._slot))])
+        return self._slots.value(self._slot)
+
+    def close(self) -> None:
+        """Give the word's place back; the engine stays for other readers."""
+        self._slots.give_back(self._slot)
+
+
+def begin_engine(placed: Placed, host: str) -> Any:
+    """An engine with a region registered; raises :class:`BackendUnavailable` if there is none to be had."""
+    try:
+        engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
+    except (ImportError, OSError, AttributeError) as error:
+        raise BackendUnavailable(f"mooncake: it cannot be loaded ({error}): {REMEDY}") from error
+    protocol = "rdma" if has_rdma() else "tcp"
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+        raise BackendUnavailable(
+            f"mooncake: its engine does not start on {host} over {protocol}; it says why on stderr"
+        )
+    if engine.register_memory(placed.address, placed.size):
+        raise BackendUnavailable("mooncake: the KV cannot be registered; raise the limit of locked memory (ulimit -l)")
+    return engine
