@@ -85,7 +85,7 @@ class Core:
         """Do something when no step is under way: now, or at the end of the current step."""
         if self._timer is None:
             action()
-            self._boundary()
+            self._boundary(self._loop.time())
         else:
             self._between.append(action)
             self._cut()
@@ -119,7 +119,7 @@ class Core:
 
     def _wake(self) -> None:
         if self._timer is None:
-            self._boundary()
+            self._boundary(self._loop.time())
         else:
             self._cut()
 
@@ -133,39 +133,41 @@ class Core:
             self._timer.cancel()
             run.steps = steps
             self._ticks = steps
-            self._timer = self._loop.call_at(run.after(steps), self._step_over)
+            end = run.after(steps)
+            self._timer = self._loop.call_at(end, self._step_over, end)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
-    def _step_over(self) -> None:
+    def _step_over(self, ended: float) -> None:
+        """In real time this is late. The next step begins when this one should have ended, so delays do not add up."""
         self._timer = None
-        self.counters.busy += self._loop.time() - self._step_began
+        self.counters.busy += ended - self._step_began
         self._advance()
-        self._boundary()
+        self._boundary(ended)
 
-    def _boundary(self) -> None:
+    def _boundary(self, now: float) -> None:
         actions, self._between = self._between, []
         for action in actions:
             action()
         if self._timer is None:
-            self._plan()
+            self._plan(now)
 
-    def _plan(self) -> None:
+    def _plan(self, now: float) -> None:
         chunks = self._schedule()
         decodes = bool(len(self._decoding)) and not (chunks and self._options.schedule == "prefill_first")
         if decodes:
             self._make_room()
             decodes = bool(len(self._decoding))
         if chunks:
-            self._start_step(chunks, decodes)
+            self._start_step(now, chunks, decodes)
         elif decodes:
-            self._start_run()
+            self._start_run(now)
 
-    def _start_step(self, chunks: list[Chunk], decodes: bool) -> None:
+    def _start_step(self, now: float, chunks: list[Chunk], decodes: bool) -> None:
         tokens = sum(count for _, count in chunks)
         pairs = sum(pairs_of(work.computed, work.computed + count) for work, count in chunks)
         batch, contexts = (len(self._decoding), self._decoding.contexts) if decodes else (0, 0)
-        begin = self._step_began = self._loop.time()
+        begin = self._step_began = now
         end = begin + self._model.step(tokens, pairs, batch, contexts)
         for work, count in chunks:
             if work.on_chunk is not None:
@@ -173,18 +175,19 @@ class Core:
         self._chunks, self._ticks = chunks, int(decodes)
         self.counters.steps += 1
         self.counters.prefill_tokens += tokens
-        self._timer = self._loop.call_at(end, self._step_over)
+        self._timer = self._loop.call_at(end, self._step_over, end)
 
-    def _start_run(self) -> None:
+    def _start_run(self, now: float) -> None:
         decoding = self._decoding
         batch = len(decoding)
         steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
-        begin = self._step_began = self._loop.time()
-        self._run = Run(begin, steps, first, per_context * batch)
+        self._step_began = now
+        self._run = Run(now, steps, first, per_context * batch)
         self._ticks = steps
-        self._timer = self._loop.call_at(self._run.after(steps), self._step_over)
+        end = self._run.after(steps)
+        self._timer = self._loop.call_at(end, self._step_over, end)
 
     def _advance(self) -> None:
         """Account for the step, or the run of steps, that is over."""

@@ -32,7 +32,7 @@ from tercet.sim.leases import Lease, Leases
 from tercet.sim.network import Network
 from tercet.sim.options import EngineOptions
 from tercet.sim.pool import BlockPool
-from tercet.sim.profile import Profile, StepModel
+from tercet.sim.profile import Profile, StepModel, Transfer
 from tercet.sim.send import Send
 from tercet.sim.work import Work
 
@@ -44,13 +44,20 @@ MAX_TOKENS = 16
 class SimEngine:
     """One engine in virtual (or real) time. What it decides at random follows from ``seed`` and its name.
 
-    Must be made inside a running event loop, whose time it uses.
+    Must be made inside a running event loop, whose time it uses. ``address`` is where other processes reach it.
     """
 
     def __init__(
-        self, name: str, profile: Profile, network: Network, options: EngineOptions | None = None, seed: int = 0
+        self,
+        name: str,
+        profile: Profile,
+        network: Network,
+        options: EngineOptions | None = None,
+        seed: int = 0,
+        address: str | None = None,
     ) -> None:
         self._name = name
+        self._address = address or f"sim://{name}"
         self.profile = profile
         self.network = network
         self.options = (options or EngineOptions()).check()
@@ -86,25 +93,35 @@ class SimEngine:
 
     @asynccontextmanager
     async def _reservation(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+        lease = await self._lease(request, end, self.options.lease_ttl)
+        try:
+            yield self._told(lease)
+        finally:
+            self._end_lease(lease)
+
+    async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
+        """``prep_recv`` whose lease ends by itself after ``ttl`` seconds, or by :meth:`release`."""
+        return self._told(await self._lease(request, end, ttl))
+
+    async def _lease(self, request: Request, end: int | None, ttl: float) -> Lease:
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         if resolved == 0:
             raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
-        lease = await self._between_steps(lambda: self._reserve(request, resolved), self._end_lease)
-        address = RankAddress(0, (f"sim://{self._name}",))
-        info = KVAddrInfo(lease.name, self._name, lease.matched, resolved, "sim", (address,), self._layout)
-        try:
-            yield Reservation(info, lease.matched)
-        finally:
-            self._end_lease(lease)
+        return await self._between_steps(lambda: self._reserve(request, resolved, ttl), self._end_lease)
 
-    def _reserve(self, request: Request, end: int) -> Lease:
+    def _told(self, lease: Lease) -> Reservation:
+        address = RankAddress(0, (self._address,))
+        info = KVAddrInfo(lease.name, self._name, lease.matched, lease.end, "sim", (address,), self._layout)
+        return Reservation(info, lease.matched)
+
+    def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._count += 1
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         lease = self._leases.reserve(f"{self._name}:{self._count}", request.seq_id, prompt, end, self._core.running)
-        lease.timer = self._loop.call_later(self.options.lease_ttl, self._end_lease, lease)
+        lease.timer = self._loop.call_later(ttl, self._end_lease, lease)
         return lease
 
     def _end_lease(self, lease: Lease) -> bool:
@@ -125,7 +142,7 @@ class SimEngine:
         self._check_send(request, to, begin, end, sample)
         info = to.kv_addr_info
         first_block = begin // self.profile.block_size * self.profile.block_size
-        send = Send(self, self.network.find(info.engine), info.lease, first_block, end)
+        send = Send(self, self.network.find(info), info.lease, first_block, end)
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         work = Work(prompt, end, 0, int(sample), send.computed)
         work.on_chunk = send.chunk
@@ -159,6 +176,10 @@ class SimEngine:
             self._generating.pop(request.seq_id, None)
             if not finished:
                 core.between_steps(partial(core.drop, work))
+
+    def works_on(self, seq_id: str) -> bool:
+        """Whether the sequence has a reservation, a send or a generation here."""
+        return self._leases.of(seq_id) is not None or seq_id in self._generating or seq_id in self._sends.values()
 
     async def abort(self, seq_id: str) -> None:
         """See :meth:`tercet.protocol.Engine.abort`."""
@@ -210,14 +231,20 @@ class SimEngine:
         """Whether KV under this lease is still accepted."""
         return not self._down and self._leases.find(lease) is not None
 
-    def receive(self, lease: str, begin: int, end: int) -> bool:
-        """KV of ``[begin, end)`` is here; returns False if its lease is over."""
+    @property
+    def transfer(self) -> Transfer:
+        """How fast KV leaves and reaches this engine."""
+        return self.profile.transfer
+
+    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
+        """See :meth:`tercet.sim.send.Receiver.receive`; the answer is False if the lease is over."""
         found = self._leases.find(lease)
         if found is None or self._down:
-            return False
+            answer(False)
+            return
         found.receive(begin, end)
         self._core.between_steps(partial(self._publish, found))
-        return True
+        answer(True)
 
     def _publish(self, lease: Lease) -> None:
         if self._leases.find(lease.name) is lease:

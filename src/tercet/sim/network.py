@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tercet.protocol import TransferFailed
+from tercet.protocol import KVAddrInfo, TransferFailed
+from tercet.sim.send import Receiver
 from tercet.sim.tokens import Prompts
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class Network:
     """Engines by name, their links, and the prompts that they all see."""
 
-    def __init__(self) -> None:
-        self.prompts = Prompts()
+    def __init__(self, prompts_kept: int = 4096) -> None:
+        self.prompts = Prompts(prompts_kept)
         self.bytes_sent = 0
         self._engines: dict[str, SimEngine] = {}
         self._out_free: dict[str, float] = {}
@@ -32,19 +33,19 @@ class Network:
             raise ValueError(f"two engines are called {engine.name}")
         self._engines[engine.name] = engine
 
-    def find(self, name: str) -> SimEngine:
-        """The engine of that name; raises :class:`~tercet.protocol.TransferFailed` if there is none."""
-        found = self._engines.get(name)
+    def find(self, info: KVAddrInfo) -> Receiver:
+        """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` if there is none."""
+        found = self._engines.get(info.engine)
         if found is None:
-            raise TransferFailed(f"no engine of this simulation is called {name}", "kv_addr_info")
+            raise TransferFailed(f"no engine of this simulation is called {info.engine}", "kv_addr_info")
         return found
 
-    def book(self, sender: SimEngine, receiver: SimEngine, size: int, first: float, last: float) -> float:
+    def book(self, sender: SimEngine, receiver: Receiver, size: int, first: float, last: float) -> float:
         """Reserve the links for ``size`` bytes; returns when the last of them is acknowledged.
 
         The first layer is ready at ``first``, the last one at ``last``, both in seconds of virtual time.
         """
-        out, into = sender.profile.transfer, receiver.profile.transfer
+        out, into = sender.transfer, receiver.transfer
         speed = min(out.bytes_per_second, into.bytes_per_second)
         begin = max(first, self._out_free.get(sender.name, 0.0), self._in_free.get(receiver.name, 0.0))
         end = begin + size / speed

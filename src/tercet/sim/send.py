@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from tercet.protocol import TercetError, TransferFailed
+from tercet.sim.profile import Transfer
 
 if TYPE_CHECKING:
     from tercet.sim.engine import SimEngine
 
 
+class Receiver(Protocol):
+    """The other end of a send: an engine of this process, or of another one."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    @property
+    def transfer(self) -> Transfer:
+        """How fast KV reaches it."""
+        ...
+
+    def expects(self, lease: str) -> bool:
+        """Whether KV under this lease is still accepted, as far as is known here."""
+        ...
+
+    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
+        """KV of ``[begin, end)`` is there; ``answer`` is told, at once or later, whether the lease took it."""
+        ...
+
+
 class Send:
     """KV of ``[begin, end)`` on its way from ``sender`` into a lease of ``receiver``."""
 
-    def __init__(self, sender: SimEngine, receiver: SimEngine, lease: str, begin: int, end: int) -> None:
+    def __init__(self, sender: SimEngine, receiver: Receiver, lease: str, begin: int, end: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._sender = sender
         self._receiver = receiver
@@ -53,10 +77,14 @@ class Send:
             return
         if self._sender.loses_a_transfer():
             self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost"))
-        elif self._receiver.receive(self._lease, self._begin, self._end):
-            self.done.set_result(None)
         else:
+            self._receiver.receive(self._lease, self._begin, self._end, self._answered)
+
+    def _answered(self, accepted: bool) -> None:
+        if not accepted:
             self.fail(self._refused())
+        elif not self.done.done():
+            self.done.set_result(None)
 
     def _refused(self) -> TransferFailed:
         return TransferFailed(f"{self._receiver.name} does not expect KV under this lease any more")

@@ -23,8 +23,6 @@ def _table() -> tuple[int, ...]:
 
 
 _TOKENS = _table() * 2
-# Prompts whose facts are kept for the next verb that names them.
-_KEPT = 4096
 
 
 class Prompt:
@@ -74,9 +72,10 @@ def chain(parent: int, tokens: tuple[int, ...], block_size: int) -> list[int]:
 
 
 class Prompts:
-    """The prompts seen last, by identity: the verbs of one request name one tuple."""
+    """The prompts seen last, ``kept`` of them, by identity: the verbs of one request name one tuple."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
         self._known: dict[tuple[int, str | None], Prompt] = {}
 
     def get(self, tokens: tuple[int, ...], cache_salt: str | None) -> Prompt:
@@ -85,7 +84,7 @@ class Prompts:
         found = self._known.get(key)
         # The table holds the tuple, so an id in it is not given to another one.
         if found is None:
-            if len(self._known) >= _KEPT:
+            if len(self._known) >= self._kept:
                 del self._known[next(iter(self._known))]
             found = self._known[key] = Prompt(tokens, cache_salt)
         return found
