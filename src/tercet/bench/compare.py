@@ -96,7 +96,7 @@ def ratio_interval(
     confidence: float,
     seed: int,
 ) -> Interval | None:
-    """The ratio ``statistic(rounds) / statistic(baseline)`` with its interval; None where a side has no value.
+    """The ratio ``statistic(rounds) / statistic(baseline)`` with its interval; None where there is none.
 
     Both have one array per round, with the same requests at the same places; NaN stands for a request without a value,
     and is left out on its side only.
@@ -118,8 +118,10 @@ def ratio_interval(
         )
         if above is not None and below:
             ratios.append(above / below)
+    if not ratios:
+        return None
     tail = (1 - confidence) / 2 * 100
-    low, high = np.percentile(ratios, (tail, 100 - tail)) if ratios else (np.nan, np.nan)
+    low, high = np.percentile(ratios, (tail, 100 - tail))
     return Interval(ours, theirs, ours / theirs, float(low), float(high))
 
 

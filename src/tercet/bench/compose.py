@@ -17,8 +17,8 @@ from tercet.bench.workloads import Conversation, Turn, Vocabulary
 class Style:
     """How requests are put: to which server, in whose name, in which form.
 
-    ``overhead`` is what a chat template adds to a message, in tokens; it is taken off the message, so that the prompt
-    that the model sees has the planned length.
+    ``overhead`` is what a chat template adds to a message, in tokens; it is taken off generated messages, so that the
+    prompt that the model sees has the planned length, and is added to the plan for texts of people.
     """
 
     base_url: str
@@ -49,6 +49,7 @@ class Composer:
         self._index = index
         self._warmups = warmups
         self._ids: list[int] = []
+        self._template = 0
         self._messages: list[Message] = []
         self._turn = 0
         self.first = self._call()
@@ -80,6 +81,7 @@ class Composer:
         prompt: Any = self._ids
         if style.endpoint == "chat":
             self._messages.append({"role": "user", "content": self._text(turn, len(turn.tokens) - style.overhead)})
+            self._template += style.overhead if turn.text is not None else 0
             prompt = self._messages
         elif style.prompt_as == "text":
             prompt = self._text(turn, len(turn.tokens)) if self._turn == 0 else style.vocabulary.decode(self._ids)
@@ -92,7 +94,7 @@ class Composer:
             token_ids=len(self._conversation.turns) > 1 and style.prompt_as == "tokens" and style.endpoint != "chat",
             cache_salt=style.cache_salt,
         )
-        return self._describe(body, turn, self._turn, len(self._ids))
+        return self._describe(body, turn, self._turn, len(self._ids) + self._template)
 
     def _text(self, turn: Turn, length: int) -> str:
         return turn.text if turn.text is not None else fit_text(self._style.vocabulary, turn.tokens, max(1, length))

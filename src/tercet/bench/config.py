@@ -43,13 +43,13 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What ``serve`` and ``compare`` share; names as in ``vllm bench serve`` where it has the same thing.
 
     Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a point of its own.
-    ``goodput`` is in milliseconds. ``cache-salt``: whether requests of one point can match a prefix of another one;
-    ``auto`` salts fixed texts, which would be found again.
+    ``goodput`` is in milliseconds. ``prompt-as`` is text in a chat and tokens elsewhere, if None. ``cache-salt``: whether
+    requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would be found again.
     """
 
     base_url: str = "http://127.0.0.1:8000"
     endpoint: Endpoint = "completions"
-    prompt_as: PromptAs = "tokens"
+    prompt_as: PromptAs | None = None
     model: str | None = None
     tokenizer: str | None = None
     workload: tuple[str, ...] = ("sonnet",)
@@ -88,6 +88,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         phases = self.phases
         recorded = all(kind.finite for phase in phases for kind in phase.mix) and len(phases) == 1
         _refuse(trace and not (recorded and len(phases[0].mix) == 1), "arrival", "trace needs one workload: a trace")
+
+    @property
+    def form(self) -> PromptAs:
+        """How prompts are put."""
+        return self.prompt_as or ("text" if self.endpoint == "chat" else "tokens")
 
     @property
     def phases(self) -> tuple[Phase, ...]:

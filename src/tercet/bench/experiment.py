@@ -77,7 +77,7 @@ class Bench:
             model=target.model,
             vocabulary=self.vocabulary,
             endpoint=config.endpoint,
-            prompt_as=config.prompt_as,
+            prompt_as=config.form,
             sampling=config.sampling,
             headers={**self.headers, **program},
             overhead=self.overhead,

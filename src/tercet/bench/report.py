@@ -173,7 +173,7 @@ def _row(label: str, x: float, metrics: Metrics) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * 1 + ["---:"] * (len(header) - 1), *rows]
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 

@@ -14,6 +14,7 @@ from tercet.protocol import BadRequest, EngineUnreachable
 ASK_SECONDS = 10.0
 # What Tercet's front door and vLLM tell about themselves; other servers answer 404, and that is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
+LISTED = ("root", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         if model is not None and names and model not in names:
             raise BadRequest(f"model: {url} does not serve {model}; it serves {', '.join(names)}", "model")
         chosen = model or names[0]
-        root = next((entry.get("root") for entry in listed if entry.get("id") == chosen), None)
+        entry = next((entry for entry in listed if entry.get("id") == chosen), dict[str, Any]())
+        root = entry.get("root")
         about = {name: told for name, path in MORE.items() if (told := await _ask(session, url + path)) is not None}
     about |= {"base_url": url, "model": chosen}
+    about |= {name: entry[name] for name in LISTED if name in entry}
     return Target(url, chosen, root if isinstance(root, str) else None, about)
 
 

@@ -57,6 +57,10 @@ class Traffic:
     def interrupt(self) -> None:
         """Send nothing more, and end what is under way; :meth:`run` returns with what there is."""
         self.interrupted = True
+        # Not at once: a task that is cancelled before its first step never runs, and its request would have no record.
+        asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
 
@@ -75,8 +79,7 @@ class Traffic:
         try:
             await self._idle.wait()
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._cancel()
         if self._broken is not None:
             raise self._broken
         return sorted(self._records, key=lambda record: record.index)
@@ -97,6 +100,8 @@ class Traffic:
     async def _dispatch(self, due: Sequence[float]) -> None:
         for composer, at in zip(self._plan, due, strict=True):
             await self._until(at)
+            if self.interrupted:
+                return
             self._start(self._converse(composer, at))
 
     async def _user(self, waiting: list[Composer]) -> None:
@@ -105,7 +110,7 @@ class Traffic:
 
     async def _converse(self, composer: Composer, scheduled: float) -> None:
         call: Call | None = composer.first
-        while call is not None and not self.interrupted:
+        while call is not None:
             reading, record = await self._send(call, scheduled)
             if record.failure is not None:
                 self._give_up(composer, record)

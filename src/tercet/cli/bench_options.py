@@ -173,8 +173,6 @@ def given_flags(values: Mapping[str, Any]) -> dict[str, Any]:
         given["extra_body"] = _json_object(given["extra_body"])
     if "goodput" in given:
         given["goodput"] = _limits(given["goodput"])
-    if given.get("endpoint") == "chat":
-        given.setdefault("prompt_as", "text")
     return {name.replace("_", "-"): value for name, value in given.items()}
 
 

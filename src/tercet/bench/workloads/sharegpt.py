@@ -41,7 +41,7 @@ class ShareGPT(Workload, frozen=True, tag="sharegpt"):
         number = 0
         while True:
             began_with = number
-            for exchanges in draw.content.sample(recorded, len(recorded)):
+            for exchanges in draw.shape.sample(recorded, len(recorded)):
                 if turns := self._turns(exchanges, draw.vocabulary):
                     yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
                     number += 1
