@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
@@ -139,22 +137,26 @@ class GrantTable:
             )
         return grant
 
-    @contextmanager
-    def writing(self, lease: str) -> Generator[None]:
+    def writing(self, lease: str) -> Writing:
         """While inside, the lease's blocks may be written: a revocation waits.
 
-        Raises :class:`~tercet.protocol.LeaseEnded`. Never wait for a peer inside.
+        Entering raises :class:`~tercet.protocol.LeaseEnded`. Never wait for a peer inside.
         """
+        return Writing(self, lease)
+
+    def begin_writing(self, lease: str) -> _Open:
+        """See :class:`Writing`."""
         with self._changed:
             opened = self._find(lease)
             opened.writers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                opened.writers -= 1
-                if not opened.writers:
-                    self._changed.notify_all()
+            return opened
+
+    def end_writing(self, opened: _Open) -> None:
+        """See :class:`Writing`."""
+        with self._changed:
+            opened.writers -= 1
+            if not opened.writers:
+                self._changed.notify_all()
 
     def arrived(self, lease: str, send: SendKey, piece: Piece) -> int | None:
         """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
@@ -241,6 +243,21 @@ class GrantTable:
         parts = opened.valid.setdefault(found.parts, {})
         parts[found.part] = _merged(parts.get(found.part, []), (max(begin, grant.begin), end))
         return _valid_end(opened)
+
+
+class Writing:
+    """What :meth:`GrantTable.writing` gives; a class, since this is entered for every few bytes that arrive."""
+
+    __slots__ = ("_grants", "_lease", "_opened")
+
+    def __init__(self, grants: GrantTable, lease: str) -> None:
+        self._grants, self._lease = grants, lease
+
+    def __enter__(self) -> None:
+        self._opened = self._grants.begin_writing(self._lease)
+
+    def __exit__(self, *_: object) -> None:
+        self._grants.end_writing(self._opened)
 
 
 def _num_slots(grant: Grant, unit: int) -> int:

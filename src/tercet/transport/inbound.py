@@ -41,7 +41,7 @@ from tercet.transport.frames import (
 )
 from tercet.transport.grants import Claim, GrantTable, Piece
 from tercet.transport.recut import BlockShape, place
-from tercet.transport.region import KVRegion, RegionShape, runs
+from tercet.transport.region import KVRegion, RegionShape
 from tercet.transport.session import Answer, Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -313,7 +313,8 @@ class Inbound:
             size = self._part_bytes(header)
             if header.nbytes != size * len(blocks):
                 raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
-            return Body(header, [*self._views(header, blocks, size)], header.lease)
+            views = self._rules.region.places(header.layer, blocks, header.part * size, size)
+            return Body(header, views, header.lease)
         except ProtocolViolation:
             raise
         except TercetError as error:
@@ -351,16 +352,6 @@ class Inbound:
         if rest or not heads:
             raise TransferFailed(f"blocks do not fall into {header.parts} equal parts")
         return heads
-
-    def _views(self, header: Header, blocks: Sequence[int], size: int) -> Iterator[memoryview]:
-        region = self._rules.region
-        if header.parts == 1:
-            for first, count in runs(blocks, len(blocks)):
-                yield region.blocks(header.layer, first, count)
-            return
-        offset = header.part * size
-        for block in blocks:
-            yield region.blocks(header.layer, block)[offset : offset + size]
 
     def _part_bytes(self, header: Header) -> int:
         size, rest = divmod(self._rules.region.shape.block_bytes, header.parts)

@@ -14,7 +14,7 @@ from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
-from tercet.transport.region import KVRegion, runs
+from tercet.transport.region import KVRegion
 
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
 # the number of a send that is over.
@@ -71,16 +71,11 @@ class Item:
         body = msgspec.msgpack.encode(Reference(self.blocks, strip.source_offset, strip.size))
         return frame(self._header(Kind.REFERENCE), body)
 
-    def piece(self, region: KVRegion) -> Iterator[memoryview | bytes]:
+    def piece(self, region: KVRegion) -> list[memoryview | bytes]:
         """As PIECE: a header, and the bytes where they are."""
         strip = self.outgoing.strip
-        yield self._header(Kind.PIECE)._replace(nbytes=self.nbytes).pack()
-        if strip.size == region.shape.block_bytes:
-            for first, count in runs(self.blocks, len(self.blocks)):
-                yield region.blocks(self.layer, first, count)
-            return
-        for block in self.blocks:
-            yield region.blocks(self.layer, block)[strip.source_offset : strip.source_offset + strip.size]
+        header = self._header(Kind.PIECE)._replace(nbytes=self.nbytes).pack()
+        return [header, *region.places(self.layer, self.blocks, strip.source_offset, strip.size)]
 
 
 class OutboundCounters:

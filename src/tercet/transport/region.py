@@ -122,6 +122,18 @@ class KVRegion:
         start = self.shape.block(layer, first)
         return self.bytes[start : start + count * self.shape.block_bytes]
 
+    def places(self, layer: int, blocks: Sequence[int], offset: int, size: int) -> list[memoryview]:
+        """Bytes ``[offset, offset + size)`` of each block, in place; of whole blocks, neighbours are joined.
+
+        Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
+        """
+        self.blocks(layer, min(blocks), max(blocks) - min(blocks) + 1)
+        every, stride, start = self.bytes, self.shape.block_bytes, self.shape.block(layer, 0) + offset
+        if size == stride:
+            joined = [(start + first * size, count * size) for first, count in runs(blocks, len(blocks))]
+            return [every[at : at + length] for at, length in joined]
+        return [every[at : at + size] for at in (start + block * stride for block in blocks)]
+
     def begin(self, number: int) -> None:
         """The blocks of send ``number`` are pinned from now on."""
         self._words[number % LIVE_WORDS] = number
@@ -139,11 +151,16 @@ class KVRegion:
 def runs(blocks: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Group neighbours: ``[5, 6, 7, 2]`` becomes ``[(5, 3), (2, 1)]``; no run is longer than ``limit``."""
     found: list[tuple[int, int]] = []
-    for block in blocks:
-        if found and found[-1][0] + found[-1][1] == block and found[-1][1] < limit:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+    if not blocks:
+        return found
+    first, after = blocks[0], blocks[0] + 1
+    for block in blocks[1:]:
+        if block == after and after - first < limit:
+            after += 1
         else:
-            found.append((block, 1))
+            found.append((first, after - first))
+            first, after = block, block + 1
+    found.append((first, after - first))
     return found
 
 
