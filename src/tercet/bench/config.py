@@ -43,8 +43,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What ``serve`` and ``compare`` share; names as in ``vllm bench serve`` where it has the same thing.
 
     Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a point of its own.
-    ``goodput`` is in milliseconds. ``prompt-as`` is text in a chat and tokens elsewhere, if None. ``cache-salt``: whether
-    requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would be found again.
+    ``goodput`` is in milliseconds. ``prompt-as`` is text in a chat and tokens elsewhere, if None. ``cache-salt``:
+    whether requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would be found
+    again.
     """
 
     base_url: str = "http://127.0.0.1:8000"
