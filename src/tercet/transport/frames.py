@@ -135,7 +135,8 @@ def decode(body: memoryview | bytes, kind: type[S]) -> S:
     """Read a body; raises :class:`ProtocolViolation` if it is no ``kind``."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    # Beside its own errors msgspec lets these two through, for text that is not UTF-8 and for what is nested deeply.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolViolation(f"{kind.__name__}: {error}") from error
 
 
@@ -151,13 +152,15 @@ def refused(send: int, reason: str) -> bytes:
 
 def sender_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
     """What a sender answers to a challenge (HMAC-SHA256, RFC 2104)."""
-    return _proof(secret, b"sender", challenge, greeting_nonce, session)
+    return _proof(secret, "sender", challenge, greeting_nonce, session)
 
 
 def receiver_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
     """What a receiver answers to a greeting."""
-    return _proof(secret, b"receiver", challenge, greeting_nonce, session)
+    return _proof(secret, "receiver", challenge, greeting_nonce, session)
 
 
-def _proof(secret: str, role: bytes, challenge: bytes, nonce: bytes, session: str) -> bytes:
-    return hmac.digest(secret.encode(), b"|".join((role, challenge, nonce, session.encode())), hashlib.sha256)
+def _proof(secret: str, role: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
+    # MessagePack says how long each field is, so that bytes of one cannot be taken for bytes of the next.
+    said = msgspec.msgpack.encode((role, challenge, nonce, session))
+    return hmac.digest(secret.encode(), said, hashlib.sha256)

@@ -19,7 +19,7 @@ Answer = Callable[[bytes], None]
 
 @dataclass(eq=False)
 class Session:
-    """One sender, from its first connection to its last.
+    """One sender, from its first connection to its last. Its connections have threads of their own.
 
     ``answer`` writes to stream 0, from any thread. ``reader`` is how its memory is read, ``None`` when bytes travel
     through the connections. ``block`` is set if the sender's blocks have another size than ours.
@@ -32,15 +32,17 @@ class Session:
     block: BlockShape | None = None
     streams: int = 1
     refused: dict[int, None] = field(default_factory=dict[int, None])  # the latest sends that were refused
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def refuse(self, send: int) -> bool:
         """Take nothing more of a send; whether that is news."""
-        if send in self.refused:
-            return False
-        self.refused[send] = None
-        if len(self.refused) > REMEMBERED_REFUSED:
-            del self.refused[next(iter(self.refused))]
-        return True
+        with self._lock:
+            if send in self.refused:
+                return False
+            self.refused[send] = None
+            if len(self.refused) > REMEMBERED_REFUSED:
+                del self.refused[next(iter(self.refused))]
+            return True
 
 
 class Sessions:
@@ -61,11 +63,16 @@ class Sessions:
             self._by_name[session.name] = session
 
     def join(self, name: str) -> Session:
-        """A further connection of a session; raises :class:`ProtocolViolation` if there is none, or too many are."""
+        """A further connection of a session; raises :class:`ProtocolViolation` if there is none, or too many are.
+
+        A session with a reader has one connection, since readers belong to one thread.
+        """
         with self._lock:
             session = self._by_name.get(name)
             if session is None or session.streams >= MAX_STREAMS:
                 raise ProtocolViolation("no such session, or too many streams of it")
+            if session.reader is not None:
+                raise ProtocolViolation("a session whose KV is read has one connection")
             session.streams += 1
             return session
 
