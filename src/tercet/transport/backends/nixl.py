@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -150,7 +151,7 @@ class NixlReader:
 
     def read(self, copies: Iterable[Copy]) -> None:
         """See :meth:`~tercet.transport.backends.base.Reader.read`."""
-        table = np.array(list(copies), dtype=np.uint64)
+        table = np.fromiter(chain.from_iterable(copies), dtype=np.uint64).reshape(-1, 3)
         try:
             self._connected().read(table, self._name, self._offer.address)
         except TransferFailed:
