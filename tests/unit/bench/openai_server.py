@@ -1,0 +1,112 @@
+"""A small OpenAI server that answers, stalls and breaks as its requests ask it to; no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+MODEL = "words"
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(fields: Any) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+class FakeServer:
+    """Serves ``/v1/models``, completions and chats. What is in a body's ``behave`` decides how it answers:
+
+    ``status``: an error instead; ``gap``: seconds between tokens; ``at_once``: tokens per event, with their ids;
+    ``cut``: closes the connection after so many tokens; ``error``: sends an error after so many; ``hang``: says nothing
+    after so many, until its client goes; ``silent``: an answer without a token. ``root`` is where its tokenizer is.
+    """
+
+    def __init__(self, root: str = "") -> None:
+        self.root = root
+        self.url = ""
+        self.behave: dict[str, Any] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most_at_once = 0
+        self.under_way = 0
+        self.hung = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeServer]:
+        """Listens on a free port while inside."""
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": MODEL, "root": self.root, "max_model_len": 4096}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.under_way += 1
+        self.most_at_once = max(self.most_at_once, self.under_way)
+        try:
+            return await self._answer(request, body, {**self.behave, **body.get("behave", {})})
+        finally:
+            self.under_way -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], how: dict[str, Any]) -> web.StreamResponse:
+        if "status" in how:
+            return web.json_response({"error": {"message": "no\nroom"}}, status=how["status"])
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        chat, wanted = "messages" in body, body["max_tokens"]
+        if chat:
+            await response.write(sse({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
+        total = 0 if how.get("silent") else wanted
+        for first in range(0, total, how.get("at_once", 1)):
+            if first == how.get("hang"):
+                self.hung.set()
+                await asyncio.Event().wait()
+            if first == how.get("cut"):
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if first == how.get("error"):
+                await response.write(sse({"error": {"message": "out of blocks", "code": 500}}))
+                return response
+            if how.get("gap"):
+                await asyncio.sleep(how["gap"])
+            tokens = list(range(first, min(first + how.get("at_once", 1), total)))
+            await response.write(sse({"choices": [self._choice(tokens, tokens[-1] + 1 == wanted, chat, how)]}))
+        usage = {"prompt_tokens": prompt_length(body), "completion_tokens": total}
+        await response.write(sse({"choices": [], "usage": usage}))
+        await response.write(DONE)
+        return response
+
+    def _choice(self, tokens: list[int], last: bool, chat: bool, how: dict[str, Any]) -> dict[str, Any]:
+        said = "".join(f"w{token} " for token in tokens)
+        choice: dict[str, Any] = {"finish_reason": "length" if last else None}
+        choice |= {"delta": {"content": said}} if chat else {"text": said}
+        return choice | ({"token_ids": tokens} if "at_once" in how else {})
+
+
+def prompt_length(body: dict[str, Any]) -> int:
+    """Ids of a prompt, or words of a text or of all messages."""
+    if "messages" in body:
+        return sum(len(message["content"].split()) for message in body["messages"])
+    prompt = body["prompt"]
+    return len(prompt) if isinstance(prompt, list) else len(prompt.split())
