@@ -269,12 +269,13 @@ def _num_slots(grant: Grant, unit: int) -> int:
 
 def _send_of(opened: _Open, send: SendKey, part: int, parts: int, unit: int) -> _Send:
     found = opened.sends.get(send)
+    same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
+    if not (same and 0 <= part < parts <= MAX_PARTS):
+        raise BadRequest("a send fills one part of the blocks, always the same")
     if found is None:
         if len(opened.sends) >= MAX_SENDS:
             raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
         found = opened.sends[send] = _Send(part, parts, unit, [0] * _num_slots(opened.grant, unit))
-    if (found.part, found.parts, found.unit) != (part, parts, unit) or not 0 <= part < parts <= MAX_PARTS:
-        raise BadRequest("a send fills one part of the blocks, always the same")
     return found
 
 

@@ -8,19 +8,11 @@ the lease while bytes are taken that have arrived already.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
-
-import msgspec
+from collections.abc import Callable
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends import TCP, Backend, BackendUnavailable, Copy, Reader, Sender
-from tercet.transport.base import OnFinished
+from tercet.transport.body import Body, Receive, dropped
 from tercet.transport.frames import (
     MAX_GREETING_BYTES,
     MAX_PIECE_BYTES,
@@ -30,115 +22,35 @@ from tercet.transport.frames import (
     Kind,
     ProtocolViolation,
     Reference,
-    Welcome,
     ack,
     decode,
     frame,
-    receiver_proof,
     refused,
-    sender_proof,
     unpack,
 )
-from tercet.transport.grants import Claim, GrantTable, Piece
+from tercet.transport.grants import Claim, Piece
+from tercet.transport.greeting import Holds, greet
 from tercet.transport.recut import BlockShape, place
-from tercet.transport.region import KVRegion, RegionShape
-from tercet.transport.session import Answer, Session, Sessions
+from tercet.transport.references import batches, copies
+from tercet.transport.rules import Rules
+from tercet.transport.session import Answer, Session
+from tercet.transport.threads import Turn
 
 logger = logging.getLogger(__name__)
-MAX_BUFFERS = 512  # in one system call; Linux takes 1024
 MAX_REFERENCE_BYTES = 1024 * 1024
-# Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
-MAX_COPY_BYTES = 1024 * 1024
-Receive = Callable[[Sequence[memoryview]], int]
-
-
-@dataclass
-class InboundCounters:
-    """What was taken and refused, over all connections. Thread-safe through :meth:`count`."""
-
-    bytes_received: int = 0
-    pieces_received: int = 0
-    pieces_refused: int = 0
-    pieces_by_reference: int = 0
-    claims_accepted: int = 0
-    claims_refused: int = 0
-    receives_dropped: int = 0
-    connections_refused: int = 0
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def count(self, **increments: int) -> None:
-        """Add to the named counters."""
-        with self._lock:
-            for name, increment in increments.items():
-                setattr(self, name, getattr(self, name) + increment)
-
-    def read(self) -> Mapping[str, int]:
-        """All of them."""
-        with self._lock:
-            return asdict(self)
-
-
-@dataclass
-class Rules:
-    """What all connections of a receiver share."""
-
-    region: KVRegion
-    grants: GrantTable
-    fingerprint: str
-    secret: str
-    on_finished: OnFinished
-    backends: Sequence[Backend] = ()
-    tcp_allowed: bool = True
-    block: BlockShape | None = None
-    counters: InboundCounters = field(default_factory=InboundCounters)
-    sessions: Sessions = field(default_factory=Sessions)
-
-
-class Body:
-    """Bytes that come next, and where they go. ``lease`` is set while they go into KV."""
-
-    def __init__(self, header: Header, buffers: Sequence[memoryview], lease: str | None = None) -> None:
-        self.header = header
-        self.lease = lease
-        self.left = sum(buffer.nbytes for buffer in buffers)
-        self._buffers = deque(buffers)
-
-    def buffers(self) -> list[memoryview]:
-        """What is still to be filled, in order; not more than one system call takes."""
-        return list(islice(self._buffers, MAX_BUFFERS))
-
-    def advance(self, count: int) -> None:
-        """``count`` bytes have been filled."""
-        self.left -= count
-        while count:
-            first = self._buffers.popleft()
-            if first.nbytes > count:
-                self._buffers.appendleft(first[count:])
-                return
-            count -= first.nbytes
-
-    def divert(self, scratch: memoryview) -> None:
-        """Let the rest go nowhere."""
-        self.lease = None
-        self._buffers.clear()
-        left = self.left
-        while left:
-            self._buffers.append(scratch[:left])
-            left -= min(left, scratch.nbytes)
 
 
 class Inbound:
     """One connection. ``holds(pid)``: whether that process has the other end; ``answer`` writes to this connection."""
 
-    def __init__(self, rules: Rules, answer: Answer, holds: Callable[[int], bool]) -> None:
+    def __init__(self, rules: Rules, answer: Answer, holds: Holds) -> None:
         self._rules = rules
         self._answer = answer
         self._holds = holds
         self._challenge = secrets.token_bytes(NONCE_BYTES)
         self._scratch = memoryview(bytearray(64 * 1024))
         self._staging = memoryview(b"")
+        self._turn = Turn()
         self.session: Session | None = None
 
     def challenge(self) -> bytes:
@@ -178,10 +90,8 @@ class Inbound:
         header = body.header
         match header.kind:
             case Kind.PIECE:
-                if self._joined.block is not None:
-                    self._unless_refused(header, self._place)
-                elif body.lease is not None:
-                    self._unless_refused(header, self._arrived)
+                if not body.dropped:
+                    self._unless_refused(header, self._arrived if self._joined.block is None else self._place)
             case Kind.REFERENCE:
                 self._unless_refused(header, self._fetch)
             case _:
@@ -192,11 +102,11 @@ class Inbound:
         if self.session is not None and self._rules.sessions.leave(self.session):
             self._rules.counters.count(receives_dropped=self._rules.grants.forget_sender(self.session.name))
 
-    # ---- greeting --------------------------------------------------------------------------------------------
-
     def _check(self, header: Header) -> None:
         if (header.kind is Kind.HELLO) == (self.session is not None):
             raise ProtocolViolation("the first frame, and no other, must be HELLO")
+        if header.send == 0 and header.kind is not Kind.HELLO:
+            raise ProtocolViolation(f"{header.kind.name} of send 0, which is none")
         match header.kind:
             case Kind.HELLO:
                 fits = 0 < header.nbytes <= MAX_GREETING_BYTES
@@ -212,73 +122,13 @@ class Inbound:
         if not fits:
             raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
 
+    def _greet(self, greeting: Greeting) -> None:
+        self.session, welcome = greet(self._rules, greeting, self._challenge, self._answer, self._holds)
+        if welcome:
+            self._answer(welcome)
+
     def _largest(self) -> int:
         return max(MAX_PIECE_BYTES, self._rules.region.shape.block_bytes)
-
-    def _greet(self, greeting: Greeting) -> None:
-        rules = self._rules
-        expected = sender_proof(rules.secret, self._challenge, greeting.nonce, greeting.session)
-        if not secrets.compare_digest(expected, greeting.proof):
-            raise ProtocolViolation("secret: the sender does not know this fleet's secret")
-        if greeting.fingerprint != rules.fingerprint:
-            raise ProtocolViolation("layout: the sender's KV layout is another one")
-        if greeting.stream:
-            self.session = rules.sessions.join(greeting.session)
-        else:
-            session = Session(greeting.session, self._answer, shape=greeting.shape)
-            rules.sessions.begin(session)
-            self.session = session
-            session.block = self._other_block(greeting)
-            transport, session.reader = self._choose(greeting)
-            proof = receiver_proof(rules.secret, self._challenge, greeting.nonce, greeting.session)
-            self._answer(frame(Header(Kind.WELCOME), msgspec.msgpack.encode(Welcome(transport, proof))))
-
-    def _other_block(self, greeting: Greeting) -> BlockShape | None:
-        """The sender's block, if it has another size than ours; by the fingerprint the rest is equal."""
-        ours, theirs = self._rules.block, greeting.block
-        if ours is None or theirs is None or ours.tokens == theirs.tokens:
-            return None
-        try:
-            theirs.require_sane()
-        except TercetError as error:
-            raise ProtocolViolation(f"layout: {error.message}") from error
-        if (ours.head_size, ours.item_bytes) != (theirs.head_size, theirs.item_bytes):
-            raise ProtocolViolation("layout: heads of the sender's blocks have another size")
-        return theirs
-
-    def _choose(self, greeting: Greeting) -> tuple[str, Reader | None]:
-        """The first backend that both have and that passes its check, or ``tcp``."""
-        reasons: list[str] = []
-        backends = self._rules.backends
-        if self._joined.block is not None:
-            backends, reasons = (), ["blocks of another size are put together from what comes over tcp"]
-        for backend in backends:
-            offer = greeting.offers.get(backend.name)
-            if offer is None or greeting.shape is None:
-                reasons.append(f"{backend.name}: the sender does not offer it")
-                continue
-            try:
-                return backend.name, self._connect(backend, offer, greeting.shape, greeting.word)
-            except TransferFailed as error:
-                reasons.append(error.message)
-        if not (self._rules.tcp_allowed and TCP in greeting.offers):
-            raise ProtocolViolation(
-                "no transport that both sides allow works: " + "; ".join([*reasons, "tcp: not allowed"])
-            )
-        if reasons:
-            logger.info("KV of this sender comes over tcp: %s", "; ".join(reasons))
-        return TCP, None
-
-    def _connect(self, backend: Backend, offer: bytes, shape: RegionShape, word: int) -> Reader:
-        shape.require_sane()
-        reader = backend.connect(offer, Sender(shape, self._holds))
-        try:
-            if word == 0 or reader.word(shape.word(word)) != word:
-                raise BackendUnavailable(f"{backend.name}: it does not read what the sender has in its memory")
-        except BaseException:
-            reader.close()
-            raise
-        return reader
 
     # ---- sends -----------------------------------------------------------------------------------------------
 
@@ -289,6 +139,8 @@ class Inbound:
             return
         try:
             act(header)
+        except ProtocolViolation:
+            raise
         except TercetError as error:
             self._refuse(header, error)
 
@@ -300,12 +152,9 @@ class Inbound:
             self._joined.answer(refused(header.send, error.message))
 
     def _piece(self, header: Header) -> Body:
-        body = Body(header, [])
-        body.left = header.nbytes
         if header.send in self._joined.refused:
             self._rules.counters.count(pieces_refused=1)
-            body.divert(self._scratch)
-            return body
+            return dropped(header, self._scratch)
         try:
             if self._joined.block is not None:
                 return self._staged(header, self._joined.block)
@@ -319,8 +168,7 @@ class Inbound:
             raise
         except TercetError as error:
             self._refuse(header, error)
-            body.divert(self._scratch)
-            return body
+            return dropped(header, self._scratch)
 
     def _staged(self, header: Header, block: BlockShape) -> Body:
         """Let a piece of blocks of another size wait until it is complete."""
@@ -390,36 +238,18 @@ class Inbound:
         if session.reader is None or session.shape is None:
             raise ProtocolViolation("REFERENCE, though this session has no reader")
         blocks = rules.grants.locate(header.lease, self._piece_of(header))
-        copies = self._copies(header, reference, session.shape, blocks)
+        wanted = copies(header, self._part_bytes(header), reference, session.shape, rules.region.shape, blocks)
         try:
-            for some in _batches(copies):
+            for some in batches(wanted):
                 with rules.grants.writing(header.lease):
                     session.reader.read(some)
-                # vLLM's processes wait for one another by yielding their core: whoever shares one must yield, too.
-                os.sched_yield()
+                self._turn.took(sum(copy[0] for copy in some))
             live = session.reader.word(session.shape.word(header.send)) == header.send
         except OSError as error:
             raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
         if not live:
             raise TransferFailed("the sender gave this piece up")
         self._arrived(header, by_reference=True)
-
-    def _copies(
-        self, header: Header, reference: Reference, theirs: RegionShape, blocks: Sequence[int]
-    ) -> Iterator[Copy]:
-        ours, size = self._rules.region.shape, self._part_bytes(header)
-        whole = header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes
-        inside = all(0 <= block < theirs.num_blocks for block in reference.blocks)
-        fits = 0 <= reference.offset <= theirs.block_bytes - size and header.layer < len(theirs.planes)
-        if reference.size != size or len(reference.blocks) != len(blocks) or not (inside and fits):
-            raise TransferFailed("the reference does not fit the slots that it is for")
-        here, there = ours.block(header.layer, 0) + header.part * size, theirs.block(header.layer, 0) + reference.offset
-        if whole:
-            return _joined_copies(size, there, here, reference.blocks, blocks)
-        return (
-            (size, there + source * theirs.block_bytes, here + target * ours.block_bytes)
-            for source, target in zip(reference.blocks, blocks, strict=True)
-        )
 
     @property
     def _joined(self) -> Session:
@@ -438,31 +268,3 @@ class Inbound:
 
     def _key(self, header: Header) -> tuple[str, int]:
         return self._joined.name, header.send
-
-
-def _joined_copies(size: int, there: int, here: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:
-    """Whole blocks; neighbours on both sides go in one copy."""
-    first, limit = 0, max(1, MAX_COPY_BYTES // size)
-    for index in range(1, len(sources) + 1):
-        together = (
-            index < len(sources)
-            and sources[index] == sources[index - 1] + 1
-            and targets[index] == targets[index - 1] + 1
-            and index - first < limit
-        )
-        if not together:
-            yield (index - first) * size, there + sources[first] * size, here + targets[first] * size
-            first = index
-
-
-def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
-    batch: list[Copy] = []
-    total = 0
-    for copy in copies:
-        batch.append(copy)
-        total += copy[0]
-        if total >= MAX_COPY_BYTES:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch

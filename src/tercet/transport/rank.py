@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tercet.transport.backends import AUTO_NAME, TCP, backends_for
 from tercet.transport.base import OnDone, OnFinished, Target
 from tercet.transport.grants import Grant, GrantTable
-from tercet.transport.inbound import Rules
 from tercet.transport.peer import Origin
 from tercet.transport.receiver import Receiver
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
+from tercet.transport.rules import Rules
 from tercet.transport.sender import Sender
 
 

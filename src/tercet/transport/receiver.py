@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from tercet.protocol import EngineError
 from tercet.transport.backends.host import held_by
+from tercet.transport.body import Body
 from tercet.transport.frames import HEADER_BYTES, ProtocolViolation, refused
-from tercet.transport.inbound import Body, Inbound, Rules
+from tercet.transport.inbound import Inbound
+from tercet.transport.rules import Rules
 from tercet.transport.sockets import fill, shut, tune
 from tercet.transport.threads import start_thread
 

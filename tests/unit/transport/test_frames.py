@@ -62,7 +62,7 @@ def test_kinds_that_there_are_not(kind: int) -> None:
     packed = bytearray(Header(Kind.FIN).pack())
     packed[4] = kind
     with pytest.raises(ProtocolViolation, match=f"unknown frame kind {kind}"):
-        unpack(packed)
+        unpack(bytes(packed))
 
 
 def test_a_frame_says_how_long_its_body_is() -> None:
