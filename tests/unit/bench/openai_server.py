@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ class FakeServer:
         self.hung = asyncio.Event()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[FakeServer]:
+    async def running(self) -> AsyncGenerator[FakeServer]:
         """Listens on a free port while inside."""
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
