@@ -1,0 +1,93 @@
+"""A lease as its rules tell it, with sets of tokens: slow and plain, to compare the grant table with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tercet.protocol import BadRequest, TransferFailed
+from tercet.transport import Grant
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, Claim, Piece, SendKey
+
+
+@dataclass
+class SendModel:
+    """What of a send has arrived: (slot, layer) pairs, frames, and the claim."""
+
+    kind: tuple[int, int, int]
+    arrived: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    frames: int = 0
+    claim: Claim | None = None
+
+
+@dataclass
+class LeaseModel:
+    """An open lease; each method does, returns and raises what the table must."""
+
+    grant: Grant
+    num_layers: int
+    sends: dict[SendKey, SendModel] = field(default_factory=dict[SendKey, SendModel])
+    valid: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
+
+    def slots(self, unit: int) -> list[range]:
+        """The tokens of each slot of a sender with blocks of ``unit`` tokens."""
+        unit = unit or self.grant.block_size
+        tokens = range(self.grant.begin, self.grant.begin + len(self.grant.blocks) * self.grant.block_size)
+        return [range(number * unit, (number + 1) * unit) for number in sorted({token // unit for token in tokens})]
+
+    def require_inside(self, piece: Piece) -> None:
+        """What ``locate`` checks."""
+        slots = range(len(self.slots(piece.unit)))
+        inside = piece.begin in slots and piece.end - 1 in slots and piece.begin < piece.end
+        if not (inside and piece.layer in range(self.num_layers) and piece.part in range(piece.parts)):
+            raise BadRequest("outside")
+        if piece.parts > MAX_PARTS:
+            raise BadRequest("parts")
+
+    def arrive(self, key: SendKey, piece: Piece) -> int | None:
+        """A piece that ``locate`` let pass."""
+        send = self._send(key, (piece.part, piece.parts, piece.unit))
+        send.frames += 1
+        send.arrived |= {(slot, piece.layer) for slot in range(piece.begin, piece.end)}
+        return self._settle(key, send)
+
+    def claim(self, key: SendKey, claim: Claim) -> int | None:
+        """A claim."""
+        if not (self.grant.begin <= claim.begin < claim.end <= self.grant.end):
+            raise BadRequest("outside")
+        send = self._send(key, (claim.part, claim.parts, claim.unit))
+        if send.claim is not None:
+            raise BadRequest("one claim")
+        send.claim = claim
+        return self._settle(key, send)
+
+    def valid_end(self) -> int:
+        """As far as every token of every part is there, for one way to cut."""
+        best = self.grant.begin
+        for parts in {parts for parts, _ in self.valid}:
+            end = self.grant.begin
+            while all(end in self.valid.get((parts, part), set()) for part in range(parts)):
+                end += 1
+            best = max(best, end)
+        return best
+
+    def _send(self, key: SendKey, kind: tuple[int, int, int]) -> SendModel:
+        part, parts, _ = kind
+        if part not in range(parts) or parts > MAX_PARTS or self.sends.get(key, SendModel(kind)).kind != kind:
+            raise BadRequest("one part")
+        if key not in self.sends and len(self.sends) >= MAX_SENDS:
+            raise BadRequest("too many")
+        return self.sends.setdefault(key, SendModel(kind))
+
+    def _settle(self, key: SendKey, send: SendModel) -> int | None:
+        claim = send.claim
+        if claim is None or send.frames < claim.frames:
+            return None
+        del self.sends[key]
+        tokens: set[int] = set()
+        for slot, held in enumerate(self.slots(claim.unit)):
+            if held.stop > claim.begin and held.start < claim.end:
+                if any((slot, layer) not in send.arrived for layer in range(self.num_layers)):
+                    raise TransferFailed("missing")
+                tokens |= {token for token in held if self.grant.begin <= token < claim.end}
+        self.valid.setdefault((claim.parts, claim.part), set()).update(tokens)
+        return self.valid_end()

@@ -1,0 +1,444 @@
+"""The grant table: whatever arrives in whatever order, only whole claims are valid, and an ended lease is over."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tercet.protocol import BadRequest, Conflict, LeaseEnded, TercetError, TransferFailed, UnknownSequence
+from tercet.transport import Grant, GrantTable
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, Claim, Piece, SendKey
+from tests.unit.transport.models import LeaseModel
+
+LAYERS, SIZE = 3, 16
+LEASE = "ab" * 16
+SEND: SendKey = ("sender", 1)
+
+
+def opened(begin: int = 32, end: int = 100) -> GrantTable:
+    table = GrantTable(LAYERS)
+    table.grant(Grant(LEASE, tuple(range(10, 10 - (begin - end) // SIZE)), begin, end, SIZE))
+    return table
+
+
+def fill(table: GrantTable, begin: int, end: int, send: SendKey = SEND, layers: int = LAYERS) -> list[int | None]:
+    return [table.arrived(LEASE, send, Piece(layer, begin, end)) for layer in range(layers)]
+
+
+# ---- granting ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("blocks", "begin", "end"), [((1, 2), 0, 16), ((1,), 0, 17), ((1,), 8, 16), ((), 0, 16)])
+def test_a_grant_must_fit_its_blocks(blocks: tuple[int, ...], begin: int, end: int) -> None:
+    with pytest.raises(BadRequest, match="blocks"):
+        GrantTable(LAYERS).grant(Grant(LEASE, blocks, begin, end, SIZE))
+
+
+def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
+    table = opened()
+    with pytest.raises(Conflict):
+        table.grant(Grant(LEASE, (1,), 0, 16, SIZE))
+    table.revoke(LEASE)
+    with pytest.raises(Conflict):
+        table.grant(Grant(LEASE, (1,), 0, 16, SIZE))
+    with pytest.raises(UnknownSequence):
+        table.revoke(LEASE)
+    calls: list[Callable[[str], object]] = [
+        lambda lease: table.locate(lease, Piece(0, 0, 1)),
+        lambda lease: table.locate_tokens(lease, Piece(0, 0, 1, unit=32)),
+        lambda lease: table.arrived(lease, SEND, Piece(0, 0, 1)),
+        lambda lease: table.claim(lease, SEND, Claim(32, 48, 1)),
+        lambda lease: table.writing(lease).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(LeaseEnded, match="has ended"):
+            call(LEASE)
+        with pytest.raises(LeaseEnded, match="never granted"):
+            call("cd" * 16)
+    assert (len(table), table.receives) == (0, 0)
+
+
+def test_ended_leases_are_remembered_up_to_a_limit() -> None:
+    table = GrantTable(LAYERS)
+    for number in range(REMEMBERED_ENDED + 1):
+        table.grant(Grant(f"{number:032x}", (1,), 0, 16, SIZE))
+        table.revoke(f"{number:032x}")
+    with pytest.raises(LeaseEnded, match="ended long ago"):
+        table.locate(f"{0:032x}", Piece(0, 0, 1))
+    with pytest.raises(LeaseEnded, match="has ended"):
+        table.locate(f"{1:032x}", Piece(0, 0, 1))
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------
+
+
+def test_a_piece_goes_to_the_blocks_of_its_slots() -> None:
+    assert opened().locate(LEASE, Piece(1, 1, 4)) == (11, 12, 13)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(-1, 0, 1), Piece(LAYERS, 0, 1), Piece(0, -1, 1), Piece(0, 1, 1), Piece(0, 2, 1), Piece(0, 4, 6),
+        Piece(0, 9, 10), Piece(0, 0, 2**32 - 1), Piece(0, 0, 1, 1, 1), Piece(0, 0, 1, 0, 0), Piece(0, 0, 1, -1, 2),
+        Piece(0, 0, 1, 0, MAX_PARTS + 1), Piece(0, 2, 4, unit=32), Piece(0, 0, 2, unit=1000), Piece(0, 80, 81, unit=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pieces_outside_the_lease_go_nowhere(piece: Piece) -> None:
+    table = opened()
+    for locate in (table.locate, table.locate_tokens):
+        with pytest.raises(BadRequest, match="outside the lease"):
+            locate(LEASE, piece)
+
+
+def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in() -> None:
+    """The lease's tokens are [32, 112); blocks of 24 begin at 24, 48, 72 and 96."""
+    table = opened()
+    found = table.locate_tokens(LEASE, Piece(0, 0, 4, unit=24))
+    assert [(move.slot, move.source, move.block, move.target, move.tokens) for move in found] == [
+        (0, 8, 10, 0, 16), (1, 0, 11, 0, 16), (1, 16, 12, 0, 8),
+        (2, 0, 12, 8, 8), (2, 8, 13, 0, 16), (3, 0, 14, 0, 16),
+    ]  # fmt: skip
+
+
+# ---- claims --------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_holds_with_the_last_piece_whichever_comes_last() -> None:
+    table = opened()
+    assert fill(table, 0, 5) == [None] * LAYERS
+    assert table.claim(LEASE, SEND, Claim(32, 100, LAYERS)) == 100
+    table = opened()
+    assert table.claim(LEASE, SEND, Claim(32, 100, LAYERS)) is None
+    assert fill(table, 0, 5) == [None, None, 100]
+    assert table.receives == 0
+
+
+def test_a_claim_needs_every_layer_of_every_slot() -> None:
+    table = opened()
+    fill(table, 0, 5, layers=LAYERS - 1)
+    table.arrived(LEASE, SEND, Piece(LAYERS - 1, 1, 5))
+    with pytest.raises(TransferFailed, match="slot 0 lacks 1 of 3 layers"):
+        table.claim(LEASE, SEND, Claim(32, 100, LAYERS))
+    assert table.receives == 0
+    assert table.revoke(LEASE) == 32
+
+
+def test_a_piece_of_another_send_does_not_help() -> None:
+    table = opened()
+    fill(table, 0, 1, ("sender", 2))
+    with pytest.raises(TransferFailed):
+        table.claim(LEASE, SEND, Claim(32, 48, 0))
+    assert table.claim(LEASE, ("sender", 2), Claim(32, 48, LAYERS)) == 48
+
+
+def test_a_duplicate_stands_for_no_other_piece() -> None:
+    table = opened()
+    table.claim(LEASE, SEND, Claim(32, 48, LAYERS))
+    table.arrived(LEASE, SEND, Piece(0, 0, 1))
+    table.arrived(LEASE, SEND, Piece(0, 0, 1))
+    with pytest.raises(TransferFailed, match="lacks 1 of"):
+        table.arrived(LEASE, SEND, Piece(1, 0, 1))
+    assert table.revoke(LEASE) == 32
+
+
+def test_claims_join_in_any_order_and_the_first_gap_counts() -> None:
+    table, ends = opened(), list[int | None]()
+    for number, (begin, end) in enumerate([(64, 80), (80, 100), (48, 64), (32, 48)]):
+        send = ("sender", number)
+        fill(table, begin // SIZE - 2, -(-end // SIZE) - 2, send)
+        ends.append(table.claim(LEASE, send, Claim(begin, end, LAYERS)))
+    assert ends == [32, 32, 32, 100]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 100), (31, 100), (32, 101), (64, 64), (80, 64), (100, 100)])
+def test_a_claim_outside_the_lease_is_refused(begin: int, end: int) -> None:
+    with pytest.raises(BadRequest, match="outside the lease"):
+        opened().claim(LEASE, SEND, Claim(begin, end, 0))
+
+
+@pytest.mark.parametrize(("part", "parts"), [(1, 1), (0, 0), (2, 2), (0, MAX_PARTS + 1)])
+def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None:
+    table = opened()
+    with pytest.raises(BadRequest, match="one part"):
+        table.claim(LEASE, SEND, Claim(32, 48, 1, part, parts))
+    assert table.receives == 0
+
+
+def test_a_send_makes_one_claim_for_one_part() -> None:
+    table = opened()
+    table.claim(LEASE, SEND, Claim(32, 48, 9))
+    with pytest.raises(BadRequest, match="one claim"):
+        table.claim(LEASE, SEND, Claim(32, 48, 9))
+    for other in (Piece(0, 0, 1, 0, 2), Piece(0, 0, 1, unit=32)):
+        with pytest.raises(BadRequest, match="one part"):
+            table.arrived(LEASE, SEND, other)
+
+
+def test_all_parts_of_one_cut_make_kv_valid() -> None:
+    table, ends = opened(), list[int | None]()
+    for number, (part, parts) in enumerate([(0, 2), (1, 4), (1, 2)]):
+        send = ("sender", number)
+        for layer in range(LAYERS):
+            table.arrived(LEASE, send, Piece(layer, 0, 5, part, parts))
+        ends.append(table.claim(LEASE, send, Claim(32, 100, LAYERS, part, parts)))
+    assert ends == [32, 32, 100]
+
+
+def test_sends_under_a_lease_are_limited() -> None:
+    table = opened()
+    for number in range(MAX_SENDS):
+        table.arrived(LEASE, ("sender", number), Piece(0, 0, 1))
+    with pytest.raises(BadRequest, match="64 sends"):
+        table.arrived(LEASE, ("sender", MAX_SENDS), Piece(0, 0, 1))
+    table.forget(LEASE, ("sender", 0))
+    table.arrived(LEASE, ("sender", MAX_SENDS), Piece(0, 0, 1))
+    assert table.receives == MAX_SENDS
+
+
+def test_what_is_forgotten_must_come_again() -> None:
+    table = opened()
+    fill(table, 0, 5, ("lost", 1))
+    fill(table, 0, 5, ("lost", 2))
+    fill(table, 0, 5, ("other", 1))
+    assert table.forget_sender("lost") == 2
+    assert table.receives == 1
+    with pytest.raises(TransferFailed):
+        table.claim(LEASE, ("lost", 1), Claim(32, 100, 0))
+    assert table.claim(LEASE, ("other", 1), Claim(32, 100, LAYERS)) == 100
+    table.forget("cd" * 16, ("nobody", 1))
+
+
+# ---- revoking ------------------------------------------------------------------------------------------------
+
+
+def test_a_revocation_waits_for_all_who_write() -> None:
+    table, order = opened(), list[str]()
+    inside, may_end = threading.Barrier(3), [threading.Event(), threading.Event()]
+
+    def write(number: int) -> None:
+        with table.writing(LEASE):
+            inside.wait(30)
+            may_end[number].wait(30)
+            order.append("written")
+
+    def revoke() -> None:
+        table.revoke(LEASE)
+        order.append("revoked")
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in writers:
+        thread.start()
+    inside.wait(30)
+    revoker = threading.Thread(target=revoke)
+    revoker.start()
+    while len(table):  # until it waits
+        revoker.join(0.001)
+    with pytest.raises(LeaseEnded):
+        table.writing(LEASE).__enter__()
+    for number, thread in enumerate(writers):
+        assert order == ["written"] * number
+        may_end[number].set()
+        thread.join(30)
+    revoker.join(30)
+    assert order == ["written", "written", "revoked"]
+
+
+def test_a_writer_that_fails_holds_nothing_back() -> None:
+    table = opened()
+    with pytest.raises(OSError, match="broke"), table.writing(LEASE):
+        raise OSError("broke")
+    assert table.revoke(LEASE) == 32
+
+
+@pytest.fixture
+def busy_switching() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("busy_switching")
+def test_nothing_is_written_once_revoke_has_returned() -> None:
+    """Writers that never stop, a lease after the other: a block that changed hands is not written by the former."""
+    table, block = GrantTable(1), bytearray(1)
+    stop, refusals = threading.Event(), list[int]()
+
+    def write(mark: int) -> None:
+        refused = 0
+        while not stop.is_set():
+            try:
+                with table.writing(f"{mark:032x}"):
+                    block[0] = mark
+            except LeaseEnded:
+                refused += 1
+        refusals.append(refused)
+
+    writers = [threading.Thread(target=write, args=(mark,)) for mark in (1, 2, 3)]
+    for mark in (1, 2, 3):
+        table.grant(Grant(f"{mark:032x}", (0,), 0, SIZE, SIZE))
+    for thread in writers:
+        thread.start()
+    try:
+        for mark in (1, 2, 3):
+            table.revoke(f"{mark:032x}")
+            block[0] = 0
+            for _ in range(2000):
+                assert block[0] not in range(1, mark + 1)
+    finally:
+        stop.set()
+        for thread in writers:
+            thread.join(30)
+    assert len(refusals) == 3
+    assert block[0] == 0
+
+
+# ---- anything, in any order ----------------------------------------------------------------------------------
+
+UNITS = st.sampled_from([0, 0, 0, 8, 24, 48])
+SENDERS = st.sampled_from(["a", "b"])
+
+
+class AnythingIsSaid(RuleBasedStateMachine):
+    """Sends whose frames come mixed, twice or never, and wild ones, while leases come and go; beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = GrantTable(LAYERS)
+        self.models: dict[str, LeaseModel] = {}
+        self.ended: list[str] = []
+        self.under_way: list[tuple[str, SendKey, list[Piece | Claim]]] = []
+        self.numbers = 0
+
+    @rule(count=st.integers(1, 4), first=st.integers(0, 3), short=st.integers(0, SIZE - 1))
+    def grant(self, count: int, first: int, short: int) -> None:
+        self.numbers += 1
+        begin = first * SIZE
+        grant = Grant(f"{self.numbers:032x}", tuple(range(count)), begin, begin + count * SIZE - short, SIZE)
+        self.table.grant(grant)
+        self.models[grant.lease] = LeaseModel(grant, LAYERS)
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), sender=SENDERS, unit=UNITS, parts=st.integers(1, 2), lost=st.integers(0, 4))
+    def begin_send(self, data: st.DataObject, sender: str, unit: int, parts: int, lost: int) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.models)))
+        model = self.models[lease]
+        begin = data.draw(st.integers(model.grant.begin, model.grant.end - 1))
+        end = data.draw(st.integers(begin + 1, model.grant.end))
+        held = [n for n, slot in enumerate(model.slots(unit)) if slot.stop > begin and slot.start < end]
+        part = data.draw(st.integers(0, parts - 1))
+        cut = data.draw(st.integers(held[0], held[-1]))
+        ranges = [each for each in ((held[0], cut), (cut, held[-1] + 1)) if each[0] < each[1]]
+        pieces = [Piece(layer, *each, part, parts, unit) for layer in range(LAYERS) for each in ranges]
+        claim = Claim(begin, end, len(pieces), part, parts, unit)
+        frames: list[Piece | Claim] = data.draw(st.permutations([*pieces, claim]))
+        if lost == 0:
+            frames.pop()
+        if lost == 1:
+            frames.append(frames[0])
+        self.numbers += 1
+        self.under_way.append((lease, (sender, self.numbers), frames))
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def deliver(self, data: st.DataObject, count: int) -> None:
+        at = data.draw(st.integers(0, len(self.under_way) - 1))
+        lease, key, frames = self.under_way[at]
+        for said in frames[:count]:
+            self.say(lease, key, said)
+        del frames[:count]
+        if not frames:
+            del self.under_way[at]
+
+    @precondition(lambda self: self.models or self.ended)
+    @rule(data=st.data(), sender=SENDERS, number=st.integers(0, 12), numbers=st.tuples(*[st.integers(-1, 6)] * 5))
+    def say_anything(
+        self, data: st.DataObject, sender: str, number: int, numbers: tuple[int, int, int, int, int]
+    ) -> None:
+        lease = data.draw(st.sampled_from([*sorted(self.models), *self.ended, "never"]))
+        if data.draw(st.booleans()):
+            layer, begin, end, part, parts = numbers
+            said: Piece | Claim = Piece(layer, begin, end, part, parts, data.draw(UNITS))
+        else:
+            begin, end, frames, part, parts = numbers
+            said = Claim(begin * 10, end * 10, frames, part, parts, data.draw(UNITS))
+        self.say(lease, (sender, number), said)
+
+    def say(self, lease: str, key: SendKey, said: Piece | Claim) -> None:
+        real = outcome(lambda: self.say_to_table(lease, key, said))
+        model = outcome(lambda: self.say_to_model(lease, key, said))
+        assert real == model
+
+    def say_to_table(self, lease: str, key: SendKey, said: Piece | Claim) -> int | None:
+        if isinstance(said, Claim):
+            return self.table.claim(lease, key, said)
+        blocks = {move.block for move in self.table.locate_tokens(lease, said)} if said.unit else set[int]()
+        assert blocks | set(() if said.unit else self.table.locate(lease, said)) <= set(self.models[lease].grant.blocks)
+        return self.table.arrived(lease, key, said)
+
+    def say_to_model(self, lease: str, key: SendKey, said: Piece | Claim) -> int | None:
+        model = self.models.get(lease)
+        if model is None:
+            raise LeaseEnded("ended")
+        if isinstance(said, Claim):
+            return model.claim(key, said)
+        model.require_inside(said)
+        return model.arrive(key, said)
+
+    @rule(sender=SENDERS)
+    def lose_sender(self, sender: str) -> None:
+        lost = [(model, key) for model in self.models.values() for key in model.sends if key[0] == sender]
+        assert self.table.forget_sender(sender) == len(lost)
+        for model, key in lost:
+            del model.sends[key]
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        lease, key, _ = data.draw(st.sampled_from(self.under_way))
+        self.table.forget(lease, key)
+        if lease in self.models:
+            self.models[lease].sends.pop(key, None)
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.models)))
+        assert self.table.revoke(lease) == self.models.pop(lease).valid_end()
+        self.ended.append(lease)
+
+    @invariant()
+    def as_many_receives_and_leases(self) -> None:
+        assert self.table.receives == sum(len(model.sends) for model in self.models.values())
+        assert len(self.table) == len(self.models)
+
+
+def outcome(call: Callable[[], int | None]) -> int | type[TercetError] | None:
+    try:
+        return call()
+    except TercetError as error:
+        return type(error)
+
+
+TestAnythingIsSaid = AnythingIsSaid.TestCase
+TestAnythingIsSaid.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), max_size=12))
+def test_the_valid_end_is_where_the_first_gap_is(claims: list[tuple[int, int]]) -> None:
+    table = opened(0, 160)
+    covered: set[int] = set()
+    for number, (first, length) in enumerate(claims):
+        last = min(first + length, 10)
+        covered |= set(range(first, last))
+        fill(table, first, last, ("sender", number))
+        end = table.claim(LEASE, ("sender", number), Claim(first * SIZE, last * SIZE, LAYERS))
+        assert end == next(slot for slot in range(11) if slot not in covered) * SIZE
