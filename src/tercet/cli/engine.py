@@ -1,17 +1,23 @@
-"""``tercet engine``: one vLLM server with Tercet's plugin."""
+"""``tercet engine``: one vLLM server with Tercet's plugin, or a simulated engine in its place."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from tercet.cli.options import Host, Model, VLLMArgs, vllm_flags
-from tercet.cluster.addresses import require_free
+from tercet.bench.simulated import options_from
+from tercet.cli.options import Host, Model, VLLMArgs, key_values, vllm_flags
+from tercet.cluster.addresses import require_free, url_of
 from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
 from tercet.cluster.pinning import visible_devices
+from tercet.protocol import BadRequest
+from tercet.sim import EngineOptions, load_profile
+from tercet.sim.serving import ServerConfig, serve
 
 
 def engine(
@@ -23,6 +29,14 @@ def engine(
     served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
     kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine.")] = 1,
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile list`."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --simulate: an option of the simulated engine; repeatable."),
+    ] = None,
     vllm_args: VLLMArgs = None,
 ) -> None:
     """Run one engine: a stock vLLM server that also offers the verbs.
@@ -35,7 +49,15 @@ def engine(
     - `tercet engine --port 8001`
     - `taskset -c 0-7 tercet engine --model ~/models/qwen --port 8002 --name p0 -- --max-num-seqs 32`
     - `tercet engine --model Qwen/Qwen3-0.6B --print`
+    - `tercet engine --simulate llama-3.1-8b-h100-tp1 --port 8002`
     """
+    if option and simulate is None:
+        raise BadRequest("--option: goes with --simulate", "--option")
+    if simulate is not None:
+        if vllm_args or print_only:
+            raise BadRequest("--simulate: there is no vLLM that flags could go to", "--simulate")
+        serve(_simulated(simulate, key_values(option, "--option"), model, served_model_name, host, port, name))
+        return
     cores = () if visible_devices() else tuple(sorted(os.sched_getaffinity(0)))
     spec = EngineSpec(
         name=name or f"{host}:{port}",
@@ -57,3 +79,36 @@ def engine(
         return
     require_free(host, port)
     os.execvpe(argv[0], argv, {**os.environ, **env})
+
+
+def _simulated(
+    profile: str,
+    options: dict[str, str],
+    model: str,
+    served_model_name: str | None,
+    host: str,
+    port: int,
+    name: str | None,
+) -> ServerConfig:
+    """The description of a simulated engine; ``model`` lends its tokenizer, and its length, to the front door."""
+    root = resolve_model(model, lambda line: typer.echo(line, err=True))
+    found = load_profile(profile)
+    longest = min(found.max_model_len, _positions(Path(root)) or found.max_model_len)
+    config = ServerConfig(
+        name=name or f"{host}:{port}",
+        profile=msgspec.structs.replace(found, max_model_len=longest),
+        options=options_from(EngineOptions(stream_every=1), options),
+        host=host,
+        port=port,
+        url=url_of(host, port),
+        model=served_model_name or model,
+        root=root,
+    )
+    require_free(host, port)
+    return config
+
+
+def _positions(checkpoint: Path) -> int | None:
+    """The model's longest sequence, past which vLLM refuses to serve it; None if it is not on this machine."""
+    file = checkpoint / "config.json"
+    return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None

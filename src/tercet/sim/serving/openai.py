@@ -1,0 +1,173 @@
+"""As much of an OpenAI server as a lone engine needs to be measured: completions, models, health and metrics."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from tercet import __version__
+from tercet.protocol import BadRequest, EngineStatus, Output, Request, TercetError
+from tercet.protocol.wire import TokenId, decode_call
+from tercet.sim.engine import SimEngine
+from tercet.sim.serving.verbs import EVENT_STREAM, json_of
+from tercet.sim.serving.words import text_of, tokens_of
+
+# As vLLM names them, so that what reads a real engine's load reads this one's.
+GAUGES = {
+    "vllm:num_requests_running": ("Sequences that run.", "running"),
+    "vllm:num_requests_waiting": ("Sequences that wait.", "waiting"),
+    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use.", "kv_cache_usage"),
+    "tercet_sim_leases": ("Reservations.", "leases"),
+    "tercet_sim_sends": ("Sends under way.", "sends"),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``include_usage``: whether a last chunk tells the number of tokens."""
+
+    include_usage: bool = False
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /v1/completions``. What a model that only counts ignores (temperature, ...) may be there too."""
+
+    prompt: str | list[TokenId]
+    model: str | None = None
+    max_tokens: int = 16
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    n: Literal[1] = 1
+    logprobs: Literal[None] = None
+
+
+class OpenAI:
+    """Handlers for one engine; ``model`` is its public name, ``root`` where its tokenizer is, if there is one."""
+
+    def __init__(self, engine: SimEngine, model: str, root: str | None) -> None:
+        self._engine = engine
+        self._model = model
+        self._root = root
+        self._numbers = itertools.count()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where each handler is found."""
+        return [
+            web.post("/v1/completions", self.completions),
+            web.get("/v1/models", self.models),
+            web.get("/health", self.health),
+            web.get("/version", self.version),
+            web.get("/metrics", self.metrics),
+        ]
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        """Generate, on this engine alone."""
+        call = decode_call(await http.read(), Completion)
+        if call.model not in (None, self._model):
+            raise BadRequest(f"model: there is no {call.model!r} here; this is {self._model}", "model")
+        name = f"cmpl-{next(self._numbers)}"
+        request = Request(
+            seq_id=name,
+            prompt=tokens_of(call.prompt),
+            sampling_params={"max_tokens": call.max_tokens},
+            cache_salt=call.cache_salt,
+        )
+        answer = _Answer(name, self._model, call, request.num_tokens)
+        async with aclosing(self._engine.start_generate(request)) as outputs:
+            if call.stream:
+                return await answer.stream(http, await anext(outputs), outputs)
+            found = [output async for output in outputs]
+        tokens = tuple(token for output in found for token in output.token_ids)
+        whole = Output(tokens, found[-1].finish_reason)
+        return json_of({**answer.chunk(whole), "usage": answer.usage(len(tokens))})
+
+    async def models(self, http: web.Request) -> web.StreamResponse:
+        """The one model."""
+        length = self._engine.profile.max_model_len
+        entry = {"id": self._model, "object": "model", "owned_by": "tercet", "max_model_len": length}
+        return json_of({"object": "list", "data": [{**entry, "root": self._root or self._model}]})
+
+    async def health(self, http: web.Request) -> web.StreamResponse:
+        """It is well as long as it answers."""
+        return web.Response()
+
+    async def version(self, http: web.Request) -> web.StreamResponse:
+        """Whose engine this is."""
+        return json_of({"version": f"tercet {__version__}, simulated {self._engine.profile.name}"})
+
+    async def metrics(self, http: web.Request) -> web.StreamResponse:
+        """Prometheus text."""
+        registry = CollectorRegistry()
+        registry.register(_Load(self._model, await self._engine.status()))
+        return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class _Answer:
+    """The chunks of one completion."""
+
+    def __init__(self, name: str, model: str, call: Completion, prompt_tokens: int) -> None:
+        self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._call = call
+        self._prompt_tokens = prompt_tokens
+
+    async def stream(self, http: web.Request, first: Output, rest: AsyncGenerator[Output, None]) -> web.StreamResponse:
+        response = web.StreamResponse(headers=EVENT_STREAM)
+        await response.prepare(http)
+        await response.write(_event(self.chunk(first)))
+        tokens = len(first.token_ids)
+        try:
+            async for output in rest:
+                tokens += len(output.token_ids)
+                await response.write(_event(self.chunk(output)))
+            if self._call.stream_options is not None and self._call.stream_options.include_usage:
+                await response.write(_event({**self._head, "choices": [], "usage": self.usage(tokens)}))
+        except TercetError as error:
+            await response.write(_event(error.to_wire()))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0, "text": text_of(output.token_ids), "logprobs": None, "finish_reason": output.finish_reason,
+        }  # fmt: skip
+        if self._call.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return {**self._head, "choices": [choice]}
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        prompt = self._prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+class _Load(Collector):
+    """One status as metrics."""
+
+    def __init__(self, model: str, status: EngineStatus) -> None:
+        self._model = model
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (meaning, field) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, meaning, labels=["model_name"])
+            gauge.add_metric([self._model], float(getattr(self._status, field)))
+            yield gauge
+        for name, value in self._status.counters.items():
+            counter = CounterMetricFamily(f"tercet_sim_{name}", f"The engine's {name} so far.", labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

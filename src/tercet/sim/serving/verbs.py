@@ -1,0 +1,145 @@
+"""The verbs of one simulated engine over HTTP; calls, answers and errors are those of the vLLM plugin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tercet.protocol import BadRequest, Output, Request, Reservation, TercetError, UnknownSequence
+from tercet.protocol.wire import (
+    PREFIX,
+    AbortCall,
+    PrepRecvAnswer,
+    PrepRecvCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RemoteSendCall,
+    StartGenerateCall,
+    decode_call,
+)
+from tercet.sim.engine import SimEngine
+from tercet.sim.serving.peers import DELIVER, Accepted, Delivery
+from tercet.sim.serving.words import tokens_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+# What a model that only counts cannot answer.
+REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
+
+
+class Verbs:
+    """Handlers for one engine."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self._engine = engine
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where each verb is found."""
+        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release)
+        return [
+            *(web.post(f"{PREFIX}/{handler.__name__}", handler) for handler in posts),
+            web.post(DELIVER, self.deliver),
+            web.get(f"{PREFIX}/status", self.status),
+        ]
+
+    async def prep_recv(self, http: web.Request) -> web.StreamResponse:
+        """Reserve blocks under a lease."""
+        call = decode_call(await http.read(), PrepRecvCall)
+        longest = self._engine.options.lease_ttl
+        ttl = min(call.ttl or longest, longest)
+        found = await self._engine.reserve(request_of(call), call.end, ttl)
+        return json_of(PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl))
+
+    async def remote_send(self, http: web.Request) -> web.StreamResponse:
+        """Prefill, and tell the receiver when the KV would have arrived."""
+        call = decode_call(await http.read(), RemoteSendCall)
+        if call.recv_rank:
+            raise BadRequest(f"recv_rank: is {call.recv_rank}, and simulated engines have one address", "recv_rank")
+        to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
+        return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
+
+    async def start_generate(self, http: web.Request) -> web.StreamResponse:
+        """Decode; a stream of server-sent events, or one answer with ``stream: false``."""
+        call = decode_call(await http.read(), StartGenerateCall)
+        async with aclosing(self._engine.start_generate(request_of(call), call.begin, call.output)) as outputs:
+            if not call.stream:
+                return json_of(await together(outputs))
+            # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
+            first = await anext(outputs)
+            return await stream(http, first, outputs)
+
+    async def abort(self, http: web.Request) -> web.StreamResponse:
+        """End whatever the engine does for a sequence."""
+        call = decode_call(await http.read(), AbortCall)
+        known = self._engine.works_on(call.seq_id)
+        await self._engine.abort(call.seq_id)
+        return json_of({"aborted": known})
+
+    async def release(self, http: web.Request) -> web.StreamResponse:
+        """End a lease."""
+        call = decode_call(await http.read(), ReleaseCall)
+        return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
+
+    async def status(self, http: web.Request) -> web.StreamResponse:
+        """The engine's load."""
+        return json_of(await self._engine.status())
+
+    async def deliver(self, http: web.Request) -> web.StreamResponse:
+        """News from a sender in another process."""
+        news = decode_call(await http.read(), Delivery)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._engine.receive(news.lease, news.begin, news.end, answer.set_result)
+        return json_of(Accepted(await answer))
+
+
+def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
+    """What the engine is asked for; raises :class:`~tercet.protocol.BadRequest` for what it cannot do."""
+    sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
+    for name in REFUSED:
+        if sampling.get(name) is not None:
+            raise BadRequest(f"sampling_params.{name}: a simulated engine has none", f"sampling_params.{name}")
+    prompt = tokens_of(call.prompt)
+    return Request(seq_id=call.seq_id, prompt=prompt, sampling_params=sampling, cache_salt=call.cache_salt)
+
+
+def json_of(value: Any, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns errors of the protocol into their HTTP form."""
+    try:
+        return await handler(request)
+    except TercetError as error:
+        return json_of(error.to_wire(), error.status)
+
+
+async def stream(http: web.Request, first: Output, rest: AsyncGenerator[Output, None]) -> web.StreamResponse:
+    """Outputs as server-sent events; an error that comes after the first one is the last event."""
+    response = web.StreamResponse(headers=EVENT_STREAM)
+    await response.prepare(http)
+    encode = msgspec.json.encode
+    await response.write(b"data: " + encode(first) + b"\n\n")
+    try:
+        async for output in rest:
+            await response.write(b"data: " + encode(output) + b"\n\n")
+    except TercetError as error:
+        await response.write(b"data: " + encode(error.to_wire()) + b"\n\n")
+    await response.write_eof()
+    return response
+
+
+async def together(outputs: AsyncGenerator[Output, None]) -> Output:
+    """All outputs as one."""
+    found = [output async for output in outputs]
+    tokens = tuple(token for output in found for token in output.token_ids)
+    if not tokens:
+        raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
+    return Output(tokens, found[-1].finish_reason, usage=found[0].usage)
