@@ -13,6 +13,7 @@ PANELS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
 STATISTICS = (("mean", "mean"), ("P99", "p99"))
 MARKERS = "osD^vP*X"
 FORMATS = (".png", ".svg", ".pdf")
+HEADROOM = 1.1
 
 
 def require_drawing(file: Path) -> None:
@@ -43,9 +44,16 @@ def draw(figure: Figure, file: Path, title: str | None = None) -> None:
         for axis in axes[-1]:
             axis.set_xlabel(figure.x_label)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside upper center", ncols=min(4, max(1, len(labels))), frameon=False)
-        if title is not None:
-            canvas.suptitle(title)
+        columns = min(4, max(1, len(labels)))
+        canvas.legend(
+            handles,
+            labels,
+            loc="outside upper center",
+            ncols=columns,
+            frameon=False,
+            title=title,
+            title_fontsize="large",
+        )
         try:
             canvas.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
         except OSError as error:
@@ -53,13 +61,14 @@ def draw(figure: Figure, file: Path, title: str | None = None) -> None:
 
 
 def _panel(axis: Any, figure: Figure, title: str, metric: str) -> None:
+    highest = 0.0
     for index, line in enumerate(figure.lines):
         drawn = [(x, found) for x, metrics in line.points if (found := _seconds(metrics, metric)) is not None]
         axis.plot([x for x, _ in drawn], [y for _, y in drawn], marker=MARKERS[index % len(MARKERS)], label=line.label)
+        highest = max([highest, *(y for _, y in drawn)])
     axis.set_title(title, fontsize="medium")
     axis.set_ylabel("ms" if "tpot" in metric else "s")
-    axis.margins(y=0.08)
-    axis.set_ylim(0, axis.get_ylim()[1])
+    axis.set_ylim(0, HEADROOM * highest if highest else 1)
     axis.grid(visible=True, alpha=0.3)
 
 

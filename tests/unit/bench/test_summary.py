@@ -141,3 +141,37 @@ def test_every_request_is_counted_once(given_requests: list[tuple[float, float, 
     assert found.completed + found.failed + found.interrupted == len(run)
     assert sum(found.errors.values()) == found.failed
     assert Samples.of(run).itl.size == 2 * found.completed
+
+
+def test_a_generated_run_has_the_numbers_that_numpy_finds() -> None:
+    chance = np.random.default_rng(5)
+    run: list[RequestRecord] = []
+    for index in range(200):
+        sent = index * 0.1 + chance.random() / 100
+        at = sent + 0.1 + np.cumsum(chance.gamma(2, 0.02, size=chance.integers(1, 30)))
+        run.append(
+            record(
+                index, scheduled=index * 0.1, sent=sent, token_times=tuple(at), first_token=at[0], end=at[-1],
+                output_tokens=len(at), input_tokens=int(chance.integers(1, 99)),
+            )
+        )  # fmt: skip
+    run += [failed(200, end=30.0), record(201, warmup=True)]
+    flat = summarize(run, Slo(ttft=200, tpot=40)).flat()
+    good = run[:200]
+    ttft = np.array([one.token_times[0] - one.sent for one in good])
+    e2el = np.array([one.end - one.sent for one in good])
+    longer = [one for one in good if one.output_tokens > 1]
+    tpot = np.array([(one.end - one.token_times[0]) / (one.output_tokens - 1) for one in longer])
+    itl = np.concatenate([np.diff(one.token_times) for one in good])
+    for name, values in (("ttft", ttft), ("e2el", e2el), ("tpot", tpot), ("itl", itl)):
+        expected = {
+            "mean": np.mean(values), "std": np.std(values), "median": np.median(values),
+            "p90": np.percentile(values, 90), "p99": np.percentile(values, 99), "max": np.max(values),
+        }  # fmt: skip
+        for key, value in expected.items():
+            assert flat[f"{key}_{name}_ms"] == pytest.approx(value * 1000), (key, name)
+    assert flat["duration"] == pytest.approx(30.0)
+    assert flat["output_throughput"] == pytest.approx(sum(one.output_tokens for one in good) / 30.0)
+    kept = sum(one.token_times[0] - one.scheduled <= 0.2 and (one.tpot is None or one.tpot <= 0.04) for one in good)
+    assert 0 < kept < 200
+    assert flat["request_goodput"] == pytest.approx(kept / 30.0)

@@ -1,0 +1,229 @@
+"""What is kept and shown: files that come back as they were, tables, and figures."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tercet.bench.figure import draw, require_drawing
+from tercet.bench.records import RequestRecord
+from tercet.bench.report import figure_of, markdown, point_text, pooled, ratio_table
+from tercet.bench.result import BenchResult, Point, Ratio, load_result, load_results, save_result
+from tercet.bench.summary import Slo, summarize
+from tercet.protocol import BadRequest
+
+CHANCE = np.random.default_rng(11)
+
+
+def records(count: int = 20, ttft: float = 0.2, failed: int = 0) -> tuple[RequestRecord, ...]:
+    found: list[RequestRecord] = []
+    for index in range(count):
+        first = index + ttft * (1 + float(CHANCE.random()))
+        times = tuple(float(time) for time in first + np.cumsum([0.0, *CHANCE.random(4) / 20]))
+        bad = index < failed
+        found.append(
+            RequestRecord(
+                index=index, scheduled=index - 0.001, sent=index, first_token=None if bad else first, end=times[-1],
+                token_times=() if bad else times, input_tokens=10, planned_input=10, output_tokens=5, planned_output=5,
+                failure="http" if bad else None, error="HTTP 503: no room" if bad else None,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def point(label: str = "dp", rate: float | None = 1.0, number: int = 0, **more: Any) -> Point:
+    measured = more.pop("records", None) or records()
+    metrics = summarize(measured, Slo(ttft=300)).flat()
+    return Point(label=label, request_rate=rate, round=number, metrics=metrics, records=measured, **more)
+
+
+def result(*points: Point, **more: Any) -> BenchResult:
+    return BenchResult(created="2026-01-01T00:00:00+00:00", points=points, machine={"cpu": "X", "cores": 2}, **more)
+
+
+def sweep() -> list[BenchResult]:
+    rates = (0.5, 1.0, 2.0)
+    return [
+        result(*(point(label, rate, records=records(ttft=slow * rate)) for rate in rates))
+        for label, slow in (("data_parallel", 0.2), ("disaggregated", 0.15))
+    ]
+
+
+# Files
+
+
+def test_a_file_comes_back_as_it_was_to_the_microsecond(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    ratio = Ratio(
+        label="b", baseline="a", request_rate=1.0, concurrency=None, metric="mean TTFT", value=2.0, baseline_value=1.0,
+        ratio=2.0, low=1.5, high=2.5, confidence=0.95, rounds=3,
+    )  # fmt: skip
+    original = result(point(), point(errors={"http": 1}, partial=True), ratios=(ratio,), seed=4, command=("bench",))
+    save_result(original, file)
+    found = load_result(file)
+    assert (found.seed, found.command, found.ratios, found.points[1].partial) == (4, ("bench",), (ratio,), True)
+    for before, after in zip(original.points[0].records, found.points[0].records, strict=True):
+        np.testing.assert_allclose(after.token_times, before.token_times, atol=1e-6)
+        assert after.index == before.index
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_numbers_can_be_made_again_from_a_files_records(tmp_path: Path) -> None:
+    save_result(result(point(records=records(failed=3))), tmp_path / "run.json")
+    (kept,) = load_result(tmp_path / "run.json").points
+    again = summarize(kept.records, Slo(ttft=300)).flat()
+    assert again.keys() == kept.metrics.keys()
+    for name, value in again.items():
+        assert value == pytest.approx(kept.metrics[name], abs=0.01), name
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("{", "no result of tercet bench"), ('{"created": "x", "format": 9}', "its format is 9"), ("[]", "no result")],
+)
+def test_files_that_are_none(tmp_path: Path, content: str, why: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(BadRequest, match=why):
+        load_results([file])
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"none\.json: No such file"):
+        load_result(tmp_path / "none.json")
+
+
+# Numbers
+
+
+def test_pooled_rounds_are_those_of_all_their_requests() -> None:
+    rounds = [point(number=0), point(number=1, records=records(35, 0.6, failed=4))]
+    found = pooled(rounds)
+    good = [record for one in rounds for record in one.records if record.ok]
+    ttft = np.array([record.first_token - record.sent for record in good if record.first_token is not None]) * 1000
+    tpot = np.array([(record.end - (record.first_token or 0)) / 4 for record in good]) * 1000
+    assert found["mean_ttft_ms"] == pytest.approx(ttft.mean())
+    assert found["p99_ttft_ms"] == pytest.approx(np.percentile(ttft, 99))
+    assert found["median_tpot_ms"] == pytest.approx(np.median(tpot))
+    assert (found["completed"], found["failed"]) == (51, 4)
+    seconds = sum(float(one.metrics["duration"] or 0) for one in rounds)
+    assert found["request_throughput"] == pytest.approx(51 / seconds)
+    assert found["request_goodput"] == pytest.approx(np.sum((ttft + 1) <= 300) / seconds)
+
+
+def test_rounds_without_records_cannot_be_pooled() -> None:
+    bare = [Point(label="a", request_rate=1.0, round=n, metrics={"mean_ttft_ms": 1.0}) for n in range(2)]
+    assert pooled(bare[:1])["mean_ttft_ms"] == 1.0
+    with pytest.raises(BadRequest, match="cannot be pooled"):
+        pooled(bare)
+
+
+def test_a_figure_has_a_line_per_label_sorted_by_rate() -> None:
+    figure = figure_of([result(point("b", 2.0)), result(point("b", 0.5), point("a", 1.0))])
+    assert figure.x_label == "requests/s"
+    assert [(line.label, [x for x, _ in line.points]) for line in figure.lines] == [("b", [0.5, 2.0]), ("a", [1.0])]
+
+
+def test_a_closed_loop_has_its_users_on_x_and_a_trace_its_own_rate() -> None:
+    assert figure_of([result(point(rate=None, concurrency=4))]).x_label == "requests at once"
+    (line,) = figure_of([result(point(rate=None))]).lines
+    assert line.points[0][0] == pytest.approx(20 / (20 + 0.4), rel=0.1)
+
+
+def test_files_that_do_not_go_together() -> None:
+    with pytest.raises(BadRequest, match="open-loop and closed-loop"):
+        figure_of([result(point()), result(point(rate=None, concurrency=4))])
+    with pytest.raises(BadRequest, match="no point"):
+        figure_of([result()])
+
+
+def test_markdown() -> None:
+    text = markdown(sweep())
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    assert len({len(cells) for cells in rows}) == 1
+    assert [cells[0].strip() for cells in rows[2:]] == ["data_parallel"] * 3 + ["disaggregated"] * 3
+    assert [cell.strip() for cell in rows[0]][1:8] == [
+        "requests/s", "completed", "failed", "output tokens/s", "goodput", "TTFT mean", "TTFT P99",
+    ]  # fmt: skip
+    assert "a machine with 2 cores, X" in text
+
+
+def test_ratios_as_a_table() -> None:
+    ratios = [
+        Ratio(
+            label="b", baseline="a", request_rate=1.0, concurrency=None, metric=metric, value=2.0, baseline_value=1.0,
+            ratio=2.0, low=1.5, high=2.5, confidence=0.9, rounds=3,
+        )
+        for metric in ("mean TTFT", "p99 TTFT")
+    ]  # fmt: skip
+    text = ratio_table(ratios)
+    assert "| b / a | 1 | 2.000 (1.500 to 2.500) | 2.000 (1.500 to 2.500) |" in text
+    assert "90% bootstrap intervals over 3 rounds" in text
+
+
+def test_a_point_as_text_tells_what_is_odd() -> None:
+    measured = records(failed=2)
+    late = tuple(
+        RequestRecord(**{**_fields(one), "scheduled": one.sent - 0.5, "planned_output": 6}) for one in measured
+    )
+    text = point_text(point(records=late, client={"p99_loop_lag_ms": 80.0}, partial=True), summarize(late))
+    for told in ("18 completed, 2 failed", "2 x http: HTTP 503: no room", "18 answers are shorter", "500 ms late",
+                 "client was slow: P99 of its lag 80 ms", "interrupted"):  # fmt: skip
+        assert told in text
+    assert "shorter" not in point_text(point(), summarize(records()))
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+# Figures
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_figures_are_drawn(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"evaluation{suffix}"
+    draw(figure_of(sweep()), file, "Two engines")
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    assert file.read_bytes().startswith(begins)
+
+
+def test_a_figure_has_six_panels_a_legend_and_ticks_within_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "evaluation.svg"
+    draw(figure_of(sweep()), file, "Two engines")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text(encoding="utf-8"))
+    for name in ("TTFT", "TPOT", "JCT"):
+        assert {f"mean {name}", f"P99 {name}"} <= set(texts)
+    assert texts.count("data_parallel") == texts.count("disaggregated") == 1
+    assert texts.count("requests/s") == 2
+    assert {"Two engines", "s", "ms", "0.5", "2.0"} <= set(texts)
+
+
+def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
+    figure = figure_of(sweep())
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for file in files:
+        draw(figure, file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_line_may_lack_a_metric(tmp_path: Path) -> None:
+    bare = Point(label="all failed", request_rate=1.0, metrics={"completed": 0, "failed": 3})
+    draw(figure_of([result(point(), bare)]), tmp_path / "x.png")
+    assert "all failed" in markdown([result(point(), bare)])
+
+
+def test_figures_that_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"must end with \.png"):
+        require_drawing(tmp_path / "x.gif")
+    with pytest.raises(BadRequest, match="No such file"):
+        draw(figure_of(sweep()), tmp_path / "none" / "x.png")
+
+
+def test_an_infinite_rate_is_drawn_at_its_number_of_requests() -> None:
+    assert math.isfinite(figure_of([result(point(rate=None, concurrency=20))]).lines[0].points[0][0])
