@@ -11,6 +11,7 @@ A sender that is stopped, not dead, is given up by Mooncake itself (after 30 s: 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -159,6 +160,7 @@ class MooncakeReader:
 
 def begin_engine(placed: Placed, host: str) -> Any:
     """An engine with a region registered; raises :class:`BackendUnavailable` if there is none to be had."""
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it writes a line for each transfer otherwise
     try:
         engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
     except (ImportError, OSError, AttributeError) as error:

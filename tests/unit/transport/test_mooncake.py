@@ -1,0 +1,168 @@
+"""``mooncake``: KV between ranks byte for byte, and senders that are lost while they are read."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tercet.protocol import TransferFailed
+from tercet.transport import Grant, SendReport, Strip
+from tercet.transport.backends import BackendUnavailable, backends_for
+from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, send
+
+pytest.importorskip("mooncake.engine", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
+LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
+SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
+ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
+
+
+@pytest.mark.parametrize(("sources", "targets"), [SCATTERED, ADJACENT], ids=["scattered", "adjacent"])
+def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[int], targets: Sequence[int]) -> None:
+    ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    before = [bytes(theirs.blocks(layer, 0, BLOCKS)) for layer in range(LAYERS)]
+    with rank("mooncake", ours) as sender, rank("mooncake", theirs) as receiver:
+        assert isinstance(send(sender, receiver, LAYERS, sources, targets, Strip(0, BYTES)), SendReport)
+        assert sender.transport_to(receiver.addresses) == "mooncake"
+        assert receiver.counters()["pieces_by_reference"] == LAYERS
+        for layer in range(LAYERS):
+            expected = bytearray(before[layer])
+            for source, target in zip(sources, targets, strict=True):
+                expected[target * BYTES : (target + 1) * BYTES] = ours.blocks(layer, source)
+            assert theirs.blocks(layer, 0, BLOCKS) == expected
+
+
+def test_one_rank_sends_each_of_two_its_half_of_every_block() -> None:
+    whole, half = filled(LAYERS, BLOCKS, BYTES, 1), BYTES // 2
+    sources, targets = SCATTERED
+    with rank("mooncake", whole) as sender:
+        for number in range(2):
+            part = filled(LAYERS, BLOCKS, half, 2 + number)
+            with rank("mooncake", part) as receiver:
+                strip = Strip(number * half, half)
+                assert isinstance(send(sender, receiver, LAYERS, sources, targets, strip), SendReport)
+                for layer in range(LAYERS):
+                    for source, target in zip(sources, targets, strict=True):
+                        cut = whole.blocks(layer, source)[number * half : (number + 1) * half]
+                        assert part.blocks(layer, target) == cut
+
+
+def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
+    half = BYTES // 2
+    whole, parts = filled(LAYERS, BLOCKS, BYTES, 1), [filled(LAYERS, BLOCKS, half, 2 + number) for number in range(2)]
+    sources, targets = SCATTERED
+    end, lease = len(targets) * TOKENS, "0" * 32
+    with rank("mooncake", whole) as receiver:
+        receiver.grant(Grant(lease, targets, 0, end, TOKENS))
+        for number, part in enumerate(parts):
+            with rank("mooncake", part) as sender:
+                strip = Strip(0, half, number, 2)
+                assert isinstance(send(sender, receiver, LAYERS, sources, targets, strip, lease), SendReport)
+                for layer in range(LAYERS):
+                    for source, target in zip(sources, targets, strict=True):
+                        cut = whole.blocks(layer, target)[number * half : (number + 1) * half]
+                        assert cut == part.blocks(layer, source)
+        assert receiver.revoke(lease) == end
+
+
+def test_without_a_lease_nothing_is_written() -> None:
+    ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    with rank("mooncake", ours) as sender, rank("mooncake", theirs) as receiver:
+        before = bytes(theirs.blocks(0, 0, BLOCKS))
+        outcome = send(sender, receiver, LAYERS, *SCATTERED, Strip(0, BYTES), lease="0" * 32)
+        assert isinstance(outcome, TransferFailed)
+        assert theirs.blocks(0, 0, BLOCKS) == before
+
+
+def test_a_killed_sender_is_an_error_and_another_can_be_read() -> None:
+    region = filled(1, 8, BYTES, 1)
+    (backend,) = backends_for("mooncake", region)
+    copy = (BYTES, 0, BYTES)
+    with elsewhere("mooncake", 8, BYTES) as lost, elsewhere("mooncake", 8, BYTES) as kept:
+        reader, other = backend.connect(lost.offer, lost.sender), backend.connect(kept.offer, kept.sender)
+        reader.read([copy])
+        assert region.blocks(0, 1) == b"\7" * BYTES
+        lost.kill()
+        with pytest.raises(TransferFailed, match="mooncake"):
+            reader.read([copy])
+        other.read([(BYTES, 0, 2 * BYTES)])
+        assert region.blocks(0, 2) == b"\7" * BYTES
+        reader.close()
+        other.close()
+    backend.close()
+    region.close()
+
+
+def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    size, blocks = 1 << 20, 64
+    region = filled(1, blocks, size, 1)
+    (backend,) = backends_for("mooncake", region)
+    with elsewhere("mooncake", blocks, size) as process:
+        reader = backend.connect(process.offer, process.sender)
+        reader.read([(size, 0, 0)])
+        process.stop()
+        with pytest.raises(TransferFailed, match="mooncake"):
+            reader.read([(size, block * size, block * size) for block in range(blocks)])
+        region.blocks(0, 0, blocks)[:] = b"\1" * (size * blocks)
+        process.go_on()
+        reader.read([(8, 0, size)])  # a new engine reads after whatever the old one would have
+        assert region.blocks(0, 2, blocks - 2) == b"\1" * (size * (blocks - 2))
+        reader.close()
+    backend.close()
+    region.close()
+
+
+def test_memory_that_was_not_registered_cannot_be_read() -> None:
+    region = filled(1, 8, BYTES, 1)
+    (backend,) = backends_for("mooncake", region)
+    with elsewhere("mooncake", 8, BYTES) as process:
+        reader = backend.connect(process.offer, process.sender)
+        with pytest.raises(TransferFailed, match="mooncake"):
+            reader.read([(BYTES, process.shape.size + (1 << 20), 0)])
+        reader.close()
+    backend.close()
+    region.close()
+
+
+def test_closing_gives_files_and_threads_back() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def use() -> None:
+        region = filled(1, 8, BYTES, 1)
+        (backend,) = backends_for("mooncake", region)
+        with elsewhere("mooncake", 8, BYTES) as process:
+            reader = backend.connect(process.offer, process.sender)
+            reader.read([(BYTES, 0, 0)])
+            reader.close()
+        backend.close()
+        region.close()
+
+    use()  # what the library keeps for good
+    before = held()
+    use()
+    assert held() <= before
+
+
+def test_without_the_package_it_says_what_to_do_and_auto_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = importlib.import_module
+
+    def without(name: str, package: str | None = None) -> Any:
+        if name.partition(".")[0] in ("nixl", "mooncake"):
+            raise ImportError(f"no module named {name}")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.setattr("tercet.transport.backends.has_rdma", lambda: True)
+    region = filled(1, 8, BYTES, 1)
+    with pytest.raises(BackendUnavailable, match=r"mooncake: .*scripts/install-transport-extras"):
+        backends_for("mooncake", region)
+    assert [backend.name for backend in backends_for("auto", region)] == ["host"]
+    assert "auto goes on without mooncake" in caplog.text
+    region.close()
