@@ -12,6 +12,7 @@ from tercet.cli.fleet_run import run_fleet, say
 from tercet.cli.options import VLLMArgs, key_values, vllm_flags
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.spec import UpConfig, load_up_config
+from tercet.sim import load_profile
 
 
 def up(
@@ -51,6 +52,14 @@ def up(
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with the same keys (log-dir, engine-args, ...); flags win.")
     ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(metavar="PROFILE", help="Simulated engines, at the pace of a profile; the front door is real."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --simulate: an option of the simulated engines; repeatable."),
+    ] = None,
     vllm_args: VLLMArgs = None,
 ) -> None:
     """Start engines and a front door, and stop all of them on Ctrl-C.
@@ -61,15 +70,19 @@ def up(
     - `tercet up`
     - `tercet up --prefill 0 --decode 0 --both 2 --program data_parallel --port 9000`
     - `tercet up --program mine.py:split --program-arg share=0.8 -- --max-num-seqs 32`
+    - `tercet up --simulate llama-3.1-8b-h100-tp1 --prefill 2 --decode 6`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
     flags: dict[str, Any] = {
         "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
         "program": program, "dtype": dtype, "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib,
         "log-dir": log_dir, "program-args": key_values(program_arg, "--program-arg") or None,
-        "engine-args": vllm_flags(vllm_args) or None,
+        "engine-args": vllm_flags(vllm_args) or None, "simulate": simulate,
+        "options": key_values(option, "--option") or None,
     }  # fmt: skip
     parsed = load_up_config(config, {key: value for key, value in flags.items() if value is not None})
+    if parsed.simulate is not None:
+        load_profile(parsed.simulate)
     run_fleet(parsed, lambda fleet: _stay(parsed, fleet))
 
 

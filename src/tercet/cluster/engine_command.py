@@ -1,4 +1,4 @@
-"""The vLLM command that an engine amounts to: a pure function from its description to arguments and environment."""
+"""The command of an engine, vLLM's or a simulated one's: a pure function from its description to what is run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ BUILT_IN_MAX_LEN = "2048"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
+    """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
 
     ``kv_cache_gib`` is the KV memory of a CPU engine. ``built_in``: the model is the small one that Tercet brings.
+    ``simulate``: the profile of a simulated engine, and ``options`` its own.
     """
 
     name: str
@@ -45,6 +46,18 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     kv_cache_gib: int = 1
     extra_args: tuple[str, ...] = ()
+    simulate: str | None = None
+    options: Mapping[str, str] = {}
+
+
+def simulated_argv(spec: EngineSpec, profile: str) -> list[str]:
+    """Arguments of a simulated engine's process."""
+    argv = [
+        sys.executable, "-m", "tercet.cli", "engine", "--simulate", profile, "--name", spec.name,
+        "--model", spec.model, "--served-model-name", spec.served_model_name,
+        "--host", spec.host, "--port", str(spec.port),
+    ]  # fmt: skip
+    return [*argv, *(part for key, value in spec.options.items() for part in ("--option", f"{key}={value}"))]
 
 
 def engine_argv(spec: EngineSpec) -> list[str]:
@@ -52,6 +65,8 @@ def engine_argv(spec: EngineSpec) -> list[str]:
 
     Raises :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be joined with Tercet's.
     """
+    if spec.simulate is not None:
+        return simulated_argv(spec, spec.simulate)
     defaults = {"--dtype": spec.dtype}
     if spec.cores:
         defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}

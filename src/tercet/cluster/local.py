@@ -112,12 +112,14 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
 
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
-    """Every engine's description: on CPUs each gets cores of its own, on GPUs devices of its own."""
+    """Every engine's description: on CPUs each gets cores of its own, on GPUs devices, and simulated, nothing."""
     count = len(config.roles)
     ports = free_ports(ENGINE_HOST, count)
-    devices = visible_devices()
-    gpus = split_devices(devices, count, ranks_of(config.engine_args)) if devices else [()] * count
-    cores = [()] * count if devices else split_cores(sorted(os.sched_getaffinity(0)), count)
+    nothing: list[tuple[()]] = [()] * count
+    computes = config.simulate is None
+    devices = visible_devices() if computes else ()
+    gpus = split_devices(devices, count, ranks_of(config.engine_args)) if devices else nothing
+    cores = split_cores(sorted(os.sched_getaffinity(0)), count) if computes and not devices else nothing
     return [
         EngineSpec(
             name=name,
@@ -131,6 +133,8 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
             gpus=gpus[index],
             kv_cache_gib=config.kv_cache_gib,
             extra_args=config.engine_args,
+            simulate=config.simulate,
+            options=config.options,
         )
         for index, (name, _) in enumerate(config.roles)
     ]

@@ -23,7 +23,8 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A local fleet: ``prefill``, ``decode`` and ``both`` engines and one front door.
 
     ``engine-args`` go to every vLLM engine, ``router-args`` to the front door's vLLM layer, as on their command lines.
-    ``kv-cache-gib`` is the KV memory of each CPU engine. ``port`` is the front door's, 0 picks a free one.
+    ``kv-cache-gib`` is the KV memory of each CPU engine. ``port`` is the front door's, 0 picks a free one. With
+    ``simulate``, a profile, engines compute nothing at its pace; ``options`` are theirs.
     """
 
     model: str = "smollm2"
@@ -38,12 +39,18 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: str = "bfloat16"
     kv_cache_gib: Annotated[int, msgspec.Meta(ge=1)] = 1
     log_dir: str | None = None
+    simulate: str | None = None
+    options: Mapping[str, str] = {}
     engine_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.prefill + self.decode + self.both == 0:
             raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
+        if self.options and self.simulate is None:
+            raise BadRequest("options: go with simulate", "options")
+        if self.engine_args and self.simulate is not None:
+            raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
         check_flags(self.engine_args, "engine-args")
         check_flags(self.router_args, "router-args")
 

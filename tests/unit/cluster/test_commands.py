@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of
+from tercet.cluster.local import engine_specs
 from tercet.cluster.pinning import as_cpu_list, split_cores, split_devices, visible_devices
 from tercet.cluster.spec import UpConfig, load_up_config
 from tercet.protocol import BadRequest, TercetError
@@ -60,6 +61,22 @@ def test_the_callers_flag_wins(given: tuple[str, ...]) -> None:
     assert tuple(argv[-len(given) :]) == given
     assert "512" not in argv
     assert "--enforce-eager" in argv
+
+
+def test_a_simulated_engine_is_tercets_own_command_and_takes_no_cores() -> None:
+    (simulated,) = engine_specs(
+        UpConfig(simulate="llama-3.1-8b-h100-tp1", options={"max_num_seqs": "8"}, prefill=0), "/models/m"
+    )
+    argv = engine_argv(simulated)
+    assert argv[1:4] == ["-m", "tercet.cli", "engine"]
+    assert value_of(argv, "--simulate") == "llama-3.1-8b-h100-tp1"
+    assert value_of(argv, "--option") == "max_num_seqs=8"
+    assert value_of(argv, "--name") == "decode-0"
+    assert simulated.cores == ()
+    with pytest.raises(BadRequest, match="engine-args"):
+        UpConfig(simulate="any", engine_args=("--max-num-seqs", "8"))
+    with pytest.raises(BadRequest, match="options"):
+        UpConfig(options={"max_num_seqs": "8"})
 
 
 def test_engines_on_gpus_get_a_device_and_no_cpu_settings() -> None:
