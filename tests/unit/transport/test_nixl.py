@@ -115,8 +115,8 @@ def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pyte
             reader.read([(size, block * size, block * size) for block in range(blocks)])
         region.blocks(0, 0, blocks)[:] = b"\1" * (size * blocks)
         process.go_on()
-        with suppress(TransferFailed):  # the sender may be gone; an agent that still had the old reads would do them now
-            reader.word(0)
+        with suppress(TransferFailed):  # the sender may be gone
+            reader.word(0)  # an agent that still had the old reads would do them now
         reader.close()
         assert region.blocks(0, 0, blocks) == b"\1" * (size * blocks)
     backend.close()
