@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -14,12 +13,6 @@ from tercet.bench.api import Sampling, body_of
 from tercet.bench.client import Call, Client, Clock
 from tercet.bench.records import RequestRecord
 from tests.unit.bench.openai_server import MODEL, FakeServer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    async with FakeServer().running() as running:
-        yield running
 
 
 async def ask(url: str, timeout: float = 20.0, chat: bool = False, tokens: int = 5, **behave: Any) -> RequestRecord:

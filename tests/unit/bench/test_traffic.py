@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,12 +33,6 @@ class Counting:
 
     def ended(self, record: RequestRecord) -> None:
         self.told["ok" if record.ok else "failed"] += 1
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    async with FakeServer().running() as running:
-        yield running
 
 
 def talks(count: int, turns: int = 1, think: float = 0.0) -> list[Conversation]:
