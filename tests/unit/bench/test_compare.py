@@ -69,8 +69,8 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
 
 def test_more_confidence_is_wider() -> None:
     generator = np.random.default_rng(0)
-    sides = [[generator.random(20) for _ in range(4)] for _ in range(2)]
-    some, more = (ratio_interval(*sides, MEAN, 500, level, 0) for level in (0.5, 0.99))
+    ours, theirs = ([generator.random(20) for _ in range(4)] for _ in range(2))
+    some, more = (ratio_interval(ours, theirs, MEAN, 500, level, 0) for level in (0.5, 0.99))
     assert some is not None
     assert more is not None
     assert more.low < some.low < some.ratio < some.high < more.high
@@ -83,7 +83,7 @@ def test_a_side_without_values_has_no_ratio() -> None:
 
 
 def test_statistics() -> None:
-    values = np.arange(1.0, 102.0)
+    values = np.arange(1.0, 102.0, dtype=np.float64)
     assert [statistic(values) for statistic in STATISTICS.values()] == [51.0, 51.0, 100.0]
 
 
