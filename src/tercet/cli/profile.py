@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import platform
 import shlex
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
+from tercet.cli.options import engine_address
 from tercet.cli.sim import require_folder, show
+from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
-from tercet.sim.profile import pairs_of
+from tercet.sim.profile import Transfer, pairs_of
 
 app = typer.Typer(rich_markup_mode="markdown", help="Step-time profiles of simulated engines.")
 
@@ -75,6 +82,55 @@ def import_silicon(
     write(output, profile)
     errors = ", ".join(f"{kind} {error:.1%}" for kind, error in profile.provenance.fit_error.items())
     typer.echo(f"{output}: mean error of the fit: {errors}")
+
+
+@app.command("measure")
+def measure_engine(
+    engine: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="An idle engine's server; a second one lets transfers be measured."),
+    ],
+    output: Output,
+    name: Annotated[str | None, typer.Option(help="The profile's name.", show_default="the file's")] = None,
+    device: Annotated[str, typer.Option(help="What it runs on, in words.")] = platform.machine(),
+    max_step_tokens: Annotated[int, typer.Option(help="The engine's `--max-num-batched-tokens`.")] = 512,
+    repeats: Annotated[int, typer.Option(help="How often each step is measured; the median counts.")] = 3,
+    bandwidth: Annotated[float, typer.Option(help="Bytes per second between engines, if not measured.")] = 1e9,
+    latency: Annotated[float, typer.Option(help="Seconds from last byte to answer, if not measured.")] = 0.0005,
+) -> None:
+    """Measure a running engine's steps, a minute or two, and fit a profile to them.
+
+    Example:
+    - `tercet profile measure --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
+    - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2 --rate 1`
+    """
+    require_folder(output, "--output")
+    if len(engine) > 2:
+        raise BadRequest("--engine: one is measured, and a second one receives; there is no use for more", "--engine")
+    plan = Plan(
+        name=name or output.stem,
+        device=device,
+        max_step_tokens=max_step_tokens,
+        repeats=repeats,
+        seed=time.time_ns(),
+    )
+    began = time.monotonic()
+    measured = asyncio.run(_measure(engine, plan))
+    engines = [part for url in engine for part in ("--engine", url)]
+    sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
+    command = shlex.join(["tercet", "profile", "measure", *engines, *sizes])
+    profile = profile_from(measured, plan, command, Transfer(bytes_per_second=bandwidth, latency=latency))
+    write(output, profile)
+    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in profile.provenance.fit_error.items())
+    typer.echo(f"{output}: in {time.monotonic() - began:.0f} s; mean error of the fit: {errors}")
+
+
+async def _measure(urls: list[str], plan: Plan) -> Measured:
+    async with AsyncExitStack() as stack:
+        addresses = [engine_address(url, index) for index, url in enumerate(urls)]
+        engines = [await stack.enter_async_context(HttpEngine(each.name, each.url)) for each in addresses]
+        receiver = engines[1] if len(engines) > 1 else None
+        return await Meter(engines[0], receiver, plan, lambda line: typer.echo(line, err=True)).measure()
 
 
 def write(output: Path, profile: Profile) -> None:
