@@ -41,10 +41,12 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             options_from(EngineOptions(), self.options),
             msgspec.structs.replace(self.workload, rate=rate),
         )
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         outcome = run_once(program, spec, self.profile, options, workload, self.seed)
-        took, simulated = time.perf_counter() - began, max(outcome.ended, default=0.0)
-        note(f"rate {rate:g}: {simulated:.1f} s in {took:.1f} s, {simulated / took:.1f} times real time")
+        took, cpu = time.perf_counter() - began, time.process_time() - worked
+        simulated = max(outcome.ended, default=0.0)
+        pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
+        note(f"rate {rate:g}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
         point = point_of(rate, outcome, self.slo)
         if outcome.first_error is not None:
             if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
