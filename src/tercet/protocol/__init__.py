@@ -15,6 +15,8 @@ from tercet.protocol.errors import (
     NoSpace,
     TercetError,
     TransferFailed,
+    Unauthorized,
+    UnknownEngine,
     UnknownSequence,
     from_wire,
 )
@@ -41,6 +43,8 @@ __all__ = [
     "TercetError",
     "TokenLogprob",
     "TransferFailed",
+    "Unauthorized",
+    "UnknownEngine",
     "UnknownSequence",
     "Usage",
     "from_wire",

@@ -4,8 +4,10 @@
 
     TercetError
     ├── BadRequest            400  the caller's input is wrong; ``param`` names the field
+    ├── Unauthorized          401  the call needs a key that it did not bring
+    ├── UnknownEngine         404  no such engine in the fleet
     ├── UnknownSequence       404  no such seq_id or lease on this engine
-    ├── Conflict              409  the seq_id is already in use
+    ├── Conflict              409  the seq_id, or the engine's name, is already in use
     ├── LayoutMismatch        409  the two engines cannot exchange KV; the message names the difference
     ├── LeaseEnded            410  the lease was released, expired or already used
     ├── NoSpace               503  the engine has no free blocks for this now; try another one or later
@@ -46,6 +48,20 @@ class BadRequest(TercetError):
     status = 400
 
 
+class Unauthorized(TercetError):
+    """The caller has not shown the key that this server asks for."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class UnknownEngine(TercetError):
+    """The fleet has no engine of that name."""
+
+    code = "unknown_engine"
+    status = 404
+
+
 class UnknownSequence(TercetError):
     """The engine holds nothing under this seq_id or lease."""
 
@@ -54,7 +70,7 @@ class UnknownSequence(TercetError):
 
 
 class Conflict(TercetError):
-    """The seq_id already names a reservation or a running request of this engine."""
+    """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another."""
 
     code = "conflict"
     status = 409
