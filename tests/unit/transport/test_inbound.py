@@ -185,6 +185,14 @@ def test_a_claim_that_misses_a_piece_is_refused() -> None:
     assert talk.receiving.counters["claims_refused"] == 1
 
 
+def test_of_a_refused_send_nothing_is_kept() -> None:
+    talk = Conversation()
+    talk.say(piece(0, 0, 3, 1))
+    assert talk.receiving.grants.receives == 1
+    assert talk.say(piece(1, 3, 4, 1)) == [(Kind.REFUSED, 1)]
+    assert talk.receiving.grants.receives == 0
+
+
 def test_an_owner_that_fails_is_no_acknowledgement() -> None:
     talk = Conversation()
     taken = talk.receiving.rules.on_finished
