@@ -159,6 +159,8 @@ class Peer:
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: object) -> None:
         with self._state.changed:
+            if self._state.dead is not None:
+                return  # closed before it was started: nobody would join the thread
             try:
                 self._state.threads.append(start_thread(name, target, *args))
                 return
@@ -251,8 +253,7 @@ class Peer:
                 if held:
                     self._write(sock, held)
             finally:
-                for each in held:
-                    self._end_writing(each.outgoing)
+                self._end_writing(held)
         self._queue.put(None)  # for the next one of these threads
 
     def _gather(self, first: Item) -> list[Item]:
@@ -278,11 +279,14 @@ class Peer:
             outgoing.writers += 1
             return True
 
-    def _end_writing(self, outgoing: Outgoing) -> None:
+    def _end_writing(self, items: Sequence[Item]) -> None:
         with self._state.changed:
-            outgoing.writers -= 1
+            for item in items:
+                item.outgoing.writers -= 1
             self._state.changed.notify_all()
-        self._tell(outgoing)
+        # Only now: one of them may, when it is told, cancel another one, and wait for its writers.
+        for item in items:
+            self._tell(item.outgoing)
 
     def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
         buffers: list[bytes | memoryview] = []

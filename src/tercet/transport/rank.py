@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tercet.protocol import BadRequest
 from tercet.transport.backends import AUTO_NAME, TCP, backends_for
 from tercet.transport.base import OnDone, OnFinished, Target
 from tercet.transport.grants import Grant, GrantTable
@@ -14,6 +15,9 @@ from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 from tercet.transport.rules import Rules
 from tercet.transport.sender import Sender
+from tercet.transport.session import MAX_STREAMS
+
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,17 @@ class TransportSettings:
     streams: int = 2
     secret: str = ""
     timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` naming the setting that is wrong."""
+        if not self.hosts:
+            raise BadRequest("hosts: give one address to listen on at least", "hosts")
+        if not all(0 < port <= MAX_PORT for port in self.ports):
+            raise BadRequest(f"ports: give ports from 1 to {MAX_PORT}, or none at all", "ports")
+        if not 0 < self.streams <= MAX_STREAMS:
+            raise BadRequest(f"streams: {self.streams} is not from 1 to {MAX_STREAMS}", "streams")
+        if not self.timeout > 0:
+            raise BadRequest(f"timeout: {self.timeout} s is no time to wait", "timeout")
 
 
 class RankTransport:
@@ -59,10 +74,15 @@ class RankTransport:
         self._rules = Rules(
             region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed, block
         )  # fmt: skip
-        self._receiver = Receiver(self._rules, settings.hosts, settings.ports)
         offers = {backend.name: backend.offer() for backend in self._backends} | ({TCP: b""} if tcp_allowed else {})
         origin = Origin(region, fingerprint, settings.secret, settings.timeout, settings.streams, offers, block=block)
         self._sender = Sender(origin)
+        try:
+            self._receiver = Receiver(self._rules, settings.hosts, settings.ports)
+        except BaseException:
+            for backend in self._backends:
+                backend.close()
+            raise
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tercet.protocol import EngineError
 from tercet.transport.backends.host import held_by
@@ -24,6 +25,8 @@ GREETING_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.2
 # A sender that does not read its answers for so long is given up.
 ANSWER_SECONDS = 10.0
+# Each connection costs a thread. Who has not shown yet that it belongs here makes room for who comes later.
+MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 
 
 class Receiver:
@@ -32,6 +35,7 @@ class Receiver:
     def __init__(self, rules: Rules, hosts: Sequence[str], ports: Sequence[int] = ()) -> None:
         self._rules = rules
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, None] = {}  # those that have not greeted, the oldest first
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._listeners: list[socket.socket] = []
@@ -66,18 +70,36 @@ class Receiver:
 
     def _begin(self, connection: socket.socket) -> None:
         with self._lock:
-            if self._closed.is_set():
+            if self._closed.is_set() or not self._room():
                 connection.close()
                 return
+            self._strangers[connection] = None
             try:
                 # Under the lock, so that the thread's own removal comes after this entry.
                 self._connections[connection] = start_thread("tercet-receive", self._serve, connection)
             except RuntimeError:
+                del self._strangers[connection]
                 connection.close()
                 raise
 
+    def _room(self) -> bool:
+        """Whether one more connection may come; the stranger that has waited longest goes if there are many."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._rules.counters.count(connections_refused=1)
+            return False
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            shut(oldest)
+            self._rules.counters.count(connections_refused=1)
+        return True
+
+    def _welcome(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
     def _serve(self, connection: socket.socket) -> None:
-        stream = Stream(connection, self._rules)
+        stream = Stream(connection, self._rules, lambda: self._welcome(connection))
         try:
             tune(connection)
             stream.converse()
@@ -89,6 +111,7 @@ class Receiver:
             stream.close()
             with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
                 self._connections.pop(connection, None)
+                self._strangers.pop(connection, None)
                 connection.close()
 
     def close(self) -> None:
@@ -106,11 +129,12 @@ class Receiver:
 
 
 class Stream:
-    """One connection's conversation: :class:`Inbound` decides, this moves bytes."""
+    """One connection's conversation: :class:`Inbound` decides, this moves bytes. ``on_joined``: the sender is one."""
 
-    def __init__(self, connection: socket.socket, rules: Rules) -> None:
+    def __init__(self, connection: socket.socket, rules: Rules, on_joined: Callable[[], None]) -> None:
         self._connection = connection
         self._rules = rules
+        self._on_joined = on_joined
         self._writing = threading.Lock()
         self._inbound = Inbound(rules, self._answer, lambda pid: held_by(pid, connection))
         self._readable = select.poll()
@@ -131,6 +155,7 @@ class Stream:
                 if deadline is not None and self._inbound.session is not None:
                     deadline = None
                     self._connection.settimeout(None)
+                    self._on_joined()
         except ProtocolViolation as violation:
             self._rules.counters.count(connections_refused=1)
             logger.warning("closing a connection: %s", violation.message)
@@ -186,14 +211,16 @@ class Stream:
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if not ports:
-        return socket.create_server((host, 0), family=family, backlog=128)
-    for port in ports:
+    for port in ports or (0,):
         try:
             return socket.create_server((host, port), family=family, backlog=128)
-        except OSError:
-            continue
-    raise EngineError(f"transport: no free port for {host} in {ports[0]} to {ports[-1]}; set ports to others")
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                continue
+            reason = error.strerror or str(error)
+            raise EngineError(f"hosts: {host} is no address of this machine to listen on: {reason}") from error
+    tried = f"{ports[0]} to {ports[-1]}" if ports else "those that the system chooses from"
+    raise EngineError(f"ports: none is free for {host} in {tried}; set others")
 
 
 def _address(listener: socket.socket) -> str:

@@ -98,6 +98,10 @@ class Sender:
             return Conflict(f"send {send_id} is under way already")
         if not _LEASE.fullmatch(target.lease) or not target.addresses:
             return BadRequest(f"lease: {target.lease!r:.80} at {target.addresses!r:.80} is none", "kv_addr_info")
+        strip = target.strip
+        inside = 0 <= strip.source_offset <= self._origin.region.shape.block_bytes - strip.size
+        if not (strip.size > 0 and inside and 0 <= strip.part < strip.parts):
+            return BadRequest(f"{strip} is no part of this rank's blocks", "kv_addr_info")
         return None
 
     def _connect(self, target: Target, done: OnDone) -> tuple[Peer, Outgoing]:

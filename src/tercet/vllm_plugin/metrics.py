@@ -37,7 +37,7 @@ TOTALS = {
     "claims_accepted": "Sends of peers that are in place.",
     "claims_refused": "Sends of peers that lacked something.",
     "receives_dropped": "Sends of peers that were forgotten half-way.",
-    "connections_refused": "Connections that broke the protocol, or did not know the secret.",
+    "connections_refused": "Connections that broke the protocol, did not know the secret, or were too many.",
 }
 
 leases_expired = Counter("tercet_leases_expired", "Reservations that nobody used in time.")

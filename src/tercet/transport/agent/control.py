@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -54,14 +55,16 @@ class ControlServer:
         return f"tcp://127.0.0.1:{self._port}"
 
     def _serve(self) -> None:
+        # close() ends whatever call is under way, and waits until the socket is closed.
+        with self._socket, suppress(zmq.ContextTerminated):
+            self._serve_all()
+
+    def _serve_all(self) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
         while True:
             try:
                 peer, body = self._socket.recv_multipart()
                 envelope = decoder.decode(body)
-            except zmq.ContextTerminated:
-                self._socket.close()
-                return
             except (ValueError, msgspec.MsgspecError):
                 continue  # not ours: some other process found the port
             if not secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):

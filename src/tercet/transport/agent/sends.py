@@ -49,6 +49,11 @@ class Sends:
         for part, destination in zip(parts, opening.destinations, strict=True):
             target = Target(destination.addresses, opening.lease, destination.strip)
             self._transport.open(part, target, lambda outcome: self._ended(opening.send_id, outcome))
+        with self._lock:
+            cancelled = opening.send_id in self._cancelled
+        # A cancel that came meanwhile found nothing to end in the transport.
+        for part in parts if cancelled else ():
+            self._transport.cancel(part)
 
     def push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         """Push blocks of some planes."""
