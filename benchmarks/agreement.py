@@ -133,13 +133,13 @@ def measure(traffic: Traffic, rounds: int, seed: int) -> dict[str, list[Run]]:
 
 def rows(found: dict[str, list[Run]]) -> list[str]:
     """A line per metric: each tool's value and the ratio, with their intervals."""
-    lines = [f"{'':22}{'vllm bench serve':>28}{'tercet bench serve':>28}{'tercet / vllm':>28}"]
+    lines = [f"{'':22}{'vllm bench serve':>34}{'tercet bench serve':>34}{'tercet / vllm':>34}"]
     for metric in METRICS:
         for statistic in ("mean", "median", "p99"):
             cells = comparison(found, metric, statistic, 1000)
-            lines.append(f"{f'{statistic} {metric.upper()}, ms':22}" + "".join(f"{cell:>28}" for cell in cells))
+            lines.append(f"{f'{statistic} {metric.upper()}, ms':22}" + "".join(f"{cell:>34}" for cell in cells))
     cells = comparison(found, "throughput", "mean", 1)
-    return [*lines, f"{'requests/s':22}" + "".join(f"{cell:>28}" for cell in cells)]
+    return [*lines, f"{'requests/s':22}" + "".join(f"{cell:>34}" for cell in cells)]
 
 
 def comparison(found: dict[str, list[Run]], metric: str, statistic: str, unit: float) -> list[str]:
