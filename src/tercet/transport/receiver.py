@@ -30,7 +30,10 @@ MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 
 
 class Receiver:
-    """Listens on every one of ``hosts``, on the first free port of ``ports`` (any free one if that is empty)."""
+    """Listens on every one of ``hosts``, on the first free port of ``ports`` (any free one if that is empty).
+
+    ``addresses`` are where senders connect, one for each host.
+    """
 
     def __init__(self, rules: Rules, hosts: Sequence[str], ports: Sequence[int] = ()) -> None:
         self._rules = rules
@@ -46,12 +49,8 @@ class Receiver:
             for listener in self._listeners:
                 listener.close()
             raise
+        self.addresses = tuple(_address(listener) for listener in self._listeners)
         self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where senders connect, one for each host."""
-        return tuple(_address(listener) for listener in self._listeners)
 
     @property
     def connections(self) -> int:

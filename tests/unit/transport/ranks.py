@@ -1,0 +1,276 @@
+"""Ranks for tests, in this process or in one that can be stopped and killed, and sends between them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tercet.protocol import TercetError
+from tercet.transport import BlockShape, Grant, KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+
+FINGERPRINT = "ranks"
+TOKENS = 16
+SECONDS = 60.0  # for what ends by itself; only a failure takes so long
+
+Outcome = SendReport | TercetError
+
+
+def filled(layers: int, blocks: int, block_bytes: int, seed: int) -> KVRegion:
+    """A region full of bytes that are found nowhere else."""
+    region = KVRegion.create(layers, blocks, block_bytes)
+    choose = random.Random(seed)
+    for layer in range(layers):
+        region.blocks(layer, 0, blocks)[:] = choose.randbytes(blocks * block_bytes)
+    return region
+
+
+def content(region: KVRegion) -> list[bytes]:
+    """All KV of a region, layer by layer."""
+    return [bytes(region.blocks(layer, 0, region.shape.num_blocks)) for layer in range(region.num_layers)]
+
+
+@contextmanager
+def rank(
+    region: KVRegion,
+    settings: TransportSettings | None = None,
+    fingerprint: str = FINGERPRINT,
+    block: BlockShape | None = None,
+    on_finished: Callable[[str, int], None] = lambda _lease, _end: None,
+) -> Generator[RankTransport]:
+    """A rank in this process; it takes its region with it."""
+    try:
+        transport = RankTransport(region, fingerprint, settings, on_finished, block)
+        try:
+            yield transport
+        finally:
+            transport.close()
+    finally:
+        region.close()
+
+
+def settle(condition: Callable[[], object]) -> None:
+    """Wait until something holds that nobody reports."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def new_lease() -> str:
+    return secrets.token_hex(16)
+
+
+def grant(receiver: RankTransport, blocks: Sequence[int], tokens: int = TOKENS) -> str:
+    """Let blocks be written; returns the lease."""
+    lease = new_lease()
+    receiver.grant(Grant(lease, tuple(blocks), 0, len(blocks) * tokens, tokens))
+    return lease
+
+
+class Send:
+    """One send, from its opening on. ``outcomes`` has what ``on_done`` was called with."""
+
+    def __init__(self, sender: RankTransport, addresses: Sequence[str], lease: str, strip: Strip) -> None:
+        self.sender, self.send_id = sender, secrets.token_hex(8)
+        self.outcomes: list[Outcome] = []
+        self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        sender.open(self.send_id, Target(tuple(addresses), lease, strip), self._take)
+
+    def _take(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._done.put(outcome)
+
+    def push(self, layers: Sequence[int], blocks: Sequence[int], slot: int = 0) -> None:
+        for layer in layers:
+            self.sender.push(self.send_id, layer, slot, blocks)
+
+    def finish(self, end: int, begin: int = 0) -> None:
+        self.sender.finish(self.send_id, begin, end)
+
+    def cancel(self) -> None:
+        self.sender.cancel(self.send_id)
+
+    def wait(self) -> Outcome:
+        """How it ended."""
+        return self._done.get(timeout=SECONDS)
+
+
+def whole(region: KVRegion) -> Strip:
+    """All of each block."""
+    return Strip(0, region.shape.block_bytes)
+
+
+def transfer(
+    sender: RankTransport,
+    source: KVRegion,
+    receiver: RankTransport,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tokens: int = TOKENS,
+) -> SendReport:
+    """Send whole blocks of every layer under a lease of their own, which is over when this returns."""
+    lease = grant(receiver, targets, tokens)
+    send = Send(sender, receiver.addresses, lease, whole(source))
+    send.push(range(source.num_layers), sources)
+    send.finish(len(targets) * tokens)
+    outcome = send.wait()
+    assert isinstance(outcome, SendReport), outcome
+    assert receiver.revoke(lease) == len(targets) * tokens
+    return outcome
+
+
+def expected_after(
+    before: Sequence[bytes], source: KVRegion, sources: Sequence[int], targets: Sequence[int]
+) -> list[bytes]:
+    """What a region of equal blocks holds after a transfer, if nothing else changes."""
+    size = source.shape.block_bytes
+    found: list[bytes] = []
+    for layer, old in enumerate(before):
+        new = bytearray(old)
+        for there, here in zip(sources, targets, strict=True):
+            new[here * size : (here + 1) * size] = source.blocks(layer, there)
+        found.append(bytes(new))
+    return found
+
+
+def held() -> tuple[int, int]:
+    """Open descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+class Held:
+    """What this process held at the start; :meth:`require_back` waits until it is no more than that.
+
+    ``regions`` will have been closed by then; their mappings hold a descriptor each as long as somebody knows them.
+    """
+
+    def __init__(self, *regions: KVRegion) -> None:
+        self._descriptors, self._threads = held()
+        self._descriptors -= len(regions)
+
+    def require_back(self) -> None:
+        def back() -> bool:
+            descriptors, threads = held()
+            return descriptors <= self._descriptors and threads <= self._threads
+
+        settle(back)
+
+
+class RankProcess:
+    """A rank in a process of its own, with ``layers`` of ``blocks`` blocks, filled by ``seed``."""
+
+    def __init__(self, settings: TransportSettings, layers: int, blocks: int, block_bytes: int, seed: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", __name__])
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, settings, layers, blocks, block_bytes, seed)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid, self.fd, self.addresses = self._answer()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of :class:`_Child` there."""
+        self.ask(method, *args)
+        return self._answer()
+
+    def ask(self, method: str, *args: Any) -> None:
+        """As :meth:`call`, for a process that is stopped; the answer is taken by :meth:`answer`."""
+        self._pipe.send((method, args))
+
+    def answer(self) -> Any:
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(SECONDS), "the other process does not answer"
+        return self._pipe.recv()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone; calling this again is fine."""
+        if self._process.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.join(SECONDS)
+        self._pipe.close()
+
+
+class _Child:
+    """What the other process does when asked."""
+
+    def __init__(self, settings: TransportSettings, layers: int, blocks: int, block_bytes: int, seed: int) -> None:
+        self.region = filled(layers, blocks, block_bytes, seed)
+        self.transport = RankTransport(self.region, FINGERPRINT, settings)
+        self._send: Send | None = None
+        self._stranger: socket.socket | None = None
+
+    def grant(self, blocks: Sequence[int]) -> str:
+        return grant(self.transport, blocks)
+
+    def revoke(self, lease: str) -> tuple[int, list[bytes]]:
+        """End a lease; returns how far its KV is valid, and all KV at that moment."""
+        return self.transport.revoke(lease), content(self.region)
+
+    def content(self) -> list[bytes]:
+        return content(self.region)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.transport.counters())
+
+    def connect(self, host: str, port: int) -> None:
+        """Connect, and say nothing."""
+        self._stranger = socket.create_connection((host, port))
+        assert self._stranger.recv(1)
+
+    def open(self, addresses: Sequence[str], lease: str) -> None:
+        self._send = Send(self.transport, addresses, lease, whole(self.region))
+
+    def push(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
+        assert self._send is not None
+        self._send.push(layers, blocks)
+
+    def finish(self, end: int) -> None:
+        assert self._send is not None
+        self._send.finish(end)
+
+    def wait(self) -> str | None:
+        """``None`` if the send is in place, else what went wrong."""
+        assert self._send is not None
+        outcome = self._send.wait()
+        return outcome.message if isinstance(outcome, TercetError) else None
+
+
+def _serve(
+    pipe: Connection, settings: TransportSettings, layers: int, blocks: int, block_bytes: int, seed: int
+) -> None:
+    child = _Child(settings, layers, blocks, block_bytes, seed)
+    pipe.send((os.getpid(), child.region.fd, child.transport.addresses))
+    while True:
+        method, args = pipe.recv()
+        pipe.send(getattr(child, method)(*args))
+
+
+@contextmanager
+def rank_process(
+    settings: TransportSettings, layers: int, blocks: int, block_bytes: int, seed: int = 7
+) -> Generator[RankProcess]:
+    process = RankProcess(settings, layers, blocks, block_bytes, seed)
+    try:
+        yield process
+    finally:
+        process.kill()
