@@ -7,7 +7,7 @@ import gc
 import math
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -82,8 +82,22 @@ def run_once(
     program: Program, spec: FleetSpec, profile: str, options: EngineOptions, workload: SyntheticWorkload, seed: int
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone."""
+    arrivals = requests_of(workload.check(), seed)
+    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed)
+
+
+def run_requests(
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int = 0,
+    seed: int = 0,
+) -> Outcome:
+    """Simulate requests at given times, in order; the first ``warm_up`` are not measured."""
     with _young_garbage_only():
-        return run_virtual(_run(program, spec, profile, options, workload.check(), seed))
+        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed))
 
 
 @contextmanager
@@ -98,13 +112,19 @@ def _young_garbage_only() -> Generator[None]:
 
 
 async def _run(
-    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, workload: SyntheticWorkload, seed: int
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int,
+    seed: int,
 ) -> Outcome:
     built = _build(spec, profile, options, seed)
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.fleet)
-    await _serve_all(program, built.fleet, workload, seed, outcome)
+    await _serve_all(program, built.fleet, arrivals, warm_up, outcome)
     _collect(built, outcome)
     return outcome
 
@@ -137,12 +157,14 @@ def _recover(engine: SimEngine, fleet: Fleet) -> None:
             member.reachable = True
 
 
-async def _serve_all(program: Program, fleet: Fleet, workload: SyntheticWorkload, seed: int, outcome: Outcome) -> None:
+async def _serve_all(
+    program: Program, fleet: Fleet, arrivals: Iterable[tuple[float, Request]], warm_up: int, outcome: Outcome
+) -> None:
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
-    for number, (when, request) in enumerate(requests_of(workload, seed)):
+    for number, (when, request) in enumerate(arrivals):
         await asyncio.sleep(when - loop.time())
-        task = loop.create_task(_serve(program, fleet, request, outcome, number >= workload.warm_up))
+        task = loop.create_task(_serve(program, fleet, request, outcome, number >= warm_up))
         running.add(task)
         task.add_done_callback(running.discard)
     while running:
