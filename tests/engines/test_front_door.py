@@ -131,7 +131,9 @@ async def test_what_the_front_door_tells(fleet: Fleet) -> None:
         ("prefill-0", "prefill", True),
         ("decode-0", "decode", True),
     ]
-    assert get_json(f"{fleet.url}/tercet/v1/program") == {"program": "disaggregated", "args": {"min_send": "1"}}
+    program = get_json(f"{fleet.url}/tercet/v1/program")
+    assert (program["version"], program["program"], program["args"]) == (1, "disaggregated", {"min_send": "1"})
+    assert (program["previous"], program["returned"], program["failures_in_a_row"]) == (None, None, {})
     assert [model["id"] for model in get_json(f"{fleet.url}/v1/models")["data"]] == ["smollm2"]
     async with aiohttp.ClientSession() as session, session.get(f"{fleet.url}/metrics") as response:
         metrics = await response.text()

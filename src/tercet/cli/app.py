@@ -13,7 +13,9 @@ from tercet import __version__
 from tercet.cli.bench import bench
 from tercet.cli.demo import demo
 from tercet.cli.engine import engine
+from tercet.cli.engines import engines
 from tercet.cli.profile import app as profile
+from tercet.cli.program import program
 from tercet.cli.router import router
 from tercet.cli.sim import app as sim
 from tercet.cli.up import up
@@ -32,6 +34,8 @@ app.command()(up)
 app.command()(engine)
 app.command()(router)
 app.command()(demo)
+app.add_typer(program, name="program")
+app.add_typer(engines, name="engines")
 app.add_typer(bench, name="bench")
 app.add_typer(sim, name="sim")
 app.add_typer(profile, name="profile")
@@ -55,6 +59,7 @@ def tercet(
 
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
+    - `tercet program` and `tercet engines` change both while traffic flows.
     """
 
 

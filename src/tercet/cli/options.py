@@ -22,6 +22,10 @@ Program = Annotated[
 ProgramArg = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
 ]
+Dev = Annotated[bool, typer.Option("--dev", help="Load the program anew when its file changes.")]
+ReturnAfter = Annotated[
+    int, typer.Option(min=0, help="Failures of a program in a row before the one before it is used again; 0: never.")
+]
 VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
 
 

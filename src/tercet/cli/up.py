@@ -39,6 +39,9 @@ def up(
     program_arg: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
     ] = None,
+    dev: Annotated[
+        bool | None, typer.Option("--dev", help="Load the program anew when its file changes.", show_default=False)
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
     ] = None,
@@ -70,13 +73,15 @@ def up(
     - `tercet up`
     - `tercet up --prefill 0 --decode 0 --both 2 --program data_parallel --port 9000`
     - `tercet up --program mine.py:split --program-arg share=0.8 -- --max-num-seqs 32`
+    - `tercet up --program mine.py:split --dev`
     - `tercet up --simulate llama-3.1-8b-h100-tp1 --prefill 2 --decode 6`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
     flags: dict[str, Any] = {
         "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
-        "program": program, "dtype": dtype, "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib,
-        "log-dir": log_dir, "program-args": key_values(program_arg, "--program-arg") or None,
+        "program": program, "dev": dev, "dtype": dtype,
+        "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib, "log-dir": log_dir,
+        "program-args": key_values(program_arg, "--program-arg") or None,
         "engine-args": vllm_flags(vllm_args) or None, "simulate": simulate,
         "options": key_values(option, "--option") or None,
     }  # fmt: skip

@@ -24,7 +24,8 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ``engine-args`` go to every vLLM engine, ``router-args`` to the front door's vLLM layer, as on their command lines.
     ``kv-cache-gib`` is the KV memory of each CPU engine. ``port`` is the front door's, 0 picks a free one. With
-    ``simulate``, a profile, engines compute nothing at its pace; ``options`` are theirs.
+    ``dev``, a program is loaded anew when its file changes. With ``simulate``, a profile, engines compute nothing at
+    its pace; ``options`` are theirs.
     """
 
     model: str = "smollm2"
@@ -36,6 +37,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Port = 8000
     program: str = "disaggregated"
     program_args: Mapping[str, str] = {}
+    dev: bool = False
     dtype: str = "bfloat16"
     kv_cache_gib: Annotated[int, msgspec.Meta(ge=1)] = 1
     log_dir: str | None = None

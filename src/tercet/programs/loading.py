@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import msgspec
@@ -52,14 +53,22 @@ def _from_file(name: str) -> Callable[..., AsyncIterator[Output]]:
     return function
 
 
-def _import(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tercet_program_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise BadRequest(f"program: {file} is not a Python file", "program")
-    module = importlib.util.module_from_spec(spec)
+def _import(file: Path) -> ModuleType:
+    """The file's module, from its text of now.
+
+    Not through the import system: that may answer from its cache what a file contained less than a second ago.
+    """
+    name = f"tercet_program_{file.absolute().as_posix()}"
+    module, before = ModuleType(name), sys.modules.get(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code, which may raise anything
+        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
         raise BadRequest(f"program: {file} failed to load: {type(error).__name__}: {error}", "program") from error
     return module
 

@@ -1,45 +1,162 @@
-"""The front door's own routes: what the fleet looks like and which program runs."""
+"""The front door's own routes: which engines there are and which programs run, and how to change both."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 
-from tercet.protocol.wire import PREFIX
+from tercet.fleet import Member, Role
+from tercet.protocol import TercetError, Unauthorized
+from tercet.protocol.wire import PREFIX, decode_call
+from tercet.router.config import EngineAddress
+from tercet.router.membership import Membership
+from tercet.router.plan import Plan
+from tercet.router.routing import Version
 from tercet.router.service import Service
 
-router = APIRouter(prefix=PREFIX, tags=["tercet"])
+
+class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``PUT /tercet/v1/engines/{name}/role``."""
+
+    role: Role
 
 
-def _service(request: Request) -> Service:
-    return request.app.state.tercet
+@dataclass(frozen=True)
+class State:
+    """What the routes work on. Callers must show one of ``keys``, if there are any."""
+
+    service: Service
+    membership: Membership
+    keys: Sequence[str] = ()
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def install(app: FastAPI, state: State) -> None:
+    """Give ``app`` the routes."""
+    app.state.tercet = state.service
+    app.state.tercet_admin = state
+    app.include_router(router)
+    app.add_exception_handler(TercetError, _on_error)
+
+
+def _state(request: Request) -> State:
+    return request.app.state.tercet_admin
+
+
+def _require_key(request: Request) -> None:
+    """vLLM's own check of ``--api-key`` covers its own paths only."""
+    keys = _state(request).keys
+    if not keys:
+        return
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    # Hashes have one length, so that the time of a comparison tells nothing about a key.
+    fits = [secrets.compare_digest(_digest(shown), _digest(key)) for key in keys]
+    if scheme.lower() != "bearer" or not any(fits):
+        raise Unauthorized("this front door asks for its API key: Authorization: Bearer KEY", "authorization")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_require_key)])
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, TercetError):
+        raise error
+    return _json(error.to_wire(), error.status)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+# ---- programs ------------------------------------------------------------------------------------------------
+
+
+@router.get("/program")
+async def program(request: Request) -> Response:
+    """The programs that requests run under, unless they name another one."""
+    return _json(_programs(_state(request).service))
+
+
+@router.put("/program")
+async def set_program(request: Request) -> Response:
+    """Other programs for requests from now on; the body is a :class:`~tercet.router.plan.Plan`."""
+    service = _state(request).service
+    await service.use(decode_call(await request.body(), Plan))
+    return _json(_programs(service))
+
+
+def _programs(service: Service) -> dict[str, Any]:
+    routing = service.routing
+    return {
+        **_version(routing.current),
+        "failures_in_a_row": dict(routing.failures),
+        "previous": None if routing.previous is None else _version(routing.previous),
+        "returned": routing.returned,
+    }
+
+
+def _version(version: Version) -> dict[str, Any]:
+    plan = version.plan
+    one = {} if plan.program is None else {"program": plan.program, "args": plan.args}
+    return {"version": version.number, **one, **msgspec.to_builtins(plan)}
+
+
+# ---- engines -------------------------------------------------------------------------------------------------
 
 
 @router.get("/engines")
 async def engines(request: Request) -> Response:
     """Every engine: name, url, role, and the sequences that this front door runs on it."""
-    return _json(
-        [
-            {
-                "name": member.name,
-                "url": member.url,
-                "role": member.role,
-                "reachable": member.reachable,
-                "in_flight": member.in_flight,
-            }
-            for member in _service(request).fleet.members
-        ]
-    )
+    return _json([_engine(member) for member in _state(request).service.fleet.members])
 
 
-@router.get("/program")
-async def program(request: Request) -> Response:
-    """The program that requests run under, unless they name another one."""
-    service = _service(request)
-    return _json({"program": service.program, "args": service.program_args})
+@router.post("/engines")
+async def add_engine(request: Request) -> Response:
+    """One more engine, once it has answered; the body is an :class:`~tercet.router.config.EngineAddress`."""
+    address = decode_call(await request.body(), EngineAddress)
+    return _json(_engine(await _state(request).membership.add(address)), 201)
+
+
+@router.delete("/engines/{name}")
+async def remove_engine(request: Request, name: str) -> Response:
+    """Forget an engine; what runs on it finishes."""
+    return _json(_engine(_state(request).membership.remove(name)))
+
+
+@router.post("/engines/{name}/drain")
+async def drain_engine(request: Request, name: str) -> Response:
+    """Pick it for nothing new; what runs on it finishes."""
+    return _json(_engine(_state(request).membership.drain(name)))
+
+
+@router.delete("/engines/{name}/drain")
+async def undrain_engine(request: Request, name: str) -> Response:
+    """Pick it again."""
+    return _json(_engine(_state(request).membership.drain(name, draining=False)))
+
+
+@router.put("/engines/{name}/role")
+async def set_role(request: Request, name: str) -> Response:
+    """Another role for an engine."""
+    role = decode_call(await request.body(), RoleCall).role
+    return _json(_engine(_state(request).membership.set_role(name, role)))
+
+
+def _engine(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "url": member.url,
+        "role": member.role,
+        "reachable": member.reachable,
+        "draining": member.draining,
+        "in_flight": member.in_flight,
+    }

@@ -28,10 +28,29 @@ DONE = b"data: [DONE]"
 
 @dataclass
 class RequestContext:
-    """One HTTP request. ``traces`` has one entry per sequence that it started (``n``, or several prompts)."""
+    """One HTTP request. ``traces`` has one entry per sequence that it started (``n``, or several prompts).
+
+    ``body`` is kept only where a rule goes by what is in it.
+    """
 
     headers: Mapping[str, str] = field(default_factory=dict)
     traces: list[Trace] = field(default_factory=list)
+    body: list[bytes] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """The model's name as the client gave it; empty if it gave none, or if the body was not kept."""
+        try:
+            return _MODEL.decode(b"".join(self.body)).model
+        except msgspec.MsgspecError:
+            return ""
+
+
+class _Asked(msgspec.Struct):
+    model: str = ""
+
+
+_MODEL = msgspec.json.Decoder(_Asked)
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("tercet_request", default=None)
@@ -64,12 +83,24 @@ class ContextMiddleware:
                 await _refuse(error, send)
                 return
         context = RequestContext(headers)
+        if scope["app"].state.tercet.routing.current.plan.asks_for_models:
+            receive = _keeping_body(receive, context.body)
         token = _current.set(context)
         try:
             traced = headers.get(TRACE_HEADER) == "1"
             await self._app(scope, receive, _TracingSend(send, context) if traced else send)
         finally:
             _current.reset(token)
+
+
+def _keeping_body(receive: Receive, body: list[bytes]) -> Receive:
+    async def keep() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            body.append(message.get("body", b""))
+        return message
+
+    return keep
 
 
 async def _refuse(error: TercetError, send: Send) -> None:

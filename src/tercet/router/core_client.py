@@ -110,7 +110,7 @@ class ProgramClient(EngineCoreClient):
         context.traces.append(trace)
         with self._errors_reach_the_client(request.seq_id):
             first = True
-            async with aclosing(self._service.run(request, trace)) as outputs:
+            async with aclosing(self._service.run(request, trace, context.model)) as outputs:
                 async for output in outputs:
                     usage = _prompt_usage(trace, output.usage) if first else None
                     self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))
@@ -126,9 +126,9 @@ class ProgramClient(EngineCoreClient):
         except TercetError as error:
             self._service.failed(error)
             self._fail(seq_id, error)
-        except Exception as error:  # a user's program may raise anything; it fails its own request only
-            logger.exception("the program of request %s failed", seq_id)
-            failure = EngineError(f"the program failed: {type(error).__name__}: {error}")
+        except Exception as error:  # it fails its own request only
+            logger.exception("request %s failed", seq_id)
+            failure = EngineError(f"the front door failed: {type(error).__name__}: {error}")
             self._service.failed(failure)
             self._fail(seq_id, failure)
 

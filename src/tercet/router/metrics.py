@@ -27,6 +27,11 @@ class Metrics:
         self._verb = Histogram(
             "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
         )
+        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
+        self._returns = Counter(
+            "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
+        )
+        self._version = Gauge("tercet_program_version", "The version of the programs in use.")
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
 
     @contextmanager
@@ -48,9 +53,22 @@ class Metrics:
             if event.bytes:
                 self._bytes.labels(event.engine, event.to).inc(event.bytes)
 
-    def fell_back(self, program: str, error: TercetError) -> None:
+    def fell_back(self, program: str, code: str) -> None:
         """A program failed before its first token."""
-        self._fallbacks.labels(program, error.code).inc()
+        self._fallbacks.labels(program, code).inc()
+
+    def program_failed(self, program: str) -> None:
+        """A program failed, and neither its client nor the fleet is to blame."""
+        self._failures.labels(program).inc()
+
+    def program_version(self, number: int) -> None:
+        """New requests are served by this version."""
+        self._version.set(number)
+
+    def returned(self, program: str, to_version: int) -> None:
+        """The front door went back to a version because a program kept failing."""
+        self._returns.labels(program).inc()
+        self._version.set(to_version)
 
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""

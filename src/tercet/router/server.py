@@ -11,21 +11,17 @@ import asyncio
 import importlib
 import logging
 import signal
-from contextlib import AsyncExitStack, suppress
 from typing import Any, cast
 
 from tercet.client import HttpEngine
-from tercet.fleet import Fleet, Member
-from tercet.protocol import EngineStatus, EngineUnreachable, TercetError
+from tercet.fleet import Fleet
 from tercet.router import admin
 from tercet.router.config import RouterConfig
 from tercet.router.context import ContextMiddleware
+from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
+from tercet.router.reload import reload_on_change
 from tercet.router.service import Service
-
-logger = logging.getLogger("tercet.router")
-ENGINES_READY_SECONDS = 600.0
-ASK_AGAIN_SECONDS = 0.5
 
 
 def serve(config: RouterConfig) -> None:
@@ -38,17 +34,20 @@ def serve(config: RouterConfig) -> None:
 
 async def _serve(config: RouterConfig) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    async with AsyncExitStack() as stack:
-        members = [await _member(stack, address) for address in config.engines]
-        service = Service(Fleet(members), config.program, config.program_args, Metrics())
+    fleet = Fleet(())
+    async with Membership(fleet, HttpEngine) as membership:
+        await membership.start(config.engines)
+        service = Service(fleet, config.program, config.program_args, Metrics(), config.return_after)
         _import_vllm()  # seconds, well spent while engines are still loading
-        statuses = await asyncio.gather(*(_when_ready(member) for member in members))
-        shortest = min(status.max_model_len for status in statuses)
-        watch = asyncio.create_task(_watch(members))
+        shortest = await membership.until_ready()
+        background = [asyncio.create_task(membership.watch())]
+        if config.dev:
+            background.append(asyncio.create_task(reload_on_change(service)))
         try:
-            await _serve_openai(config, service, shortest)
+            await _serve_openai(config, service, membership, shortest)
         finally:
-            watch.cancel()
+            for task in background:
+                task.cancel()
 
 
 def _import_vllm() -> None:
@@ -60,35 +59,9 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-async def _member(stack: AsyncExitStack, address: Any) -> Member:
-    engine = await stack.enter_async_context(HttpEngine(address.name, address.url))
-    return Member(address.name, address.url, address.role, engine)
-
-
-async def _when_ready(member: Member) -> EngineStatus:
-    """The engine's first status; waits for engines that are still loading."""
-    deadline = asyncio.get_running_loop().time() + ENGINES_READY_SECONDS
-    while True:
-        try:
-            return await member.engine.status()
-        except EngineUnreachable:
-            if asyncio.get_running_loop().time() > deadline:
-                raise
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
-
-
-async def _watch(members: list[Member]) -> None:
-    """Ask engines that did not answer whether they do again."""
-    while True:
-        await asyncio.sleep(ASK_AGAIN_SECONDS)
-        for member in members:
-            if not member.reachable:
-                with suppress(TercetError):
-                    await member.engine.status()
-                    member.reachable = True
-
-
-async def _serve_openai(config: RouterConfig, service: Service, max_model_len: int) -> None:
+async def _serve_openai(
+    config: RouterConfig, service: Service, membership: Membership, max_model_len: int
+) -> None:  # fmt: skip
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
@@ -99,8 +72,7 @@ async def _serve_openai(config: RouterConfig, service: Service, max_model_len: i
     try:
         tasks = await engine_client.get_supported_tasks()
         app = build_app(args, tasks, engine_client.model_config)
-        app.include_router(admin.router)
-        app.state.tercet = service
+        admin.install(app, admin.State(service, membership, _api_keys(args)))
         await init_app_state(engine_client, app.state, args, tasks)
         shutdown = await serve_http(
             app, sock=sock, enable_ssl_refresh=False, host=args.host, port=args.port,
@@ -112,12 +84,19 @@ async def _serve_openai(config: RouterConfig, service: Service, max_model_len: i
         sock.close()
 
 
+def _api_keys(args: argparse.Namespace) -> list[str]:
+    """The keys that vLLM's own check accepts, by the same rule."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
 def _vllm_args(config: RouterConfig, max_model_len: int) -> argparse.Namespace:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     argv = [
-        "--model", config.model, "--served-model-name", config.served_model_name,
+        "--model", config.model, "--served-model-name", config.served_model_name, *config.model_aliases,
         "--host", config.host, "--port", str(config.port), "--max-model-len", str(max_model_len),
         "--middleware", f"{ContextMiddleware.__module__}.{ContextMiddleware.__qualname__}",
         "--disable-uvicorn-access-log", *config.vllm_args,

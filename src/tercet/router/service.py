@@ -1,77 +1,128 @@
-"""Runs a program for each sequence, and knows which program."""
+"""Runs a program for each sequence, and one engine where a program fails before its first token."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
+import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import cast
+from typing import Any, cast
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, data_parallel, load_program
-from tercet.protocol import (
-    BadRequest,
-    EngineError,
-    EngineUnreachable,
-    NoSpace,
-    Output,
-    Request,
-    TercetError,
-    TransferFailed,
-)
+from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
+from tercet.router.plan import Plan, as_text
+from tercet.router.routing import Chosen, Routing, Version
 
-# Failures of a pattern, not of the request: nothing has been sent to the client, so one engine may still serve it.
-PATTERN_FAILED = (NoSpace, TransferFailed, EngineUnreachable)
+logger = logging.getLogger("tercet.router")
 ONE_ENGINE = "data_parallel"
+# The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
+NO_VERSION = 0
+RETURN_AFTER = 5
+PROGRAM_FAILED = "program_failed"
 
 
 class Service:
-    """The programs of this front door over its fleet."""
+    """The programs of this front door over its fleet.
 
-    def __init__(self, fleet: Fleet, program: str, program_args: Mapping[str, str], metrics: Metrics) -> None:
+    ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        program: str,
+        program_args: Mapping[str, str],
+        metrics: Metrics,
+        return_after: int = RETURN_AFTER,
+    ) -> None:
         self.fleet = fleet
-        self.program = program
-        self.program_args = dict(program_args)
+        self.wanted = Plan(program=program, args=program_args)
+        self._numbers = itertools.count(NO_VERSION + 1)
+        self.routing = Routing(self._version(self.wanted, _load(self.wanted)), return_after)
         self._metrics = metrics
-        self._default = load_program(program, program_args)
+        self._metrics.program_version(self.routing.current.number)
+        self._swapping = asyncio.Lock()
 
-    async def run(self, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
+    # ---- changing programs -----------------------------------------------------------------------------------
+
+    async def use(self, plan: Plan) -> Version:
+        """Requests from now on are served under ``plan``; those under way end as they began.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a program that cannot be loaded; then nothing changes.
+        """
+        async with self._swapping:
+            programs = await asyncio.to_thread(_load, plan)  # it runs the user's module, however long that takes
+            version = self._version(plan, programs)
+            self.routing.swap(version)
+            self.wanted = plan
+        self._metrics.program_version(version.number)
+        logger.warning("programs: version %d from now on: %s", version.number, ", ".join(programs))
+        return version
+
+    def _version(self, plan: Plan, programs: Mapping[str, Program]) -> Version:
+        return Version(next(self._numbers), plan, programs)
+
+    def program_called(self, name: str) -> Chosen:
+        """The program that a client may ask for by name: one of the plan's, or a built-in one.
+
+        Raises :class:`~tercet.protocol.BadRequest` for any other.
+        """
+        chosen = self.routing.called(name)
+        if chosen is not None:
+            return chosen
+        if name not in BUILT_IN:
+            known = ", ".join(sorted({*BUILT_IN, *self.routing.current.programs}))
+            raise BadRequest(f"{PROGRAM_HEADER}: there is no program {name!r}; choose {known}", PROGRAM_HEADER)
+        return Chosen(NO_VERSION, name, load_program(name))
+
+    # ---- serving ---------------------------------------------------------------------------------------------
+
+    async def run(self, request: Request, trace: Trace, model: str = "") -> AsyncGenerator[Output, None]:
         """Run the request's program; yields its outputs and notes in ``trace`` what happened.
 
-        Raises the program's :class:`~tercet.protocol.TercetError`.
+        ``model`` is the name by which the client asked for the model, where rules go by it. Raises the program's
+        :class:`~tercet.protocol.TercetError`.
         """
-        started, first_at, num_tokens, finished = time.monotonic(), 0.0, 0, False
+        started, first_at, num_tokens = time.monotonic(), 0.0, 0
         with self._metrics.sequence():
-            async with aclosing(self._with_fallback(request, trace)) as outputs:
+            async with aclosing(self._with_fallback(request, trace, model)) as outputs:
                 async for output in outputs:
                     first_at = first_at or time.monotonic()
                     num_tokens += len(output.token_ids)
                     _time(trace, started, first_at, num_tokens)
                     yield output
-                    finished = output.finished
-                    if finished:
+                    if output.finished:
                         break
-        if not finished:
-            raise EngineError(f"the program {trace.program} ended before its sequence did")
         self._metrics.finished(trace)
 
-    async def _with_fallback(self, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
-        name, program = self._choose(request)
-        trace.program = name
+    async def _with_fallback(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
+        chosen = self._choose(request, model)
+        trace.program = chosen.name
         answered = False
         try:
-            async with aclosing(self._start(program, request, trace)) as outputs:
+            async with aclosing(self._start(chosen.program, request, trace)) as outputs:
                 async for output in outputs:
                     answered = True
+                    if output.finished:
+                        self.routing.succeeded(chosen)
                     yield output
             return
-        except PATTERN_FAILED as error:
-            if answered or name == ONE_ENGINE:
-                raise
-            self._metrics.fell_back(name, error)
-        trace.program = f"{name} -> {ONE_ENGINE}"
+        except (Exception, SystemExit) as error:  # a user's program may raise anything
+            _require_wanted(error)
+            self._failed(chosen, error)
+            if answered or not _one_engine_may_help(chosen, error):
+                if isinstance(error, TercetError):
+                    raise
+                raise EngineError(f"the program failed: {_words(error)}") from error
+            self._metrics.fell_back(chosen.name, error.code if isinstance(error, TercetError) else PROGRAM_FAILED)
+        trace.program = f"{chosen.name} -> {ONE_ENGINE}"
         async with aclosing(self._start(_one_engine, request, trace)) as outputs:
             async for output in outputs:
                 yield output
@@ -80,28 +131,81 @@ class Service:
         """A sequence ended in an error."""
         self._metrics.failed(error)
 
-    def _choose(self, request: Request) -> tuple[str, Program]:
+    def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
             # Every prompt position must be computed on the engine that answers.
-            return ONE_ENGINE, _one_engine
-        wanted = request.headers.get(PROGRAM_HEADER, self.program)
-        return wanted, self.program_called(wanted)
+            return Chosen(NO_VERSION, ONE_ENGINE, _one_engine)
+        wanted = request.headers.get(PROGRAM_HEADER)
+        if wanted is not None:
+            return self.program_called(wanted)
+        return self.routing.choose(request.headers, model, random.random())
 
-    def program_called(self, name: str) -> Program:
-        """The program that a client may ask for by name: the front door's own, or a built-in one.
+    async def _start(self, program: Program, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
+        """The program's outputs up to the last one; an error if they are none, or if that one is missing."""
+        outputs = cast("AsyncGenerator[Any, None]", program(request, self.fleet.traced(trace)))
+        async with aclosing(outputs):
+            async for output in outputs:
+                if not isinstance(output, Output):
+                    raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+                yield output
+                if output.finished:
+                    return
+        raise ProgramFault("it ended before its sequence did")
 
-        Raises :class:`~tercet.protocol.BadRequest` for any other.
-        """
-        if name == self.program:
-            return self._default
-        if name not in BUILT_IN:
-            raise BadRequest(
-                f"{PROGRAM_HEADER}: there is no program {name!r}; choose {', '.join(sorted(BUILT_IN))}", PROGRAM_HEADER
-            )
-        return load_program(name)
+    def _failed(self, chosen: Chosen, error: BaseException) -> None:
+        if not _is_own_fault(chosen, error):
+            return
+        self._metrics.program_failed(chosen.name)
+        first = not self.routing.failures.get(chosen.name)
+        logger.error("the program %s failed: %s", chosen.name, _words(error), exc_info=error if first else None)
+        returned = self.routing.failed(chosen, _words(error))
+        if returned is not None:
+            self._metrics.returned(chosen.name, returned.to_version)
+            logger.error(
+                "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
+                returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,
+            )  # fmt: skip
 
-    def _start(self, program: Program, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
-        return cast("AsyncGenerator[Output, None]", program(request, self.fleet.traced(trace)))
+
+class ProgramFault(Exception):
+    """A program broke the rules for programs."""
+
+
+def _load(plan: Plan) -> dict[str, Program]:
+    """The programs of a plan by name; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
+    return {
+        arm.label: load_program(arm.program, {key: as_text(value) for key, value in arm.args.items()})
+        for arm in plan.arms
+    }
+
+
+def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
+    """Whether the program is to blame, and not its client or the fleet.
+
+    A :class:`~tercet.protocol.BadRequest` is about the client's request, unless it names the program's own parameter.
+    """
+    if isinstance(error, BadRequest):
+        return error.param in inspect.signature(chosen.program).parameters
+    return not isinstance(error, TercetError)
+
+
+def _one_engine_may_help(chosen: Chosen, error: BaseException) -> bool:
+    if _is_own_fault(chosen, error):
+        return True
+    return not isinstance(error, BadRequest) and chosen.name != ONE_ENGINE
+
+
+def _require_wanted(error: BaseException) -> None:
+    """A program that turned its cancellation into another error is cancelled all the same."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError from error
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, ProgramFault):
+        return str(error)
+    return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
 
 
 def _one_engine(request: Request, fleet: Fleet) -> AsyncGenerator[Output, None]:

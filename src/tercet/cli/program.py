@@ -1,0 +1,206 @@
+"""``tercet program``: which programs a running front door uses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+import yaml
+
+from tercet.cli.front_door import HERE, ApiKey, Url, ask, say
+from tercet.cli.options import ProgramArg, key_values
+from tercet.protocol import BadRequest
+
+program = typer.Typer(no_args_is_help=True, help="Show and change the programs of a running front door.")
+Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
+
+
+@program.command()
+def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Which programs run, since which version, and whether one of them fails."""
+    _print(ask(url, api_key, "GET", "/program"), as_json)
+
+
+@program.command("set")
+def set_program(
+    name: Annotated[
+        str | None, typer.Argument(metavar="PROGRAM", help="A built-in one, or `file.py:function`.", show_default=False)
+    ] = None,
+    program_arg: ProgramArg = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Serve requests from now on by one program, or by a plan from a file.
+
+    Requests under way end under the program that they began with. A file that exists here is sent by its full path;
+    the front door reads it on its own machine.
+
+    Examples:
+    - `tercet program set balanced --program-arg balance_ratio=0.2`
+    - `tercet program set mine.py:split`
+    - `tercet program set --plan plan.yaml`
+    """
+    if (name is None) == (plan is None):
+        raise BadRequest("PROGRAM: give a program, or a file with --plan", "PROGRAM")
+    if plan is not None and program_arg:
+        raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
+    args = key_values(program_arg, "--program-arg")
+    body = _read(plan) if plan is not None else {"program": _located(str(name)), "args": args}
+    _print(ask(url, api_key, "PUT", "/program", body), as_json)
+
+
+@program.command()
+def split(
+    shares: Annotated[list[str], typer.Argument(metavar="PROGRAM=WEIGHT...", help="Weights need not sum to 100.")],
+    program_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROGRAM:KEY=VALUE", help="A parameter of one of the programs; repeatable."),
+    ] = None,
+    by_header: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEADER=VALUE,PROGRAM", help="Requests that do not take part in the split; repeatable."),
+    ] = None,
+    by_model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL,PROGRAM", help="The same, by the name that they give the model; repeatable."),
+    ] = None,
+    sticky: Annotated[
+        str | None, typer.Option(metavar="HEADER", help="Requests with the same value of it get the same program.")
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Share the traffic between programs, by weight.
+
+    Examples:
+    - `tercet program split disaggregated=90 balanced=10`
+    - `tercet program split disaggregated=1 mine.py:split=1 --program-arg mine.py:split:share=0.8 --sticky x-user`
+    - `tercet program split disaggregated=1 --by-header x-team=search,data_parallel`
+    """
+    args = _args_of_each(program_arg or ())
+    body: dict[str, Any] = {
+        "split": [{**_arm(name, args), "weight": weight} for name, weight in map(_share, shares)],
+        "rules": [
+            *({**_arm(name, args), **_header(of)} for of, name in _rules(by_header, "--by-header")),
+            *({**_arm(name, args), "model": of} for of, name in _rules(by_model, "--by-model")),
+        ],
+    }
+    unused = set(args) - {arm["program"] for arms in body.values() for arm in arms}
+    if unused:
+        raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
+    if sticky is not None:
+        body["sticky"] = sticky
+    _print(ask(url, api_key, "PUT", "/program", body), as_json)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def _read(plan: Path) -> Any:
+    try:
+        found = yaml.safe_load(plan.read_text(encoding="utf-8"))  # JSON is YAML too
+    except OSError as error:
+        raise BadRequest(f"--plan: {plan}: {error.strerror}", "--plan") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadRequest(
+            f"--plan: {plan} is neither JSON nor YAML: {' '.join(str(error).split())}", "--plan"
+        ) from error
+    if not isinstance(found, dict):
+        raise BadRequest(f"--plan: {plan} is not a mapping of keys to values", "--plan")
+    return cast("dict[Any, Any]", found)
+
+
+def _located(name: str) -> str:
+    """``file.py:function`` by the file's full path, if there is such a file here."""
+    path, colon, function = name.rpartition(":")
+    file = Path(path).expanduser()
+    return f"{file.absolute()}:{function}" if colon and file.is_file() else name
+
+
+def _share(item: str) -> tuple[str, float]:
+    name, equals, weight = item.rpartition("=")
+    try:
+        if not equals or not name:
+            raise ValueError
+        return name, float(weight)
+    except ValueError:
+        raise BadRequest(f"PROGRAM=WEIGHT: {item!r} is not, for example, disaggregated=90", "PROGRAM=WEIGHT") from None
+
+
+def _rules(given: Sequence[str] | None, flag: str) -> Iterator[tuple[str, str]]:
+    for item in given or ():
+        of, comma, name = item.rpartition(",")
+        if not comma or not of or not name:
+            raise BadRequest(f"{flag}: {item!r} has no program after a comma", flag)
+        yield of, name
+
+
+def _header(text: str) -> dict[str, str]:
+    name, equals, value = text.partition("=")
+    return {"header": name, "value": value} if equals else {"header": name}
+
+
+def _args_of_each(given: Sequence[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for key, value in key_values(given, "--program-arg").items():
+        name, colon, parameter = key.rpartition(":")
+        if not colon:
+            raise BadRequest(f"--program-arg: {key!r} does not say whose: PROGRAM:KEY=VALUE", "--program-arg")
+        found.setdefault(_located(name), {})[parameter] = value
+    return found
+
+
+def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    located = _located(name)
+    return {"program": located, "args": args.get(located, {})}
+
+
+# ---- showing -------------------------------------------------------------------------------------------------
+
+
+def _print(state: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(state, indent=2))
+        return
+    say(f"version {state['version']}: {_in_words(state)}")
+    for name, count in state["failures_in_a_row"].items():
+        say(f"  {name} failed on its last {count} requests")
+    returned = state["returned"]
+    if returned is not None:
+        say(
+            f"  returned from version {returned['from_version']}: {returned['program']} failed {returned['failures']} "
+            f"times in a row, the last time with {returned['error']}"
+        )
+    if state["previous"] is not None:
+        say(f"  before: version {state['previous']['version']}: {_in_words(state['previous'])}")
+
+
+def _in_words(version: dict[str, Any]) -> str:
+    shares: list[dict[str, Any]] = version.get("split") or [version]
+    total = sum(share.get("weight", 1.0) for share in shares)
+    words = [
+        _arm_in_words(share) + (f" {share.get('weight', 1.0) / total:.1%}" if version.get("split") else "")
+        for share in shares
+    ]
+    words += [f"{_arm_in_words(rule)} where {_condition(rule)}" for rule in version.get("rules", ())]
+    return ", ".join(words)
+
+
+def _arm_in_words(arm: dict[str, Any]) -> str:
+    args = ", ".join(f"{key}={value}" for key, value in arm.get("args", {}).items())
+    return f"{arm.get('name') or arm['program']}({args})" if args else arm.get("name") or arm["program"]
+
+
+def _condition(rule: dict[str, Any]) -> str:
+    header = rule.get("header")
+    value = f"={rule['value']}" if "value" in rule else ""
+    parts = [f"{header}{value}"] if header else []
+    return " and ".join([*parts, f"model={rule['model']}"] if "model" in rule else parts)

@@ -1,0 +1,45 @@
+"""Asking a front door about itself, and changing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tercet.protocol import EngineUnreachable, from_wire
+from tercet.protocol.wire import PREFIX
+
+# Adding an engine waits for its answer, loading a program for the user's module.
+ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+
+
+async def ask_front_door(url: str, method: str, path: str, body: Any = None, api_key: str | None = None) -> Any:
+    """The front door's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
+
+    Raises the :class:`~tercet.protocol.TercetError` that it answered with, and
+    :class:`~tercet.protocol.EngineUnreachable` if no front door answers there.
+    """
+    headers = {"content-type": "application/json"}
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
+    data = None if body is None else msgspec.json.encode(body)
+    where = f"{url.rstrip('/')}{PREFIX}{path}"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=ANSWER) as session,
+            session.request(method, where, data=data, headers=headers) as response,
+        ):
+            status, answer = response.status, await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reason = str(error) or f"no answer within {ANSWER.total:.0f} s"
+        raise EngineUnreachable(f"no front door answers at {url}: {reason}", "url") from error
+    try:
+        found = msgspec.json.decode(answer)
+    except msgspec.DecodeError as error:
+        raise EngineUnreachable(f"what answers at {url} is no front door: HTTP {status}", "url") from error
+    if status < 400:
+        return found
+    if not isinstance(found, dict) or "error" not in found:
+        raise EngineUnreachable(f"what answers at {url} is no front door: HTTP {status}", "url")
+    raise from_wire(status, found)  # pyright: ignore[reportUnknownArgumentType]
