@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from tercet.bench.result import load_result
-from tercet.bench.simulated import Simulation, SyntheticWorkload, options_from, parse_fleet, run_once
+from tercet.bench.simulated import Simulation, SyntheticWorkload, options_from, parse_fleet, run_once, run_requests
 from tercet.bench.simulated.spec import members_of, names_of
 from tercet.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet.bench.simulated.workload import requests_of
 from tercet.bench.summary import Slo
 from tercet.cli import app
 from tercet.programs import BUILT_IN, load_program
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Request
 from tercet.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"
@@ -51,6 +51,28 @@ def test_every_program_serves_every_request(program: str, schedule: str) -> None
     assert point.summary.tpot is not None
     assert 0 < point.busy < 1
     assert (point.counts["kv_bytes_sent"] > 0) == (program != "data_parallel")
+
+
+def test_requests_at_given_times_are_served_then_and_warm_up_is_not_counted() -> None:
+    requests = [Request(seq_id=f"r{n}", prompt=(n,) * 100, sampling_params={"max_tokens": 4}) for n in range(5)]
+    arrivals = [(float(when), request) for when, request in zip((0, 1, 1, 3, 7), requests, strict=True)]
+    program, fleet = load_program("disaggregated"), parse_fleet("1P1D")
+    outcome = run_requests(program, fleet, PROFILE, EngineOptions(), arrivals, warm_up=2)
+    assert list(outcome.sent) == [1.0, 3.0, 7.0]
+    assert list(outcome.input_tokens) == [100] * 3
+    assert list(outcome.output_tokens) == [4] * 3
+
+
+def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
+    """The program that the simulator's speed is measured with."""
+    program = str(Path(__file__).parents[3] / "benchmarks" / "prefix_aware.py") + ":prefix_aware"
+    shared = SyntheticWorkload(rate=1, requests=400, input_mean=512, output_mean=16, prefixes=16, prefix=256)
+    given = {"fleet": "both=8", "workload": shared}
+    aware = simulation(program=program, **given)
+    assert aware.report([16.0], "a").to_json() == aware.report([16.0], "a").to_json()
+    blind = simulation(program="data_parallel", **given)
+    # Each prefix is computed about once, and not on every engine.
+    assert aware.point(16).counts["prefill_tokens"] < 0.85 * blind.point(16).counts["prefill_tokens"]
 
 
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
