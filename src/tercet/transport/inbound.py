@@ -98,9 +98,13 @@ class Inbound:
                 self._greet(decode(self._scratch[: header.nbytes], Greeting))
 
     def close(self) -> None:
-        """The connection is over."""
-        if self.session is not None and self._rules.sessions.leave(self.session):
+        """The connection is over, and with it its session, for what it brought may be lost."""
+        if self.session is None:
+            return
+        if self._rules.sessions.leave(self.session):
             self._rules.counters.count(receives_dropped=self._rules.grants.forget_sender(self.session.name))
+        else:
+            self.session.answer(refused(0, "another connection of the session ended"))
 
     def _check(self, header: Header) -> None:
         if (header.kind is Kind.HELLO) == (self.session is not None):

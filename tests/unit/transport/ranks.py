@@ -204,10 +204,11 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill it, and wait until it is gone; calling this again is fine."""
-        if self._process.is_alive():
+        if not self._pipe.closed:
             os.kill(self.pid, signal.SIGKILL)
-        self._process.join(SECONDS)
-        self._pipe.close()
+            self._process.join(SECONDS)
+            self._process.close()
+            self._pipe.close()
 
 
 class _Child:
