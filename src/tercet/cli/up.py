@@ -46,6 +46,9 @@ def up(
         str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
+    model_alias: Annotated[
+        list[str] | None, typer.Option(help="One more name of the model, that rules may go by; repeatable.")
+    ] = None,
     kv_cache_gib: Annotated[
         int | None, typer.Option(min=1, help="KV memory of each CPU engine.", show_default="1")
     ] = None,
@@ -80,6 +83,7 @@ def up(
     flags: dict[str, Any] = {
         "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
         "program": program, "dev": dev, "dtype": dtype,
+        "model-aliases": model_alias or None,
         "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib, "log-dir": log_dir,
         "program-args": key_values(program_arg, "--program-arg") or None,
         "engine-args": vllm_flags(vllm_args) or None, "simulate": simulate,

@@ -150,6 +150,8 @@ def router_argv(config: UpConfig, model: str, port: int, engines: Sequence[Runni
         argv += ["--engine", f"{engine.url},role={engine.role},name={engine.name}"]
     for key, value in config.program_args.items():
         argv += ["--program-arg", f"{key}={value}"]
+    for alias in config.model_aliases:
+        argv += ["--model-alias", alias]
     if config.dev:
         argv.append("--dev")
     return [*argv, "--", *config.router_args] if config.router_args else argv

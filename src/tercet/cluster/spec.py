@@ -30,6 +30,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: str = "smollm2"
     served_model_name: str | None = None
+    model_aliases: tuple[str, ...] = ()
     prefill: Count = 1
     decode: Count = 1
     both: Count = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 
 from tercet.fleet import Member, Role
 from tercet.protocol import TercetError, Unauthorized
@@ -41,7 +42,6 @@ def install(app: FastAPI, state: State) -> None:
     app.state.tercet = state.service
     app.state.tercet_admin = state
     app.include_router(router)
-    app.add_exception_handler(TercetError, _on_error)
 
 
 def _state(request: Request) -> State:
@@ -64,13 +64,22 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_require_key)])
+class _Route(APIRoute):
+    """Answers with our errors as they are; the application's own handlers would make them failures of the server."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except TercetError as error:
+                return _json(error.to_wire(), error.status)
+
+        return answer
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, TercetError):
-        raise error
-    return _json(error.to_wire(), error.status)
+router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_require_key)], route_class=_Route)
 
 
 def _json(value: Any, status: int = 200) -> Response:

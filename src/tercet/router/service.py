@@ -182,10 +182,11 @@ def _load(plan: Plan) -> dict[str, Program]:
 def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     """Whether the program is to blame, and not its client or the fleet.
 
-    A :class:`~tercet.protocol.BadRequest` is about the client's request, unless it names the program's own parameter.
+    A :class:`~tercet.protocol.BadRequest` is about the client's request, unless it names one of the program's own
+    parameters or the picker that it asked the fleet for.
     """
     if isinstance(error, BadRequest):
-        return error.param in inspect.signature(chosen.program).parameters
+        return error.param in {"pick", *inspect.signature(chosen.program).parameters}
     return not isinstance(error, TercetError)
 
 
