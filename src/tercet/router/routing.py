@@ -119,9 +119,9 @@ class Routing:
 def _share(plan: Plan, draw: float) -> Share:
     """The arm whose part of ``[0, 1)`` has ``draw`` in it; one with no weight has no part."""
     shares = [share for share in plan.shares if share.weight > 0]
-    left = draw * plan.total
+    left = draw
     for share in shares:
-        left -= share.weight
+        left -= share.weight / plan.total
         if left < 0:
             return share
     return shares[-1]  # what rounding leaves over

@@ -1,0 +1,180 @@
+"""A front door without vLLM's part: the service, the membership and the routes, over engines in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+
+from tercet.fleet import Fleet, Trace
+from tercet.protocol import EngineStatus, EngineUnreachable, Request
+from tercet.router import admin
+from tercet.router.config import EngineAddress
+from tercet.router.membership import Membership
+from tercet.router.metrics import Metrics
+from tercet.router.service import Service
+
+from ..fakes import FakeEngine
+
+PROGRAMS = """
+from tercet.protocol import BadRequest, NoSpace, Output
+
+async def good(request, fleet, *, by: str = "least_loaded"):
+    with fleet.pick(by=by) as engine:
+        async for output in engine.start_generate(request):
+            yield output
+
+async def marked(request, fleet):
+    yield Output((7, 7, 7), "stop")
+
+async def raises(request, fleet):
+    raise ValueError("oh no")
+    yield
+
+async def exits(request, fleet):
+    raise SystemExit(3)
+    yield
+
+async def yields_none(request, fleet):
+    yield None
+
+async def yields_nothing(request, fleet):
+    return
+    yield
+
+async def breaks_off(request, fleet):
+    yield Output((100,))
+    raise ValueError("too late")
+
+async def wrong_picker(request, fleet):
+    with fleet.pick(by="nonsense") as engine:
+        async for output in engine.start_generate(request):
+            yield output
+
+async def refuses(request, fleet):
+    raise BadRequest("prompt: not with me", "prompt")
+    yield
+
+async def no_space(request, fleet):
+    raise NoSpace("full")
+    yield
+
+async def will_not_be_cancelled(request, fleet):
+    with fleet.pick() as engine:
+        try:
+            async for output in engine.start_generate(request):
+                yield output
+        except BaseException:
+            raise ValueError("not me") from None
+
+def no_generator(request, fleet):
+    return None
+"""
+
+
+class Engine(FakeEngine):
+    """Has a status, and notices when its connection is closed."""
+
+    def __init__(self, name: str, model: str = "m", max_model_len: int = 1000) -> None:
+        super().__init__(name)
+        self.model, self.max_model_len = model, max_model_len
+        self.closed = False
+        self.gone = False
+
+    async def status(self) -> EngineStatus:
+        if self.gone:
+            raise EngineUnreachable(f"{self.name} does not answer")
+        return EngineStatus(
+            engine=self.name, model=self.model, version="0", vllm_version="0", block_size=16, total_blocks=10,
+            free_blocks=10, running=0, waiting=0, kv_cache_usage=0.0, max_model_len=self.max_model_len, leases=0,
+            sends=0,
+        )  # fmt: skip
+
+
+class Door:
+    """One front door; ``engines`` are those that exist in the world, by URL."""
+
+    def __init__(self, metrics: Metrics, program: str, return_after: int) -> None:
+        self.engines = {f"http://{name}": Engine(name) for name in ("p", "d")}
+        self.fleet = Fleet(())
+        self.membership = Membership(self.fleet, self._connect)
+        self.service = Service(self.fleet, program, {}, metrics, return_after)
+        self.number = 0
+
+    @asynccontextmanager
+    async def _connect(self, _name: str, url: str) -> AsyncGenerator[Engine]:
+        engine = self.engines[url]
+        engine.closed = False
+        try:
+            yield engine
+        finally:
+            engine.closed = True
+
+    async def start(self) -> None:
+        addresses = (EngineAddress("p", "http://p", "prefill"), EngineAddress("d", "http://d", "decode"))
+        await self.membership.start(addresses)
+        assert await self.membership.until_ready() == 1000
+
+    def engine(self, name: str) -> Engine:
+        return self.engines[f"http://{name}"]
+
+    async def ask(
+        self, headers: dict[str, str] | None = None, model: str = "", **sampling: Any
+    ) -> tuple[str, list[int]]:
+        """The program that served it in the end, and the tokens."""
+        self.number += 1
+        request = Request(
+            seq_id=f"s{self.number}", prompt=tuple(range(100)), sampling_params=sampling, headers=headers or {}
+        )
+        trace = Trace()
+        tokens = [token async for item in self.service.run(request, trace, model) for token in item.token_ids]
+        return trace.program, tokens
+
+    def client(self, *keys: str) -> httpx.AsyncClient:
+        app = FastAPI()
+        admin.install(app, admin.State(self.service, self.membership, keys))
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
+
+    async def has_everything_back(self) -> bool:
+        """Python closes generators that a program left in a step of their own, so this takes some steps at most."""
+        for _ in range(50):
+            members = [member.in_flight for member in self.fleet.members]
+            engines = [engine.running + len(engine.leases) for engine in self.engines.values()]
+            if not any(members) and not any(engines):
+                return True
+            await asyncio.sleep(0)
+        return False
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    yield Metrics()
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> str:
+    """A file of programs; ``programs + ":raises"`` is one of them."""
+    (tmp_path / "programs.py").write_text(PROGRAMS)
+    return str(tmp_path / "programs.py")
+
+
+@pytest.fixture
+async def door(metrics: Metrics) -> AsyncIterator[Door]:
+    door = Door(metrics, "disaggregated", return_after=3)
+    async with door.membership:
+        await door.start()
+        yield door
+
+
+def counted(name: str, **labels: str) -> float:
+    return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0

@@ -1,0 +1,252 @@
+"""The front door's own routes: programs and engines over HTTP, what they refuse, and who may call them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tercet.protocol import EngineUnreachable
+
+from .conftest import Door, Engine
+
+
+async def test_a_program_is_shown_set_and_shown(door: Door, programs: str) -> None:
+    async with door.client() as client:
+        first = (await client.get("/program")).json()
+        assert (first["version"], first["program"], first["args"]) == (1, "disaggregated", {})
+        assert (first["previous"], first["returned"]) == (None, None)
+        answer = await client.put(
+            "/program", json={"program": "balanced", "args": {"balance_ratio": 0.5, "min_send": 1}}
+        )
+        assert answer.status_code == 200
+        assert (await door.ask())[0] == "balanced"
+        body = {"split": [{"program": "balanced", "weight": 3}, {"program": f"{programs}:good", "weight": 1}]}
+        shown = (await client.put("/program", json=body)).json()
+        assert shown == (await client.get("/program")).json()
+        assert shown["version"] == 3
+        assert [share["weight"] for share in shown["split"]] == [3, 1]
+        assert shown["previous"]["version"] == 2
+        assert shown["previous"]["args"] == {"balance_ratio": 0.5, "min_send": 1}
+
+
+async def test_a_failing_program_is_told(door: Door, programs: str) -> None:
+    async with door.client() as client:
+        await client.put("/program", json={"program": f"{programs}:raises"})
+        await door.ask()
+        assert (await client.get("/program")).json()["failures_in_a_row"] == {f"{programs}:raises": 1}
+        for _ in range(2):
+            await door.ask()
+        shown = (await client.get("/program")).json()
+    assert (shown["version"], shown["program"], shown["failures_in_a_row"]) == (1, "disaggregated", {})
+    assert shown["returned"] == {
+        "from_version": 2,
+        "to_version": 1,
+        "program": f"{programs}:raises",
+        "failures": 3,
+        "error": "ValueError: oh no",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b'{"program": "nowhere"}', "program"),
+        (b'{"program": "balanced", "args": {"balance_ratio": "much"}}', "program"),
+        (b'{"program": "balanced", "args": {"ratio": 1}}', "program"),
+        (b'{"program": "balanced", "nonsense": 1}', "nonsense"),
+        (b'{"split": [{"program": "balanced", "weight": -1}]}', "split"),
+    ],
+)
+async def test_a_refused_program_leaves_the_other_one(door: Door, body: bytes, param: str | None) -> None:
+    async with door.client() as client:
+        answer = await client.put("/program", content=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert answer.json()["error"]["type"] == "BadRequest"
+        assert (await client.get("/program")).json()["version"] == 1
+
+
+# ---- engines -------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_joins_serves_and_leaves(door: Door) -> None:
+    late = door.engines["http://late"] = Engine("late")
+    async with door.client() as client:
+        answer = await client.post("/engines", json={"name": "late", "url": "http://late", "role": "decode"})
+        assert (answer.status_code, answer.json()["name"], answer.json()["role"]) == (201, "late", "decode")
+        await client.post("/engines/d/drain")
+        assert (await door.ask())[1] == [100, 101, 102]
+        assert "start_generate" in late.verbs
+        assert door.engine("d").calls == []
+        assert (await client.delete("/engines/late")).status_code == 200
+        assert [engine["name"] for engine in (await client.get("/engines")).json()] == ["p", "d"]
+        await door.has_everything_back()
+        assert late.closed
+
+
+async def test_a_removed_engine_finishes_and_is_closed_then(door: Door) -> None:
+    leaving = door.engine("d")
+    leaving.pause.clear()
+    asking = [asyncio.ensure_future(door.ask()) for _ in range(3)]
+    while len(leaving.calls) < 3:
+        await asyncio.sleep(0)
+    async with door.client() as client:
+        assert (await client.delete("/engines/d")).json()["in_flight"] == 3
+        assert [engine["name"] for engine in (await client.get("/engines")).json()] == ["p"]
+    assert not leaving.closed
+    asking[0].cancel()
+    leaving.pause.set()
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert found[1:] == [("disaggregated", [100, 101, 102])] * 2
+    assert await door.has_everything_back()
+    while not leaving.closed:
+        await asyncio.sleep(0)
+
+
+async def test_a_drained_engine_finishes_and_comes_back(door: Door) -> None:
+    engine = door.engine("d")
+    engine.pause.clear()
+    asking = asyncio.ensure_future(door.ask())
+    while not engine.calls:
+        await asyncio.sleep(0)
+    async with door.client() as client:
+        drained = (await client.post("/engines/d/drain")).json()
+        assert (drained["draining"], drained["in_flight"]) == (True, 1)
+        assert (await door.ask())[0] == "disaggregated -> data_parallel"
+        engine.pause.set()
+        assert (await asking)[0] == "disaggregated"
+        assert (await client.delete("/engines/d/drain")).json()["draining"] is False
+    assert (await door.ask())[0] == "disaggregated"
+
+
+async def test_roles_change(door: Door) -> None:
+    async with door.client() as client:
+        await client.put("/engines/d/role", json={"role": "prefill"})
+        await client.put("/engines/p/role", json={"role": "decode"})
+    await door.ask()
+    assert door.engine("p").verbs == ["prep_recv", "start_generate"]
+    assert door.engine("d").verbs == ["remote_send"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "names"),
+    [
+        ({"name": "p", "url": "http://new"}, 409, "name"),
+        ({"name": "new", "url": "http://p"}, 409, "url"),
+        ({"name": "new", "url": "http://other-model"}, 400, "serves the model other, and this fleet serves m"),
+        ({"name": "new", "url": "http://short"}, 400, "max_model_len 999"),
+        ({"name": "new", "url": "http://gone"}, 503, "does not answer"),
+        ({"name": "new", "url": "nowhere"}, 400, "url"),
+        ({"name": "a/b", "url": "http://new"}, 400, "name"),
+        ({"name": "", "url": "http://new"}, 400, "name"),
+        ({"name": "new", "url": "http://new", "role": "cook"}, 400, "role"),
+        ({"name": "new", "url": "http://new", "rolle": "both"}, 400, "rolle"),
+        ({"name": "new"}, 400, "url"),
+    ],
+)
+async def test_engines_that_may_not_join(door: Door, body: Any, status: int, names: str) -> None:
+    new = {
+        "new": Engine("new"),
+        "other-model": Engine("new", model="other"),
+        "short": Engine("new", max_model_len=999),
+        "gone": Engine("new"),
+    }
+    new["gone"].gone = True
+    door.engines |= {f"http://{name}": engine for name, engine in new.items()}
+    async with door.client() as client:
+        answer = await client.post("/engines", json=body)
+        assert answer.status_code == status
+        assert names in answer.json()["error"]["message"]
+        assert [engine["name"] for engine in (await client.get("/engines")).json()] == ["p", "d"]
+    asked = door.engines.get(body.get("url", ""))
+    assert asked is None or asked in (door.engine("p"), new["new"]) or asked.closed
+
+
+async def test_one_name_joins_once_however_many_ask(door: Door) -> None:
+    door.engines |= {f"http://new-{i}": Engine("new") for i in range(5)}
+    async with door.client() as client:
+        bodies = [{"name": "new", "url": f"http://new-{i}"} for i in range(5)]
+        answers = await asyncio.gather(*(client.post("/engines", json=body) for body in bodies))
+    assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
+    assert [member.name for member in door.fleet.members] == ["p", "d", "new"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("DELETE", "/engines/x"),
+        ("POST", "/engines/x/drain"),
+        ("DELETE", "/engines/x/drain"),
+        ("PUT", "/engines/x/role"),
+    ],
+)
+async def test_unknown_engines(door: Door, method: str, path: str) -> None:
+    async with door.client() as client:
+        answer = await client.request(method, path, json={"role": "both"})
+    assert answer.status_code == 404
+    assert "it has p, d" in answer.json()["error"]["message"]
+
+
+async def test_with_no_engine_left_requests_are_refused_and_the_next_one_serves(door: Door) -> None:
+    async with door.client() as client:
+        for name in ("p", "d"):
+            await client.delete(f"/engines/{name}")
+        with pytest.raises(EngineUnreachable):
+            await door.ask()
+        door.engines["http://new"] = Engine("new")
+        await client.post("/engines", json={"name": "new", "url": "http://new"})
+    assert (await door.ask())[1] == [100, 101, 102]
+
+
+async def test_the_end_closes_every_engine(door: Door) -> None:
+    door.engine("d").pause.clear()
+    asking = asyncio.ensure_future(door.ask())
+    while not door.engine("d").calls:
+        await asyncio.sleep(0)
+    door.membership.remove("d")
+    await door.membership.__aexit__()
+    assert [engine.closed for engine in door.engines.values()] == [True, True]
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert await door.has_everything_back()
+
+
+# ---- who may call --------------------------------------------------------------------------------------------
+
+ROUTES = [
+    ("GET", "/program"),
+    ("PUT", "/program"),
+    ("GET", "/engines"),
+    ("POST", "/engines"),
+    ("DELETE", "/engines/d"),
+    ("POST", "/engines/d/drain"),
+    ("DELETE", "/engines/d/drain"),
+    ("PUT", "/engines/d/role"),
+]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "secret", "Basic secret", "Bearer ", "Bearer secret2"])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_without_the_key_nothing_is_told_or_changed(
+    door: Door, method: str, path: str, header: str | None
+) -> None:
+    async with door.client("secret", "other") as client:
+        headers = {} if header is None else {"authorization": header}
+        answer = await client.request(method, path, json={"program": "balanced"}, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "unauthorized"
+    assert [(member.name, member.draining) for member in door.fleet.members] == [("p", False), ("d", False)]
+    assert door.service.routing.current.number == 1
+
+
+@pytest.mark.parametrize("key", ["secret", "other"])
+async def test_with_a_key_all_is_open(door: Door, key: str) -> None:
+    async with door.client("secret", "other") as client:
+        client.headers["authorization"] = f"Bearer {key}"
+        assert (await client.put("/program", json={"program": "balanced"})).status_code == 200
+        assert (await client.delete("/engines/d")).status_code == 200

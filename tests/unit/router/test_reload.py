@@ -1,0 +1,110 @@
+"""Development mode: a file that changes is used anew, one that is broken is not, whatever the clock's resolution."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tercet.programs import load_program
+from tercet.router.plan import Plan, Rule, Share
+from tercet.router.reload import FileWatch, files_of, reload_on_change
+
+from .conftest import Door
+
+TEXT = "from tercet.protocol import Output\nasync def main(request, fleet):\n    yield Output(({},), 'stop')\n"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def file(door: Door, tmp_path: Path) -> AsyncIterator[Path]:
+    """A program in use, watched."""
+    file = tmp_path / "mine.py"
+    file.write_text(TEXT.format(1))
+    await door.service.use(Plan(program=f"{file}:main"))
+    watching = asyncio.ensure_future(reload_on_change(door.service, every=0.01))
+    await asyncio.sleep(0)  # it has looked once
+    yield file
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+
+
+async def test_a_changed_file_is_used(door: Door, file: Path) -> None:
+    routing = door.service.routing
+    assert (await door.ask())[1] == [1]
+    for number in (2, 33, 4):
+        before = routing.current.number
+        file.write_text(TEXT.format(number))
+        await until(lambda before=before: routing.current.number > before)
+        assert (await door.ask())[1] == [number]
+
+
+async def test_a_broken_file_changes_nothing_until_it_is_mended(
+    door: Door, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text("syntax error(")
+    await until(lambda: "mine.py changed and is not used" in caplog.text)
+    assert (await door.ask())[1] == [1]
+    file.unlink()
+    file.write_text(TEXT.format(22))
+    await until(lambda: door.service.routing.current.number == 3)
+    assert (await door.ask())[1] == [22]
+
+
+async def test_a_program_that_was_given_up_is_tried_again_when_its_file_changes(door: Door, file: Path) -> None:
+    file.write_text("async def main(request, fleet):\n    raise ValueError\n    yield\n")
+    await until(lambda: door.service.routing.current.number == 3)
+    for _ in range(3):
+        assert (await door.ask())[1] == [100, 101, 102]
+    assert (door.service.routing.current.number, await door.ask()) == (2, (f"{file}:main", [1]))
+    file.write_text(TEXT.format(5))
+    await until(lambda: door.service.routing.current.number == 4)
+    assert (await door.ask())[1] == [5]
+
+
+def test_a_file_that_changes_within_a_second_and_keeps_its_size_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    for number in range(5):
+        file.write_text(f"async def main(request, fleet, *, number: int = {number}):\n    yield\n")
+        program = load_program(f"{file}:main")
+        assert program.func.__kwdefaults__ == {"number": number}  # type: ignore[attr-defined]
+
+
+def test_a_program_may_have_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses, typing\n"
+        "@dataclasses.dataclass\nclass Window:\n    width: typing.ClassVar[int] = 3\n"
+        "async def main(request, fleet, *, window: int = Window.width):\n    yield\n"
+    )
+    load_program(f"{tmp_path / 'mine.py'}:main", {"window": "4"})
+
+
+def test_files_of_a_plan() -> None:
+    plan = Plan(
+        split=(Share(program="a.py:f"), Share(program="a.py:g"), Share(program="balanced")),
+        rules=(Rule(program="b.py:f", model="m"),),
+    )
+    assert files_of(plan) == [Path("a.py"), Path("b.py")]
+
+
+def test_a_file_that_is_gone_is_no_change(tmp_path: Path) -> None:
+    file, watch = tmp_path / "mine.py", FileWatch()
+    plan = Plan(program=f"{file}:main")
+    assert watch.changed(plan) == []
+    file.write_text("1")
+    assert watch.changed(plan) == []
+    file.unlink()
+    assert watch.changed(plan) == []
+    file.write_text("12")
+    assert watch.changed(plan) == [file]
+    assert watch.changed(plan) == []
