@@ -1,0 +1,227 @@
+"""`tercet program` and `tercet engines` against the routes of a front door in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from tercet.cli import app
+from tercet.router import admin
+from tercet.router.metrics import Metrics
+
+from ..router.conftest import PROGRAMS, Door, Engine, metrics
+
+__all__ = ["metrics"]
+
+
+class Running:
+    """A front door on a port of its own, in a thread; ``door`` is to be looked at between calls only."""
+
+    def __init__(self, metrics: Metrics, *keys: str) -> None:
+        self.door = Door(metrics, "disaggregated", return_after=3)
+        self.door.engines["http://new"] = Engine("new")
+        self.app = FastAPI(lifespan=self._lifespan)
+        admin.install(self.app, admin.State(self.door.service, self.door.membership, keys))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None]:
+        async with self.door.membership:
+            await self.door.start()
+            yield
+
+    def __enter__(self) -> Running:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+
+@pytest.fixture
+def front_door(metrics: Metrics) -> Iterator[Running]:
+    with Running(metrics) as running:
+        yield running
+
+
+@pytest.fixture
+def tercet(front_door: Running, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*line: str, code: int = 0) -> str:
+        assert app._run([*line, "--url", front_door.url]) == code
+        said = capsys.readouterr()
+        if code:
+            assert said.out == ""
+            assert said.err.startswith("tercet: ")
+            assert said.err.count("\n") == 1
+        return said.err if code else said.out
+
+    return run
+
+
+def plan_of(front_door: Running) -> dict[str, Any]:
+    return json.loads(json.dumps(admin._version(front_door.door.service.routing.current)))
+
+
+def test_show_and_set(front_door: Running, tercet: Any) -> None:
+    assert tercet("program", "show") == "version 1: disaggregated\n"
+    said = tercet("program", "set", "balanced", "--program-arg", "balance_ratio=0.3")
+    assert said == "version 2: balanced(balance_ratio=0.3)\n  before: version 1: disaggregated\n"
+    assert json.loads(tercet("program", "show", "--json"))["args"] == {"balance_ratio": "0.3"}
+    assert front_door.door.service.routing.current.number == 2
+
+
+def test_a_file_is_found_from_where_the_user_is(
+    front_door: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAMS)
+    monkeypatch.chdir(tmp_path)
+    tercet("program", "set", "mine.py:good")
+    assert plan_of(front_door)["program"] == f"{tmp_path}/mine.py:good"
+    assert "raises" in tercet("program", "set", "mine.py:raises")
+
+
+def test_show_tells_of_failures_and_returns(front_door: Running, tercet: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAMS)
+    tercet("program", "set", f"{tmp_path}/mine.py:raises")
+    asyncio.run(front_door.door.ask())
+    assert "failed on its last 1 requests" in tercet("program", "show")
+    for _ in range(2):
+        asyncio.run(front_door.door.ask())
+    said = tercet("program", "show")
+    assert said.startswith("version 1: disaggregated\n  returned from version 2:")
+    assert "3 times in a row, the last time with ValueError: oh no" in said
+
+
+def test_split(front_door: Running, tercet: Any) -> None:
+    said = tercet(
+        "program", "split", "disaggregated=90", "balanced=10", "--program-arg", "balanced:balance_ratio=0.3",
+        "--by-header", "x-team=search,data_parallel", "--by-header", "x-any,data_parallel",
+        "--by-model", "big,balanced", "--sticky", "x-user",
+    )  # fmt: skip
+    assert "disaggregated 90.0%, balanced(balance_ratio=0.3) 10.0%, data_parallel where x-team=search" in said
+    assert "balanced(balance_ratio=0.3) where model=big" in said
+    assert plan_of(front_door) == {
+        "version": 2,
+        "split": [
+            {"program": "disaggregated", "weight": 90.0},
+            {"program": "balanced", "args": {"balance_ratio": "0.3"}, "weight": 10.0},
+        ],
+        "rules": [
+            {"program": "data_parallel", "header": "x-team", "value": "search"},
+            {"program": "data_parallel", "header": "x-any"},
+            {"program": "balanced", "args": {"balance_ratio": "0.3"}, "model": "big"},
+        ],
+        "sticky": "x-user",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ['{"split": [{"program": "balanced", "weight": 2}]}', "split:\n- {program: balanced, weight: 2}\n"]
+)
+def test_a_plan_from_a_file(front_door: Running, tercet: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan").write_text(text)
+    assert "balanced 100.0%" in tercet("program", "set", "--plan", str(tmp_path / "plan"))
+    assert plan_of(front_door)["split"] == [{"program": "balanced", "weight": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("program set nowhere", "nowhere"),
+        ("program set", "PROGRAM"),
+        ("program set balanced --plan x", "PROGRAM"),
+        ("program set balanced --program-arg min_send", "--program-arg"),
+        ("program set balanced --program-arg min_send=many", "min_send"),
+        ("program set --plan /not/here", "--plan"),
+        ("program set no.py:main", "no.py"),
+        ("program split balanced", "PROGRAM=WEIGHT"),
+        ("program split balanced=x", "PROGRAM=WEIGHT"),
+        ("program split balanced=-1", "weight"),
+        ("program split balanced=1 --program-arg min_send=1", "PROGRAM:KEY=VALUE"),
+        ("program split balanced=1 --program-arg data_parallel:pick=x", "data_parallel"),
+        ("program split balanced=1 --by-header x-team", "--by-header"),
+        ("program split balanced=1 --by-model m,nowhere", "nowhere"),
+        ("engines add new nowhere", "url"),
+        ("engines add new http://new --role cook", "--role"),
+        ("engines role p cook", "cook"),
+    ],
+)
+def test_bad_input(front_door: Running, tercet: Any, line: str, names: str) -> None:
+    assert names in tercet(*line.split(), code=2)
+    assert front_door.door.service.routing.current.number == 1
+
+
+def test_engines(front_door: Running, tercet: Any) -> None:
+    assert tercet("engines", "list").splitlines() == [
+        "p  prefill  serving         0  http://p",
+        "d  decode   serving         0  http://d",
+    ]
+    assert tercet("engines", "add", "new", "http://new/", "--role", "decode").startswith("new  decode ")
+    assert "draining" in tercet("engines", "drain", "d")
+    assert "serving" in tercet("engines", "drain", "d", "--undo")
+    assert "both" in tercet("engines", "role", "p", "both")
+    assert tercet("engines", "remove", "new") == "new removed; sequences that still run on it: 0\n"
+    assert [engine["name"] for engine in json.loads(tercet("engines", "list", "--json"))] == ["p", "d"]
+    assert "it has p, d" in tercet("engines", "remove", "new", code=1)
+    assert "already" in tercet("engines", "add", "p", "http://new", code=1)
+
+
+def test_the_key(metrics: Metrics, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Running(metrics, "secret") as running:
+        line = ["program", "show", "--url", running.url]
+        assert app._run(line) == 1
+        assert "API key" in capsys.readouterr().err
+        assert app._run([*line, "--api-key", "secret"]) == 0
+        monkeypatch.setenv("TERCET_API_KEY", "secret")
+        assert app._run(line) == 0
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert app._run(["program", "show", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith(f"tercet: no front door answers at {url}: ")
+    assert app._run(["engines", "list", "--url", "nowhere"]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "body"), [(200, b"<html>"), (404, b'{"detail": "Not Found"}'), (500, b"")])
+def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, body: bytes) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert app._run(["program", "show", "--url", url]) == 1
+        server.shutdown()
+    assert capsys.readouterr().err == f"tercet: what answers at {url} is no front door: HTTP {status}\n"
+
+
+@pytest.mark.parametrize("line", ["program --help", "program set --help", "program split --help", "engines --help"])
+def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(line.split()) == 0
+    assert len(capsys.readouterr().out) > 200
