@@ -2,62 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends import Copy
+from tercet.transport.backends import Copies
 from tercet.transport.frames import Header, Reference
 from tercet.transport.region import RegionShape
 
 # Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
-MAX_COPY_BYTES = 1024 * 1024
+MAX_COPY_BYTES = 4 * 1024 * 1024
 
 
 def copies(
     header: Header, size: int, reference: Reference, theirs: RegionShape, ours: RegionShape, blocks: Sequence[int]
-) -> Iterator[Copy]:
+) -> Copies:
     """From the sender's blocks to ``size`` bytes, the header's part, of each of our ``blocks``.
 
-    Raises :class:`~tercet.protocol.TransferFailed` if they do not fit.
+    Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
+    not fit.
     """
-    whole = header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes
-    inside = all(0 <= block < theirs.num_blocks for block in reference.blocks)
+    sources, targets = _array(reference.blocks), np.array(blocks, dtype=np.int64)
+    inside = sources.size > 0 and sources.min() >= 0 and sources.max() < theirs.num_blocks
     fits = 0 <= reference.offset <= theirs.block_bytes - size and header.layer < len(theirs.planes)
-    if reference.size != size or len(reference.blocks) != len(blocks) or not (inside and fits):
+    if reference.size != size or len(sources) != len(targets) or not (inside and fits):
         raise TransferFailed("the reference does not fit the slots that it is for")
     here, there = ours.block(header.layer, 0) + header.part * size, theirs.block(header.layer, 0) + reference.offset
-    if whole:
-        return _joined_copies(size, there, here, reference.blocks, blocks)
-    return (
-        (size, there + source * theirs.block_bytes, here + target * ours.block_bytes)
-        for source, target in zip(reference.blocks, blocks, strict=True)
-    )
+    counts = np.ones(len(sources), dtype=np.int64)
+    if header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes:
+        first, counts = _runs(sources, targets, max(1, MAX_COPY_BYTES // size))
+        sources, targets = sources[first], targets[first]
+    return np.stack(
+        [counts * size, there + sources * theirs.block_bytes, here + targets * ours.block_bytes], axis=1
+    )  # fmt: skip
 
 
-def _joined_copies(size: int, there: int, here: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:
-    """Whole blocks; neighbours on both sides go in one copy."""
-    first, limit = 0, max(1, MAX_COPY_BYTES // size)
-    for index in range(1, len(sources) + 1):
-        together = (
-            index < len(sources)
-            and sources[index] == sources[index - 1] + 1
-            and targets[index] == targets[index - 1] + 1
-            and index - first < limit
-        )
-        if not together:
-            yield (index - first) * size, there + sources[first] * size, here + targets[first] * size
-            first = index
+def _array(blocks: Sequence[int]) -> NDArray[np.int64]:
+    try:
+        return np.array(blocks, dtype=np.int64)
+    except OverflowError:
+        raise TransferFailed("the reference names blocks that there cannot be") from None
 
 
-def batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
+def _runs(
+    sources: NDArray[np.int64], targets: NDArray[np.int64], limit: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where blocks begin that are neighbours on both sides, and how many they are: at most ``limit``."""
+    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    counts = np.diff(np.append(first, len(sources)))
+    cuts = -(-counts // limit)
+    within = np.arange(int(cuts.sum())) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    return np.repeat(first, cuts) + within * limit, np.minimum(np.repeat(counts, cuts) - within * limit, limit)
+
+
+def batches(copies: Copies) -> list[Copies]:
     """As many copies at a time as a lease may be held for; at least one."""
-    batch: list[Copy] = []
-    total = 0
-    for copy in copies:
-        batch.append(copy)
-        total += copy[0]
-        if total >= MAX_COPY_BYTES:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+    starts = np.cumsum(copies[:, 0]) - copies[:, 0]
+    return np.split(copies, np.flatnonzero(np.diff(starts // MAX_COPY_BYTES)) + 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tercet.transport import BlockShape, Grant, GrantTable, KVRegion
-from tercet.transport.backends import Backend, Copy, Reader, Sender
+from tercet.transport.backends import Backend, Copies, Reader, Sender
 from tercet.transport.frames import (
     HEADER_BYTES,
     NONCE_BYTES,
@@ -41,12 +41,12 @@ class FakeReader:
         self.ours, self.theirs = ours, theirs
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
-        self.reads: list[list[Copy]] = []
+        self.reads: list[list[tuple[int, int, int]]] = []
         self.closed = 0
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Copies) -> None:
         self.before()
-        self.reads.append(list(copies))
+        self.reads.append([(size, there, here) for size, there, here in copies.tolist()])
         for size, there, here in self.reads[-1]:
             source = self.theirs.bytes[there : there + size]
             assert (there >= 0, here >= 0, len(source)) == (True, True, size)

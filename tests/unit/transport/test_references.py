@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
 from tercet.transport import references as module
-from tercet.transport.frames import Header, Kind, ProtocolViolation, frame
+from tercet.transport.frames import Header, Kind, ProtocolViolation, Reference, frame
 from tercet.transport.references import batches
+from tercet.transport.region import shape_of
 from tests.unit.transport.builders import (
     BLOCK_BYTES,
     BLOCKS,
@@ -213,9 +216,32 @@ def test_hostile_references_stay_inside_the_lease(said: list[bytes], end_at: int
     reading.theirs.close()
 
 
-@given(st.lists(st.integers(1, 3 * 1024 * 1024), max_size=20))
+@given(st.lists(st.integers(1, 3 * 1024 * 1024), min_size=1, max_size=20))
 def test_batches_are_the_copies_and_no_larger_than_needed(sizes: list[int]) -> None:
-    copies = [(size, number, number) for number, size in enumerate(sizes)]
-    found = list(batches(iter(copies)))
-    assert [copy for batch in found for copy in batch] == copies
-    assert all(batch and sum(copy[0] for copy in batch[:-1]) < module.MAX_COPY_BYTES for batch in found)
+    copies = np.array([(size, number, number) for number, size in enumerate(sizes)])
+    found = batches(copies)
+    assert np.array_equal(np.concatenate(found), copies)
+    assert all(len(batch) and batch[:-1, 0].sum() < module.MAX_COPY_BYTES for batch in found)
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    st.lists(st.integers(0, 30), min_size=40, max_size=40, unique=False),
+    st.integers(1, 5),
+)
+def test_copies_are_the_blocks_in_order_and_neighbours_joined(
+    sources: list[int], targets: list[int], limit: int
+) -> None:
+    targets, size = targets[: len(sources)], 64
+    shape = shape_of([40 * size], 40, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_COPY_BYTES", limit * size)
+        header = Header(Kind.REFERENCE, 1, LEASE, 0, 0, len(sources))
+        found = module.copies(header, size, Reference(tuple(sources), 0, size), shape, shape, targets).tolist()
+    pieces = [(there + at, here + at) for length, there, here in found for at in range(0, length, size)]
+    assert pieces == [(source * size, target * size) for source, target in zip(sources, targets, strict=True)]
+    assert all(length <= limit * size for length, _, _ in found)
+    assert all(
+        there + length != after or here + length != behind or length == limit * size
+        for (length, there, here), (_, after, behind) in itertools.pairwise(found)
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tercet.transport.backends import Copy
+from tercet.transport.backends import Copies
 from tercet.transport.frames import ProtocolViolation
 from tercet.transport.session import MAX_STREAMS, REMEMBERED_REFUSED, Session, Sessions
 
@@ -17,7 +17,7 @@ class CountingReader:
     def __init__(self) -> None:
         self.closed = 0
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Copies) -> None:
         raise AssertionError("nobody reads here")
 
     def word(self, there: int) -> int:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends.base import Backend, BackendUnavailable, Copy, Reader, Sender
+from tercet.transport.backends.base import Backend, BackendUnavailable, Copies, Reader, Sender
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.memory import has_rdma
 from tercet.transport.backends.mooncake import MooncakeBackend
@@ -38,7 +38,7 @@ __all__ = [
     "TCP",
     "Backend",
     "BackendUnavailable",
-    "Copy",
+    "Copies",
     "Reader",
     "Sender",
     "backends_for",

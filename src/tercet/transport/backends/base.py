@@ -7,15 +7,18 @@ that is late, stuck or hostile cannot touch memory that was given to somebody el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
 from tercet.transport.region import RegionShape
 
-# Bytes [0], from a sender's region at [1], to ours at [2].
-Copy = tuple[int, int, int]
+# A row for each copy: bytes, where in the sender's region, where in ours.
+Copies = NDArray[np.int64]
 
 
 class BackendUnavailable(TransferFailed):
@@ -35,8 +38,8 @@ class Sender:
 class Reader(Protocol):
     """Reads one sender's region. Belongs to one thread at a time."""
 
-    def read(self, copies: Iterable[Copy]) -> None:
-        """Copy each ``(size, there, here)`` in; all is in place when this returns.
+    def read(self, copies: Copies) -> None:
+        """Copy each row's bytes in; all is in place when this returns.
 
         Nothing is written to our region after it has returned or raised. Raises
         :class:`~tercet.protocol.TransferFailed` or ``OSError``.

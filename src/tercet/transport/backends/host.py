@@ -12,12 +12,11 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from tercet.transport.backends.base import BackendUnavailable, Copy, Sender
+from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
 from tercet.transport.region import WORD_BYTES, KVRegion
 
 
@@ -70,10 +69,10 @@ class HostReader:
         self._map = theirs
         self._theirs = memoryview(theirs)
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Copies) -> None:
         """See :meth:`~tercet.transport.backends.base.Reader.read`."""
         ours, theirs = self._ours, self._theirs
-        for size, there, here in copies:
+        for size, there, here in copies.tolist():
             ours[here : here + size] = theirs[there : there + size]
 
     def word(self, there: int) -> int:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.base import BackendUnavailable, Copy, Sender
+from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
 from tercet.transport.backends.memory import Placed, WordSlots, has_rdma
 from tercet.transport.region import WORD_BYTES, KVRegion
 
@@ -138,19 +139,17 @@ class MooncakeReader:
         self._offer = offer
         self._slot = slots.take()
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Copies) -> None:
         """See :meth:`~tercet.transport.backends.base.Reader.read`."""
         theirs, ours = self._offer.address, self._reads.placed.address
-        batch = list(copies)
-        for start in range(0, len(batch), MAX_COPIES):
-            some = batch[start : start + MAX_COPIES]
-            there, here = [theirs + copy[1] for copy in some], [ours + copy[2] for copy in some]
-            self._reads.read(self._offer.engine, there, here, [copy[0] for copy in some])
+        for start in range(0, len(copies), MAX_COPIES):
+            sizes, there, here = (copies[start : start + MAX_COPIES] + np.array([0, theirs, ours])).T.tolist()
+            self._reads.read(self._offer.engine, there, here, sizes)
 
     def word(self, there: int) -> int:
         """See :meth:`~tercet.transport.backends.base.Reader.word`."""
         self._slots.clear(self._slot)
-        self.read([(WORD_BYTES, there, self._slots.place(self._slot))])
+        self.read(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
         return self._slots.value(self._slot)
 
     def close(self) -> None:

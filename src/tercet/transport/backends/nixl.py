@@ -17,8 +17,6 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -26,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.base import BackendUnavailable, Copy, Sender
+from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
 from tercet.transport.backends.memory import Placed, WordSlots
 from tercet.transport.region import WORD_BYTES, KVRegion
 
@@ -149,11 +147,10 @@ class NixlReader:
         self._name = ""
         self._slot = slots.take()
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Copies) -> None:
         """See :meth:`~tercet.transport.backends.base.Reader.read`."""
-        table = np.fromiter(chain.from_iterable(copies), dtype=np.uint64).reshape(-1, 3)
         try:
-            self._connected().read(table, self._name, self._offer.address)
+            self._connected().read(copies.astype(np.uint64), self._name, self._offer.address)
         except TransferFailed:
             self._agent = None
             raise
@@ -164,7 +161,7 @@ class NixlReader:
     def word(self, there: int) -> int:
         """See :meth:`~tercet.transport.backends.base.Reader.word`."""
         self._slots.clear(self._slot)
-        self.read([(WORD_BYTES, there, self._slots.place(self._slot))])
+        self.read(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
         return self._slots.value(self._slot)
 
     def close(self) -> None:
