@@ -163,10 +163,10 @@ def run(channel_fd: int) -> None:
         if not message:
             return
         setup = msgspec.msgpack.decode(message, type=Setup)
-        if setup.cpus:
-            # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
-            os.sched_setaffinity(0, setup.cpus)
         try:
+            if setup.cpus:
+                # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
+                os.sched_setaffinity(0, setup.cpus)
             agent = Agent(setup)
         except (OSError, TercetError) as error:
             message = error.message if isinstance(error, TercetError) else str(error)

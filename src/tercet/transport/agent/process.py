@@ -39,7 +39,8 @@ class AgentProcess:
     """One rank's agent. Raises :class:`~tercet.protocol.EngineError` if it cannot start.
 
     An agent that dies takes its worker with it: leases and pushes are half-way somewhere, and a supervisor that starts
-    the engine anew is the only clean way out.
+    the engine anew is the only clean way out. The thread that makes this object must live as long as the worker does:
+    with its end the kernel kills the agent, so that also one that is stopped goes with its worker.
     """
 
     def __init__(
@@ -113,5 +114,6 @@ class AgentProcess:
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            logger.warning("the KV agent (process %d) did not end within %.0f s, and is killed", self.pid, STOP_SECONDS)
             self._process.kill()
             self._process.wait()

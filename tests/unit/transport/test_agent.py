@@ -1,0 +1,352 @@
+"""The agent process: KV from step notes, orders over the control channel, and an end that it shares with its worker."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tercet.protocol import EngineError
+from tercet.transport import TransportSettings
+from tercet.transport.agent import AgentProcess, ControlClient, SharedKV, process
+from tercet.transport.agent.control import ControlServer
+from tercet.transport.agent.messages import (
+    CancelSend,
+    Command,
+    Completion,
+    LayerDone,
+    LeaseFilled,
+    Push,
+    PushCached,
+    ReadCounters,
+    RevokeLease,
+    SendDone,
+)
+from tests.unit.transport.agents import (
+    ALL,
+    BLOCKS,
+    BYTES,
+    END,
+    LAYERS,
+    Edge,
+    Rank,
+    Worker,
+    agents_of,
+    edge,
+    is_there,
+    opening,
+    rank,
+    start,
+    step,
+    worker,
+)
+from tests.unit.transport.ranks import SECONDS, TOKENS, Held, content, expected_after, filled, new_lease, settle
+
+NOWHERE = ("tcp://127.0.0.1:1",)
+HALF = BLOCKS // 2
+
+
+@pytest.fixture(scope="module")
+def inbox() -> Generator[Edge]:
+    with edge() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def source() -> Generator[Rank]:
+    with rank(1) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def target() -> Generator[Rank]:
+    with rank(2) as found:
+        yield found
+
+
+def reports(inbox: Edge, count: int) -> tuple[list[SendDone], list[LeaseFilled]]:
+    found = [inbox.next() for _ in range(count)]
+    sent = [report for report in found if isinstance(report, SendDone)]
+    return sent, [report for report in found if isinstance(report, LeaseFilled)]
+
+
+# ---- KV ------------------------------------------------------------------------------------------------------
+
+
+def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease, backwards = target.grant(inbox.address), tuple(reversed(ALL))
+    expected = expected_after(content(target.region), source.region, backwards, ALL)
+    opened = opening("one", lease, inbox.address, target.addresses)
+    step(source.agent, [opened], [Push("one", 0, backwards)], [Completion("one", 0, END)])
+    sent, filled_leases = reports(inbox, 2)
+    assert filled_leases == [LeaseFilled(lease, 2, END)]
+    assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].pieces, None)]
+    assert target.order(RevokeLease(lease)) == END
+    assert content(target.region) == expected
+
+
+def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease, other = target.grant(inbox.address, ALL[:HALF]), target.grant(inbox.address, ALL[HALF:])
+    sources = (3, 1, 4, 15, 9, 2, 6, 5)
+    expected = expected_after(content(target.region), source.region, sources * 2, ALL)
+    openings = [opening(name, each, inbox.address, target.addresses) for name, each in (("a", lease), ("b", other))]
+    step(source.agent, openings[:1], [Push("a", 0, sources[:3])])
+    step(source.agent, openings[1:], [Push("a", 3, sources[3:5]), Push("b", 0, sources[:7])])
+    step(source.agent, [], [])
+    done = Completion("a", 0, HALF * TOKENS), Completion("b", 0, HALF * TOKENS)
+    step(source.agent, [], [Push("b", 7, sources[7:]), Push("a", 5, sources[5:])], done)
+    sent, filled_leases = reports(inbox, 4)
+    assert {report.send_id: report.error for report in sent} == {"a": None, "b": None}
+    assert {report.lease: report.valid_end for report in filled_leases} == dict.fromkeys((lease, other), HALF * TOKENS)
+    assert [target.order(RevokeLease(each)) for each in (lease, other)] == [HALF * TOKENS] * 2
+    assert content(target.region) == expected
+
+
+def test_cached_kv_is_pushed_without_a_step(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease = target.grant(inbox.address)
+    opened = opening("cached", lease, inbox.address, target.addresses)
+    source.order(PushCached(opened, Push("cached", 0, ALL), Completion("cached", 0, END)))
+    sent, _ = reports(inbox, 2)
+    assert sent[0].error is None
+    assert target.order(RevokeLease(lease)) == END
+    assert content(target.region) == content(source.region)
+
+
+def test_a_send_that_is_cancelled_before_its_step_is_not_opened(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease, before = target.grant(inbox.address), source.counters()
+    source.order(CancelSend("early"))
+    opened = opening("early", lease, inbox.address, target.addresses)
+    step(source.agent, [opened], [Push("early", 0, ALL)], [Completion("early", 0, END)])
+    opened = opening("next", lease, inbox.address, target.addresses)
+    step(source.agent, [opened], [Push("next", 0, ALL)], [Completion("next", 0, END)])
+    sent, _ = reports(inbox, 2)
+    assert [report.send_id for report in sent] == ["next"]
+    assert source.counters()["pieces_sent"] - before["pieces_sent"] == LAYERS
+    target.order(RevokeLease(lease))
+
+
+def test_a_cancel_between_steps_is_reported_once_and_is_a_fence(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease = target.grant(inbox.address)
+    opened = opening("half", lease, inbox.address, target.addresses)
+    step(source.agent, [opened], [Push("half", 0, ALL[:HALF])])
+    # The channel and the control channel are two: only an opened send can be cancelled here.
+    settle(lambda: target.counters()["receives_active"] == 1)
+    source.order(CancelSend("half"))
+    assert "cancelled" in (inbox.done().error or "")
+    pushed = source.counters()["pieces_sent"]
+    step(source.agent, [], [Push("half", HALF, ALL[HALF:])], [Completion("half", 0, END)])
+    source.order(CancelSend("half"))
+    assert target.order(RevokeLease(lease)) == 0
+    assert source.counters()["pieces_sent"] == pushed
+    assert source.counters()["sends_active"] == target.counters()["receives_active"] == 0
+
+
+def test_one_lost_rank_of_several_ends_the_send_with_one_report(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease = target.grant(inbox.address)
+    opened = opening("two", lease, inbox.address, target.addresses, NOWHERE)
+    step(source.agent, [opened], [Push("two", 0, ALL[:HALF])])
+    assert "127.0.0.1:1" in (inbox.done().error or "")
+    settle(lambda: source.counters()["sends_active"] == 0)
+    assert target.order(RevokeLease(lease)) == 0
+
+
+def test_a_rank_whose_heads_others_send_is_done_at_once(source: Rank, inbox: Edge) -> None:
+    step(source.agent, [opening("none", new_lease(), inbox.address)], [Push("none", 0, ALL)])
+    assert inbox.done() == SendDone("none", 1)
+
+
+def test_what_was_revoked_is_reported_as_an_error_and_leases_are_told_of_no_more(
+    source: Rank, target: Rank, inbox: Edge
+) -> None:
+    lease = target.grant(inbox.address)
+    assert target.order(RevokeLease(lease)) == 0
+    opened = opening("late", lease, inbox.address, target.addresses)
+    step(source.agent, [opened], [Push("late", 0, ALL)], [Completion("late", 0, END)])
+    assert "has ended" in (inbox.done().error or "")
+
+
+# ---- the control channel -------------------------------------------------------------------------------------
+
+
+def test_an_order_that_cannot_be_carried_out_names_the_rank_and_the_reason(target: Rank) -> None:
+    with pytest.raises(EngineError, match="KV agent 0: lease 00 is not open"):
+        target.order(RevokeLease("00"))
+    assert target.counters()["leases_open"] == 0
+
+
+def test_who_does_not_know_the_agents_secret_gets_no_answer(target: Rank) -> None:
+    stranger = ControlClient([(target.agent.ready.control, "0" * 32)], answer_seconds=0.3)
+    with pytest.raises(EngineError, match=r"KV agent 0 did not answer on its control channel within 0\.3 s"):
+        stranger.call_all(ReadCounters())
+    stranger.close()
+
+
+def test_nonsense_on_the_control_channel_is_skipped(target: Rank) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(target.agent.ready.control)
+    for frames in (
+        [b""],
+        [b"\xc1"],
+        [b"a", b"b", b"c"],
+        [msgspec.msgpack.encode(["s", 1, {}])],
+        [secrets.token_bytes(99)],
+    ):
+        stranger.send_multipart(frames)
+    assert target.counters()["leases_open"] == 0
+    assert not stranger.poll(0)
+    context.destroy(linger=0)
+
+
+def test_closing_the_control_channel_in_the_middle_of_an_order_waits_for_it_and_ends() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handle(_: Command) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    server = ControlServer(handle)
+    client = ControlClient([(server.address, server.secret)], answer_seconds=0.1)
+    with pytest.raises(EngineError):
+        client.call_all(ReadCounters())
+    assert begun.wait(SECONDS)
+    closer = threading.Thread(target=server.close, daemon=True)
+    closer.start()
+    settle(lambda: closer.is_alive())
+    go_on.set()
+    closer.join(SECONDS)
+    assert not closer.is_alive()
+    client.close()
+
+
+# ---- beginning and ending ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (TransportSettings(hosts=("192.0.2.1",)), r"hosts: 192\.0\.2\.1 is no address of this machine"),
+        (TransportSettings("pigeon"), "there is no 'pigeon'; choose auto, tcp"),
+    ],
+    ids=["host", "transport"],
+)
+def test_settings_that_cannot_be_had_are_one_clear_error(settings: TransportSettings, reason: str) -> None:
+    region, before = filled(1, 2, BYTES, 1), agents_of(os.getpid())
+    with pytest.raises(EngineError, match=f"the KV agent cannot start: .*{reason}"):
+        start(region, settings)
+    region.close()
+    assert agents_of(os.getpid()) == before
+
+
+def test_busy_ports_are_one_clear_error() -> None:
+    region, before = filled(1, 2, BYTES, 1), agents_of(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"the KV agent cannot start: ports: none is free .* {port} to {port}"):
+            start(region, TransportSettings(ports=(port,)))
+    region.close()
+    assert agents_of(os.getpid()) == before
+
+
+def test_kv_that_is_not_there_is_an_error_that_points_to_the_log() -> None:
+    region, larger, before = filled(1, 2, BYTES, 1), filled(1, 200, BYTES, 1), agents_of(os.getpid())
+    with pytest.raises(EngineError, match="the KV agent ended at start with status 1; see its log above"):
+        AgentProcess(0, SharedKV(region.fd, larger.shape), "agents", TransportSettings(), ())
+    region.close()
+    larger.close()
+    assert agents_of(os.getpid()) == before
+
+
+def test_the_secret_is_not_for_everybody_to_read() -> None:
+    secret = "not-for-everybody"
+    with rank(1, TransportSettings(secret=secret)) as ours:
+        for name in ("cmdline", "environ"):
+            assert secret.encode() not in Path(f"/proc/{ours.agent.pid}/{name}").read_bytes()
+
+
+def test_an_agent_keeps_to_its_cpus_and_outlives_the_signals_of_a_terminal() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    region = filled(1, 2, BYTES, 1)
+    found = Rank(region, AgentProcess(0, SharedKV(region.fd, region.shape), "agents", TransportSettings(), [cpu]))
+    assert os.sched_getaffinity(found.agent.pid) == {cpu}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(found.agent.pid, number)
+    assert found.counters()["connections"] == 0
+    found.close()
+    region.close()
+
+
+def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_way(
+    caplog: pytest.LogCaptureFixture, inbox: Edge, target: Rank
+) -> None:
+    before, lease = Held(), target.grant(inbox.address)
+    sessions = target.counters()["sessions_in"]
+    with rank(3) as ours:
+        pid = ours.agent.pid
+        opened = opening("cut", lease, NOWHERE[0], target.addresses)
+        step(ours.agent, [opened], [Push("cut", 0, ALL)])
+        settle(lambda: target.counters()["receives_active"] == 1)
+    assert not is_there(pid)
+    assert "did not end within" not in caplog.text
+    settle(lambda: target.counters()["receives_active"] == 0)
+    settle(lambda: target.counters()["sessions_in"] == sessions)
+    assert target.order(RevokeLease(lease)) == 0
+    del ours
+    before.require_back()
+
+
+def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
+    with rank(3) as ours:
+        os.kill(ours.agent.pid, signal.SIGSTOP)
+    assert not is_there(ours.agent.pid)
+    assert "did not end within" in caplog.text
+
+
+def tell_without_end(agent: AgentProcess) -> None:
+    while True:
+        agent.tell(LayerDone(tuple(range(1000))))
+
+
+def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes() -> None:
+    with rank(3) as ours:
+        os.kill(ours.agent.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="takes no more notes"):
+            tell_without_end(ours.agent)
+        os.kill(ours.agent.pid, signal.SIGCONT)
+
+
+def killed(worker: Worker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def stopped_and_killed(worker: Worker) -> None:
+    os.kill(worker.agent, signal.SIGSTOP)
+    killed(worker)
+
+
+@pytest.mark.parametrize("how", [killed, stopped_and_killed, Worker.leave])
+def test_an_agent_goes_with_its_worker(how: Callable[[Worker], None]) -> None:
+    with worker() as found:
+        assert is_there(found.agent)
+        how(found)
+        settle(lambda: not is_there(found.agent))
+        assert found.status() == (0 if how is Worker.leave else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_goes_with_its_agent(number: signal.Signals) -> None:
+    with worker() as found:
+        os.kill(found.agent, number)
+        assert found.status() == 1
+        assert agents_of(found.pid) == []
