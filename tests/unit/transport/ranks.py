@@ -130,6 +130,24 @@ def transfer(
     return outcome
 
 
+def idle(*ranks: RankTransport) -> None:
+    """Wait until nothing of a send is left anywhere; sessions may stay."""
+    for each in ranks:
+        settle(lambda each=each: not any(each.counters()[name] for name in ("sends_active", "receives_active")))
+
+
+def outcome_between(ours: RankTransport, source: KVRegion, theirs: RankTransport) -> Outcome:
+    """How a small send between two ranks ends."""
+    lease = grant(theirs, (0, 1))
+    send = Send(ours, theirs.addresses, lease, whole(source))
+    send.push(range(source.num_layers), (2, 3))
+    send.finish(2 * TOKENS)
+    outcome = send.wait()
+    theirs.revoke(lease)
+    idle(ours, theirs)
+    return outcome
+
+
 def expected_after(
     before: Sequence[bytes], source: KVRegion, sources: Sequence[int], targets: Sequence[int]
 ) -> list[bytes]:
