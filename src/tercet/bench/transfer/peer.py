@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
@@ -110,9 +111,9 @@ class _Receiving:
         self._libraries[library] = LIBRARIES[library](self._region)
         self._libraries[library].connect(msgspec.msgpack.decode(offered, type=Offered))
 
-    def direct_read(self, library: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> float:
-        """Read blocks of each layer; returns the seconds."""
-        return self._libraries[library].read(sources, targets)
+    def direct_read(self, library: str, sources: bytes, targets: bytes) -> None:
+        """Read blocks of each layer."""
+        self._libraries[library].read(np.frombuffer(sources, np.int32), np.frombuffer(targets, np.int32))
 
     def direct_close(self, library: str) -> None:
         """Drop the library's agent or engine."""
