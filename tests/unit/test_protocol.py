@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol import BadRequest, EngineError, LayoutMismatch, NoSpace, TercetError, from_wire, resolve_range
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    KVLayout,
+    LayoutMismatch,
+    NoSpace,
+    TercetError,
+    from_wire,
+    resolve_range,
+)
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import PrepRecvCall, StartGenerateCall, decode_call
 
@@ -83,10 +93,49 @@ def test_the_field_is_named(body: bytes, field: str) -> None:
     assert raised.value.param == field
 
 
-@pytest.mark.parametrize("field", LAYOUT.__struct_fields__)
+@pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if not name.startswith("splits")])
 def test_a_mismatch_names_what_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
     with pytest.raises(LayoutMismatch, match=field):
-        LAYOUT.require_same(other, "the other")
-    LAYOUT.require_same(LAYOUT, "itself")
+        LAYOUT.require_mappable(other, "the other")
+    LAYOUT.require_mappable(LAYOUT, "itself")
+
+
+SPLITTABLE = msgspec.structs.replace(LAYOUT, num_kv_heads=8, splits_by_head=True, splits_by_token=True)
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([16, 64, 128]))
+def test_engines_that_cut_heads_and_tokens_otherwise_can_exchange_kv(ours: int, theirs: int, block_size: int) -> None:
+    here, there = _split(ours, SPLITTABLE.block_size), _split(theirs, block_size)
+    here.require_mappable(there, "the other")
+    assert here.exchange_key == there.exchange_key
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"splits_by_head": False, "tp_size": 2, "block_bytes": LAYOUT.block_bytes // 2},
+            "cannot be cut between heads",
+        ),
+        ({"splits_by_token": False, "block_size": LAYOUT.block_size * 2}, "block_size"),
+    ],
+)
+def test_what_cannot_be_mapped_is_named(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LayoutMismatch, match=reason):
+        SPLITTABLE.require_mappable(msgspec.structs.replace(SPLITTABLE, **changed), "the other")
+
+
+def test_degrees_of_which_neither_divides_the_other_are_named() -> None:
+    here = _split(2, SPLITTABLE.block_size)
+    with pytest.raises(LayoutMismatch, match="tp_size is 2 here and 3 on the other, and neither divides the other"):
+        here.require_mappable(msgspec.structs.replace(here, tp_size=3), "the other")
+
+
+def _split(tp_size: int, block_size: int) -> KVLayout:
+    head_bytes = SPLITTABLE.block_bytes // SPLITTABLE.num_kv_heads * block_size // SPLITTABLE.block_size
+    heads = max(1, SPLITTABLE.num_kv_heads // tp_size)
+    return msgspec.structs.replace(
+        SPLITTABLE, tp_size=tp_size, block_size=block_size, block_bytes=heads * head_bytes
+    )  # fmt: skip

@@ -29,8 +29,8 @@ class WorkerSide:
         self._layout = layout
         kv = planes.share()
         try:
-            settings = self._config.transport_settings()
-            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, _cpus_of_agent(), _block_of(layout))
+            settings, cpus = self._config.transport_settings(), _cpus_of_agent()
+            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, cpus, _block_of(layout))
         finally:
             os.close(kv.fd)  # the agent has its own; the mapping stays
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
@@ -89,12 +90,12 @@ def test_a_killed_sender_is_an_error_and_another_can_be_read() -> None:
     copy = (BYTES, 0, BYTES)
     with elsewhere("nixl", 8, BYTES) as lost, elsewhere("nixl", 8, BYTES) as kept:
         reader, other = backend.connect(lost.offer, lost.sender), backend.connect(kept.offer, kept.sender)
-        reader.read([copy])
+        reader.read(np.array([copy]))
         assert region.blocks(0, 1) == b"\7" * BYTES
         lost.kill()
         with pytest.raises(TransferFailed, match="nixl"):
-            reader.read([copy])
-        other.read([(BYTES, 0, 2 * BYTES)])
+            reader.read(np.array([copy]))
+        other.read(np.array([(BYTES, 0, 2 * BYTES)]))
         assert region.blocks(0, 2) == b"\7" * BYTES
         reader.close()
         other.close()
@@ -109,10 +110,10 @@ def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pyte
     (backend,) = backends_for("nixl", region)
     with elsewhere("nixl", blocks, size) as process:
         reader = backend.connect(process.offer, process.sender)
-        reader.read([(size, 0, 0)])
+        reader.read(np.array([(size, 0, 0)]))
         process.stop()
         with pytest.raises(TransferFailed, match="did not come within"):
-            reader.read([(size, block * size, block * size) for block in range(blocks)])
+            reader.read(np.array([(size, block * size, block * size) for block in range(blocks)]))
         region.blocks(0, 0, blocks)[:] = b"\1" * (size * blocks)
         process.go_on()
         with suppress(TransferFailed):  # the sender may be gone
@@ -129,7 +130,7 @@ def test_memory_that_was_not_registered_cannot_be_read() -> None:
     with elsewhere("nixl", 8, BYTES) as process:
         reader = backend.connect(process.offer, process.sender)
         with pytest.raises(TransferFailed, match="nixl"):
-            reader.read([(BYTES, process.shape.size + (1 << 20), 0)])
+            reader.read(np.array([(BYTES, process.shape.size + (1 << 20), 0)]))
         reader.close()
     backend.close()
     region.close()
@@ -144,7 +145,7 @@ def test_closing_gives_files_and_threads_back() -> None:
         (backend,) = backends_for("nixl", region)
         with elsewhere("nixl", 8, BYTES) as process:
             reader = backend.connect(process.offer, process.sender)
-            reader.read([(BYTES, 0, 0)])
+            reader.read(np.array([(BYTES, 0, 0)]))
             reader.close()
         backend.close()
         region.close()
