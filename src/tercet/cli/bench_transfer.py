@@ -51,16 +51,17 @@ def transfer(
     found = Table()
     idle: dict[str, float | str] = {}
     interference: dict[str, Interference | str] = {}
-    with console.status("starting") as status:
-        if sizes[0]:
+    if sizes[0]:
+        with console.status("starting") as status:
             found = measure(cases(*sizes), backends, rounds, streams, status.update)
-            idle = idle_cpu([name for name in backends if name in found.ways], streams, status.update)
-        if engine is not None:
+        # No spinner here: it would be measured, too.
+        idle = idle_cpu([name for name in backends if name in found.ways], streams, console.print)
+    if engine is not None:
+        with console.status("starting") as status:
             for name in backends:
                 status.update(f"decode steps of {engine} while it receives over {name}")
-                interference[name] = _interference(
-                    engine.rstrip("/"), rounds, tokens, TransportSettings(name, streams=streams)
-                )
+                settings = TransportSettings(name, streams=streams)
+                interference[name] = _interference(engine.rstrip("/"), rounds, tokens, settings)
     _show(console, found, idle, interference)
     if json is not None:
         report(found, idle, interference).save(json)
@@ -92,8 +93,8 @@ def _show(
     for way, why in failures(found).items():
         console.print(f"{way} was not measured: {why}", highlight=False)
     for way, cores in idle.items():
-        said = f"{cores * 100:.1f}% of a core" if isinstance(cores, float) else cores
-        console.print(f"idle {way}: {said}", highlight=False)
+        said = f"{cores * 100:.2f}% of a core" if isinstance(cores, float) else cores
+        console.print(f"idle, a pair of ranks over {way}: {said}", highlight=False)
     for way, slowed in interference.items():
         console.print(f"decode steps while receiving over {way}: {_told(slowed)}", highlight=False)
 

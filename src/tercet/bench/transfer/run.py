@@ -82,7 +82,7 @@ def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[
     case = Case(96 * 1024, 4 * 1024 * 1024)
     found: dict[str, float | str] = {}
     for name in backends:
-        progress(f"idle CPU of {name}")
+        progress(f"watching an idle pair of ranks over {name} for {IDLE_SECONDS:g} s")
         source = case.region()
         try:
             with Peer(case) as peer:
