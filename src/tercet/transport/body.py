@@ -8,12 +8,13 @@ from itertools import islice
 
 from tercet.transport.frames import Header
 
-MAX_BUFFERS = 512  # in one system call; Linux takes 1024
+# In one system call. Linux takes 1024, but who offers many small ones pays for each, and few are filled at a time.
+MAX_BUFFERS = 128
 Receive = Callable[[Sequence[memoryview]], int]
 
 
 class Body:
-    """Bytes that come next, and where they go.
+    """A header's bytes, which come next, and where they go: ``buffers``, which hold just as many.
 
     ``lease`` is set while they go into KV. ``dropped``: they were refused, and go nowhere.
     """
@@ -22,7 +23,7 @@ class Body:
         self.header = header
         self.lease = lease
         self.dropped = False
-        self.left = sum(buffer.nbytes for buffer in buffers)
+        self.left = header.nbytes
         self._buffers = deque(buffers)
 
     def buffers(self) -> list[memoryview]:
@@ -34,10 +35,11 @@ class Body:
         self.left -= count
         while count:
             first = self._buffers.popleft()
-            if first.nbytes > count:
+            size = len(first)
+            if size > count:
                 self._buffers.appendleft(first[count:])
                 return
-            count -= first.nbytes
+            count -= size
 
     def divert(self, scratch: memoryview) -> None:
         """Let the rest go nowhere."""
@@ -52,6 +54,5 @@ class Body:
 def dropped(header: Header, scratch: memoryview) -> Body:
     """A body that is refused from its first byte on."""
     body = Body(header, [])
-    body.left = header.nbytes
     body.divert(scratch)
     return body

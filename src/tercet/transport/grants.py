@@ -164,8 +164,8 @@ class GrantTable:
             opened = self._find(lease)
             found = _send_of(opened, send, piece.part, piece.parts, piece.unit)
             found.frames += 1
-            for slot in range(piece.begin, piece.end):
-                found.arrived[slot] |= 1 << piece.layer
+            layer, slots = 1 << piece.layer, slice(piece.begin, piece.end)
+            found.arrived[slots] = [layers | layer for layers in found.arrived[slots]]
             return self._settle(opened, send, found)
 
     def claim(self, lease: str, send: SendKey, claim: Claim) -> int | None:
