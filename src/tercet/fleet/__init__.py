@@ -1,6 +1,8 @@
-"""The fleet: which engines there are, in which role, and how busy this front door keeps each of them."""
+"""The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
 from tercet.fleet.fleet import Fleet, Member, Role
+from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.load import EngineLoad
 from tercet.fleet.trace import Trace, TraceEvent
 
-__all__ = ["Fleet", "Member", "Role", "Trace", "TraceEvent"]
+__all__ = ["EngineLoad", "Fleet", "FleetKnowledge", "Member", "Role", "Trace", "TraceEvent"]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from copy import copy
+from dataclasses import dataclass, field
+from random import Random
 
+from tercet.fleet.choice import Choice
+from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine
-from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, UnknownEngine
-from tercet.scheduling import PICKERS
-
-Role = Literal["prefill", "decode", "both"]
+from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, Request, UnknownEngine
+from tercet.scheduling import PICKERS, Role, Scheduling
 
 
 @dataclass
 class Member:
     """One engine of the fleet.
 
-    ``in_flight`` counts the sequences that this front door runs on it now. ``reachable`` turns false when a call finds
-    no answer, and true again when somebody (the front door's watch) gets one. A ``draining`` member is not picked any
-    more. ``when_idle`` is called each time that its last sequence ends.
+    ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
+    those that were picked for with their request. ``labels`` are its operator's words about it. ``reachable`` turns
+    false when a call finds no answer, and true again when somebody (the front door's watch) gets one. A ``draining``
+    member is not picked any more. ``when_idle`` is called each time that its last sequence ends.
     """
 
     name: str
@@ -32,6 +36,8 @@ class Member:
     reachable: bool = True
     draining: bool = False
     when_idle: Callable[[], None] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    in_flight_tokens: int = 0
 
     def can(self, role: Role) -> bool:
         """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
@@ -43,13 +49,29 @@ class Fleet:
 
     A fleet handed to a program is a view of the shared one: members and counts are shared, so that a change of
     membership is seen by programs that run already; the trace is the request's own.
+
+    ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
+    reported more than ``stale_after`` seconds ago counts as unknown. ``seed`` makes random picks repeatable.
     """
 
-    def __init__(self, members: Sequence[Member], trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        trace: Trace | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stale_after: float = STALE_AFTER,
+        seed: int | None = None,
+    ) -> None:
         self._members = list(members)
-        self._open = [member for member in self._members if not member.draining]
+        self._open = list[Member]()
         self._turns: Counter[tuple[str, str]] = Counter()
         self._trace = trace or Trace()
+        self._choice = Choice(FleetKnowledge(clock, stale_after), Random(seed), scheduling or Scheduling())
+        for member in self._members:
+            self.knowledge.add(member.name)
+        self._reopen()
 
     @property
     def members(self) -> Sequence[Member]:
@@ -58,9 +80,27 @@ class Fleet:
 
     def traced(self, trace: Trace) -> Fleet:
         """A view of this fleet whose engines note in ``trace`` what they do."""
-        view = Fleet((), trace)
-        view._members, view._open, view._turns = self._members, self._open, self._turns
+        view = copy(self)
+        view._trace = trace
         return view
+
+    @property
+    def knowledge(self) -> FleetKnowledge:
+        """What is known of the engines; whoever hears from them tells it."""
+        return self._choice.knowledge
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """The profiles that picks may name; set it to change them for picks from now on."""
+        return self._choice.scheduling
+
+    @scheduling.setter
+    def scheduling(self, scheduling: Scheduling) -> None:
+        self._choice.scheduling = scheduling
+
+    def report(self, name: str, load: EngineLoad) -> None:
+        """An engine said how busy it is; that of an engine which is not here (any more) is ignored."""
+        self.knowledge.loads.report(name, load)
 
     def member(self, name: str) -> Member:
         """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
@@ -75,6 +115,7 @@ class Fleet:
         if any(other.name == member.name for other in self._members):
             raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
         self._members.append(member)
+        self.knowledge.add(member.name)
         self._reopen()
 
     def remove(self, name: str) -> Member:
@@ -84,6 +125,7 @@ class Fleet:
         """
         member = self.member(name)
         self._members.remove(member)
+        self.knowledge.remove(name)
         self._reopen()
         return member
 
@@ -103,28 +145,51 @@ class Fleet:
     def _reopen(self) -> None:
         # In place: views hold the same list.
         self._open[:] = [member for member in self._members if not member.draining]
+        self._choice.reopen(self._open)
 
     @contextmanager
-    def pick(self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None) -> Generator[Engine]:
-        """An engine that may serve in ``role`` (``both`` means any), chosen by a picker; counted while entered.
+    def pick(
+        self,
+        role: Role = "both",
+        by: str = "round_robin",
+        other_than: Engine | None = None,
+        request: Request | None = None,
+    ) -> Generator[Engine]:
+        """An engine that may serve in ``role`` (``both`` means any); counted while entered.
+
+        ``by`` is ``round_robin``, ``least_loaded``, the name of a profile of :attr:`scheduling`, or ``scheduled`` for
+        the profile that it has for the role. Profiles that look at prompts or headers need the ``request``.
 
         Engines that are being drained are left out; those that do not answer are while others do, and so is
-        ``other_than``. Raises :class:`~tercet.protocol.EngineUnreachable` if no engine has the role, and
-        :class:`~tercet.protocol.BadRequest` for an unknown picker.
+        ``other_than``. Raises :class:`~tercet.protocol.EngineUnreachable` if no engine has the role or a strict filter
+        leaves none, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
-        member = self._choose(role, by, other_than.name if other_than is not None else None)
+        member = self._choose(role, by, other_than.name if other_than is not None else None, request)
+        tokens = request.num_tokens if request is not None else 0
         member.in_flight += 1
+        member.in_flight_tokens += tokens
         try:
             yield TracedEngine(member.engine, self._trace, lambda: setattr(member, "reachable", False))
         finally:
             member.in_flight -= 1
+            member.in_flight_tokens -= tokens
+            if request is not None:
+                self._choice.believed.pop((request.seq_id, member.name), None)
             if member.in_flight == 0 and member.when_idle is not None:
                 member.when_idle()
 
-    def _choose(self, role: Role, by: str, without: str | None) -> Member:
+    def disaggregates(self, request: Request, decode: Engine, by: str | None = None) -> bool:
+        """Whether another engine shall prefill for ``decode``, which was picked for this request.
+
+        ``by`` names a decider of :attr:`scheduling`; None is its handler's. False if there is no other engine to
+        prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
+        """
+        return self._choice.disaggregates(request, decode.name, by)
+
+    def _choose(self, role: Role, by: str, without: str | None, request: Request | None) -> Member:
         picker = PICKERS.get(by)
         if picker is None:
-            raise BadRequest(f"pick: there is no picker {by!r}; choose one of {', '.join(sorted(PICKERS))}", "pick")
+            return self._choose_by_profile(role, by, without, request)
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
         able = self._open if role == "both" else [m for m in self._open if m.role == role or m.role == "both"]
         candidates = [member for member in able if member.reachable] or able
@@ -136,3 +201,13 @@ class Fleet:
         turn = self._turns[key]
         self._turns[key] += 1
         return candidates[picker(candidates, turn)]
+
+    def _choose_by_profile(self, role: Role, by: str, without: str | None, request: Request | None) -> Member:
+        profile = self.scheduling.profile(by, role)
+        if profile is None:
+            known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
+            raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
+        place = self._choice.choose(profile, role, without, request)
+        if place is None:
+            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
+        return self._open[place]

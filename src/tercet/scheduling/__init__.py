@@ -1,5 +1,32 @@
-"""Which engine: pure functions over what is known of the candidates."""
+"""Which engine: filters, scorers and pickers over what is known of the candidates. Pure, without I/O.
 
-from tercet.scheduling.pickers import PICKERS, Candidate, Picker, least_loaded, round_robin
+A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
+"""
 
-__all__ = ["PICKERS", "Candidate", "Picker", "least_loaded", "round_robin"]
+from tercet.scheduling.decision import Decision, Knowledge, Role
+from tercet.scheduling.engines import Engines, EngineView
+from tercet.scheduling.loading import load_scheduling
+from tercet.scheduling.pickers import PICKERS, Candidate, least_loaded, round_robin
+from tercet.scheduling.plugin import Decider, Filter, Picker, Scorer
+from tercet.scheduling.profile import Profile
+from tercet.scheduling.scheduling import SCHEDULED, Scheduling
+
+__all__ = [
+    "PICKERS",
+    "SCHEDULED",
+    "Candidate",
+    "Decider",
+    "Decision",
+    "EngineView",
+    "Engines",
+    "Filter",
+    "Knowledge",
+    "Picker",
+    "Profile",
+    "Role",
+    "Scheduling",
+    "Scorer",
+    "least_loaded",
+    "load_scheduling",
+    "round_robin",
+]

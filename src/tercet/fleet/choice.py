@@ -1,0 +1,78 @@
+"""Picks by the profiles of a scheduling file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from tercet.fleet.knowledge import FleetKnowledge
+from tercet.protocol import Request
+from tercet.scheduling import Decision, Engines, EngineView, Profile, Role, Scheduling
+from tercet.scheduling.engines import Integers
+
+
+@dataclass
+class Choice:
+    """What all views of a fleet choose by; ``views`` are the engines that may be picked, ``rows`` their rows.
+
+    ``believed`` are the tokens that engines were believed to hold when they were picked, for picks that are not over:
+    afterwards a pick itself makes them believed to hold the whole prompt.
+    """
+
+    knowledge: FleetKnowledge
+    random: Random
+    scheduling: Scheduling = field(default_factory=Scheduling)
+    views: Sequence[EngineView] = ()
+    rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    _places: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def reopen(self, views: Sequence[EngineView]) -> None:
+        """From now on these may be picked."""
+        self.views = views
+        self.rows = self.knowledge.rows([view.name for view in views])
+        self._places = {row: place for place, row in enumerate(self.rows.tolist())}
+
+    def choose(self, profile: Profile, role: Role, without: str | None, request: Request | None) -> int | None:
+        """The place in ``views`` of the engine to take; None if none has the role.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
+        """
+        candidates = self.candidates(role)
+        if without is not None:
+            candidates = _preferring(candidates, [engine.name != without for engine in candidates])
+        if not len(candidates):
+            return None
+        decision = Decision(request, role, self.knowledge, self.random)
+        row = profile.choose(decision, candidates)
+        place = self._places[row]
+        if request is not None and decision.matched is not None:
+            self.believed[request.seq_id, self.views[place].name] = int(decision.matched[row])
+        return place
+
+    def candidates(self, role: Role) -> Engines:
+        """Those that have the role, without those that do not answer while others do."""
+        able = Engines(self.views, self.rows, self.knowledge.loads)
+        if role != "both":
+            able = able.where([engine.role == role or engine.role == "both" for engine in able])
+        return _preferring(able, [engine.reachable for engine in able])
+
+    def disaggregates(self, request: Request, decode: str, by: str | None) -> bool:
+        """See :meth:`tercet.fleet.Fleet.disaggregates`."""
+        decider = self.scheduling.decider_called(by)
+        prefill = self.candidates("prefill")
+        prefill = prefill.where([engine.name != decode for engine in prefill])
+        if not len(prefill):
+            return False
+        cached = self.believed.get((request.seq_id, decode))
+        if cached is None:
+            cached = self.knowledge.cached_tokens(decode, request)
+        return decider.disaggregates(request, cached, prefill)
+
+
+def _preferring(engines: Engines, wanted: Sequence[bool]) -> Engines:
+    """Those that are wanted, or all if none is."""
+    return engines.where(wanted) if True in wanted else engines

@@ -1,0 +1,167 @@
+"""Which engine has which blocks: guessed from what was routed where, and told by the engines themselves.
+
+Holders of a block are the bits of one integer, a bit per row: so the engines that have all of a prompt's first blocks
+are found with one AND per block, however many engines there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
+
+from tercet.scheduling.engines import Integers
+from tercet.scheduling.prefixes import next_hash, root_of
+
+MANY = 24
+
+
+class Holders:
+    """For each block hash, the rows that have it."""
+
+    def __init__(self, rows: Callable[[], int]) -> None:
+        self._rows = rows
+        self._holders: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, row: int, block: int) -> None:
+        """``row`` has the block now."""
+        self._holders[block] = self._holders.get(block, 0) | 1 << row
+
+    def discard(self, row: int, block: int) -> None:
+        """``row`` has it no more."""
+        left = self._holders.get(block, 0) & ~(1 << row)
+        if left:
+            self._holders[block] = left
+        else:
+            self._holders.pop(block, None)
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """By row: how many of the first blocks it has, without a gap."""
+        size = self._rows()
+        matched = np.zeros(size, dtype=np.int64)
+        holding, depth = -1, 0
+        for depth, block in enumerate(hashes):
+            still = holding & self._holders.get(block, 0)
+            if still != holding:
+                if depth:
+                    matched[list(_bits(holding & ~still))] = depth
+                holding = still
+                if not holding:
+                    return matched
+        if holding > 0:
+            matched[list(_bits(holding))] = depth + 1
+        return matched
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The places of the ones."""
+    if mask.bit_count() > MANY:
+        octets = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
+        yield from np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
+        return
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class RoutingHistory:
+    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
+
+    ``rows`` gives the number of rows.
+    """
+
+    def __init__(self, rows: Callable[[], int], capacity: int) -> None:
+        self._holders = Holders(rows)
+        self._capacity = capacity
+        self._recent: dict[int, dict[int, None]] = {}
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """See :class:`tercet.scheduling.prefixes.PrefixIndex`."""
+        return self._holders.matched(hashes)
+
+    def note(self, row: int, hashes: Sequence[int]) -> None:
+        """See :class:`tercet.scheduling.prefixes.RoutedPrefixes`."""
+        recent = self._recent.setdefault(row, {})
+        # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
+        for block in reversed(hashes):
+            if block in recent:
+                del recent[block]
+            else:
+                self._holders.add(row, block)
+            recent[block] = None
+        while len(recent) > self._capacity:
+            oldest = next(iter(recent))
+            del recent[oldest]
+            self._holders.discard(row, oldest)
+
+    def forget(self, row: int) -> None:
+        """The engine in ``row`` is gone, or has lost its cache."""
+        for block in self._recent.pop(row, ()):
+            self._holders.discard(row, block)
+
+
+class StoredBlocks:
+    """What engines say they hold, in blocks of one size: fed with their KV events.
+
+    Engines name blocks by hashes of their own, which mean nothing elsewhere; the tokens that come with them are hashed
+    again. Blocks whose parent was never announced cannot be placed: they are left out and counted in ``orphans``.
+    """
+
+    def __init__(self, rows: Callable[[], int], block_size: int) -> None:
+        self._holders = Holders(rows)
+        self._block_size = block_size
+        self._places: dict[int, dict[Hashable, int]] = {}
+        self._copies: dict[tuple[int, int], int] = {}
+        self.orphans = 0
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """See :class:`tercet.scheduling.prefixes.PrefixIndex`."""
+        return self._holders.matched(hashes)
+
+    def store(
+        self,
+        row: int,
+        names: Sequence[Hashable],
+        parent: Hashable | None,
+        tokens: Sequence[int],
+        salt: str | None = None,
+    ) -> None:
+        """The engine stored consecutive blocks, which it calls ``names``, after the one it calls ``parent``.
+
+        ``tokens`` are theirs, ``salt`` the cache salt of the request they came from.
+        """
+        places = self._places.setdefault(row, {})
+        place = root_of(salt) if parent is None else places.get(parent)
+        if place is None:
+            self.orphans += len(names)
+            return
+        for index, name in enumerate(names):
+            begin = index * self._block_size
+            place = next_hash(place, tuple(tokens[begin : begin + self._block_size]))
+            if name not in places:
+                places[name] = place
+                self._copies[row, place] = self._copies.get((row, place), 0) + 1
+                self._holders.add(row, place)
+
+    def remove(self, row: int, names: Sequence[Hashable]) -> None:
+        """The engine dropped blocks; names that it never announced are ignored."""
+        places = self._places.get(row, {})
+        for name in names:
+            place = places.pop(name, None)
+            if place is None:
+                continue
+            # One block of tokens may be held under several names (with adapters, say).
+            left = self._copies.pop((row, place)) - 1
+            if left:
+                self._copies[row, place] = left
+            else:
+                self._holders.discard(row, place)
+
+    def forget(self, row: int) -> None:
+        """The engine dropped everything, or is gone."""
+        self.remove(row, list(self._places.get(row, ())))
+        self._places.pop(row, None)

@@ -1,0 +1,71 @@
+"""What the plugins of one decision share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal, Protocol
+
+import numpy as np
+
+from tercet.protocol import Request
+from tercet.scheduling.engines import Floats, Integers
+from tercet.scheduling.prefixes import PrefixIndex, RoutedPrefixes, block_hashes
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class Knowledge(Protocol):
+    """What a fleet remembers beyond its engines' reports.
+
+    It belongs to the fleet, not to plugins: a scheduling file that is loaded anew finds it as it was.
+    """
+
+    def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
+        """The index of what was routed, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
+        ...
+
+    @property
+    def stored(self) -> Mapping[int, PrefixIndex]:
+        """The indexes of what engines say they hold, by the block size (tokens) that they use."""
+        ...
+
+    def cold_turns(self, rows: Integers, size: int) -> Floats:
+        """When each engine last took a prompt that nobody had cached: larger is later, 0 is never.
+
+        Only the ``size`` latest engines are remembered.
+        """
+        ...
+
+    def note_cold(self, row: int) -> None:
+        """The engine in ``row`` takes a prompt that nobody had cached."""
+        ...
+
+
+@dataclass
+class Decision:
+    """One pick: for whom, in which role, and what scorers found out on the way.
+
+    ``matched`` are the tokens of the prompt that each engine (by row) is believed to hold; None while no scorer looked.
+    """
+
+    request: Request | None
+    role: Role
+    knowledge: Knowledge
+    random: Random
+    matched: Integers | None = None
+    _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
+
+    def hashes(self, block_size: int, limit: int | None = None) -> list[int]:
+        """The prompt's block hashes, computed once per decision; none without a request."""
+        if self.request is None:
+            return []
+        key = block_size, limit
+        if key not in self._hashes:
+            self._hashes[key] = block_hashes(self.request, block_size, limit)
+        return self._hashes[key]
+
+    def note_match(self, tokens: Integers) -> None:
+        """A scorer believes that engines hold so many tokens, by row; the largest belief counts."""
+        self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)

@@ -1,0 +1,105 @@
+"""From a scheduling file to a :class:`Scheduling`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tercet.protocol import BadRequest
+from tercet.scheduling.choosers import MaxScorePicker
+from tercet.scheduling.config import PluginConfig, PluginUse, ProfileConfig, SchedulingConfig, convert, read_config
+from tercet.scheduling.handlers import Assignment, Handler, of_one_profile
+from tercet.scheduling.pickers import PICKERS
+from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
+from tercet.scheduling.profile import Profile, Weighted
+from tercet.scheduling.registry import plugin_class
+from tercet.scheduling.scheduling import SCHEDULED, Scheduling
+
+
+def load_scheduling(path: Path) -> Scheduling:
+    """The profiles of a scheduling file; plugins of the user's are found from its folder.
+
+    Raises :class:`~tercet.protocol.BadRequest` that names the field that is wrong.
+    """
+    return build(read_config(path), path.parent)
+
+
+def build(config: SchedulingConfig, beside: Path) -> Scheduling:
+    """As :func:`load_scheduling`, of what is read already."""
+    plugins = _plugins(config.plugins, beside)
+    profiles: dict[str, Profile] = {}
+    for index, given in enumerate(config.scheduling_profiles):
+        at = f"schedulingProfiles[{index}]"
+        _require_free_name(given.name, profiles, at)
+        profiles[given.name] = _profile(given, plugins, at)
+    deciders = {name: plugin for name, plugin in plugins.items() if isinstance(plugin, Decider)}
+    assigned = _assigned(plugins, profiles, deciders)
+    return Scheduling(profiles, assigned.by_role, deciders, assigned.decider)
+
+
+def _plugins(configs: Sequence[PluginConfig], beside: Path) -> dict[str, Plugin]:
+    made: dict[str, Plugin] = {}
+    for index, config in enumerate(configs):
+        at = f"plugins[{index}]"
+        name = config.name or config.type
+        if name in made:
+            raise BadRequest(
+                f"{at}.name: another plugin is called {name!r} already; give this one a name", f"{at}.name"
+            )
+        kind = plugin_class(config.type, beside, f"{at}.type")
+        made[name] = convert(config.parameters or {}, kind, f"{at}.parameters")
+    return made
+
+
+def _require_free_name(name: str, profiles: Mapping[str, Profile], at: str) -> None:
+    if name in profiles:
+        raise BadRequest(f"{at}.name: another profile is called {name!r} already", f"{at}.name")
+    if name in PICKERS or name == SCHEDULED:
+        raise BadRequest(f"{at}.name: {name!r} means something else to pick(); choose another name", f"{at}.name")
+
+
+def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> Profile:
+    filters: list[Filter] = []
+    scorers: list[Weighted] = []
+    picker: Picker | None = None
+    for index, use in enumerate(given.plugins):
+        here = f"{at}.plugins[{index}]"
+        plugin = _referred(use, plugins, here)
+        if isinstance(plugin, Scorer):
+            scorers.append(Weighted(plugin, 1.0 if use.weight is None else use.weight))
+            continue
+        if use.weight is not None:
+            raise BadRequest(f"{here}.weight: {use.plugin_ref} is no scorer, and has no weight", f"{here}.weight")
+        if isinstance(plugin, Filter):
+            filters.append(plugin)
+        elif isinstance(plugin, Picker) and picker is None:
+            picker = plugin
+        else:
+            why = "is the second picker" if isinstance(plugin, Picker) else "is no filter, scorer or picker"
+            raise BadRequest(f"{here}.pluginRef: {use.plugin_ref} {why}", f"{here}.pluginRef")
+    scorers.sort(key=lambda weighted: weighted.scorer.runs_last)  # stable: the others keep their order
+    return Profile(given.name, filters, scorers, picker or MaxScorePicker())
+
+
+def _referred(use: PluginUse, plugins: Mapping[str, Plugin], here: str) -> Plugin:
+    found = plugins.get(use.plugin_ref)
+    if found is None:
+        known = ", ".join(plugins) or "none"
+        raise BadRequest(
+            f"{here}.pluginRef: there is no plugin {use.plugin_ref!r} under plugins; there are {known}",
+            f"{here}.pluginRef",
+        )
+    return found
+
+
+def _assigned(
+    plugins: Mapping[str, Plugin], profiles: Mapping[str, Profile], deciders: Mapping[str, Decider]
+) -> Assignment:
+    handlers = [(index, plugin) for index, plugin in enumerate(plugins.values()) if isinstance(plugin, Handler)]
+    if not handlers:
+        return of_one_profile(profiles)
+    if len(handlers) > 1:
+        field = f"plugins[{handlers[1][0]}].type"
+        raise BadRequest(f"{field}: is a second profile handler; keep one", field)
+    index, handler = handlers[0]
+    return handler.assign(profiles, deciders, f"plugins[{index}].parameters")

@@ -1,0 +1,64 @@
+"""A scheduling profile: filters, then weighted scorers, then a picker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tercet.protocol import EngineUnreachable
+from tercet.scheduling.decision import Decision
+from tercet.scheduling.engines import Engines, Floats
+from tercet.scheduling.plugin import Filter, Picker, Plugin, Scorer
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A scorer and how much it counts."""
+
+    scorer: Scorer
+    weight: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How to choose an engine for one purpose; filters and scorers run in the order given."""
+
+    name: str
+    filters: Sequence[Filter]
+    scorers: Sequence[Weighted]
+    picker: Picker
+
+    def choose(self, decision: Decision, engines: Engines) -> int:
+        """The row of the engine to take; ``engines`` are at least one.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
+        """
+        left = self._filtered(decision, engines)
+        chosen = int(left.rows[self.picker.pick(decision, left, self._scores(decision, left))])
+        for plugin in self._plugins:
+            plugin.picked(decision, chosen)
+        return chosen
+
+    def _filtered(self, decision: Decision, engines: Engines) -> Engines:
+        for plugin in self.filters:
+            left = engines.where(plugin.keep(decision, engines))
+            if len(left):
+                engines = left
+            elif plugin.strict:
+                raise EngineUnreachable(
+                    f"the profile {self.name!r} finds no engine: {type(plugin).__name__} leaves out all {len(engines)}"
+                )
+        return engines
+
+    def _scores(self, decision: Decision, engines: Engines) -> Floats:
+        total = np.zeros(len(engines))
+        for weighted in self.scorers:
+            given = np.asarray(weighted.scorer.score(decision, engines), dtype=np.float64)
+            total += weighted.weight * np.clip(np.nan_to_num(given, copy=False, nan=0.0), 0.0, 1.0)
+        return total
+
+    @property
+    def _plugins(self) -> Sequence[Plugin]:
+        return (*self.filters, *(weighted.scorer for weighted in self.scorers), self.picker)
