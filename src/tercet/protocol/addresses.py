@@ -59,9 +59,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.tp_size != other.tp_size and not differences:
             differences = self._obstacles_to_other_ranks(other, whose)
         if self.exchange_key != other.exchange_key and not differences:
-            differences = [f"a token takes other bytes here than on {whose}"]
+            differences = [f"a token's head takes other bytes: {self._sizes()} here, {other._sizes()} on {whose}"]
         if differences:
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
+
+    def _sizes(self) -> str:
+        return f"block_bytes {self.block_bytes} with block_size {self.block_size} and tp_size {self.tp_size}"
 
     def _obstacles_to_other_ranks(self, other: KVLayout, whose: str) -> list[str]:
         found: list[str] = []
