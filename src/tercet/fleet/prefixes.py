@@ -6,6 +6,7 @@ are found with one AND per block, however many engines there are.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
@@ -77,7 +78,8 @@ class RoutingHistory:
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
         self._holders = Holders(rows)
         self._capacity = capacity
-        self._recent: dict[int, dict[int, None]] = {}
+        # Not plain dicts: finding the first key of one that loses its first keys walks over all that were lost.
+        self._recent: dict[int, OrderedDict[int, None]] = {}
 
     def matched(self, hashes: Sequence[int]) -> Integers:
         """See :class:`tercet.scheduling.prefixes.PrefixIndex`."""
@@ -85,18 +87,16 @@ class RoutingHistory:
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
         """See :class:`tercet.scheduling.prefixes.RoutedPrefixes`."""
-        recent = self._recent.setdefault(row, {})
+        recent = self._recent.setdefault(row, OrderedDict())
         # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
         for block in reversed(hashes):
             if block in recent:
-                del recent[block]
+                recent.move_to_end(block)
             else:
+                recent[block] = None
                 self._holders.add(row, block)
-            recent[block] = None
         while len(recent) > self._capacity:
-            oldest = next(iter(recent))
-            del recent[oldest]
-            self._holders.discard(row, oldest)
+            self._holders.discard(row, recent.popitem(last=False)[0])
 
     def forget(self, row: int) -> None:
         """The engine in ``row`` is gone, or has lost its cache."""

@@ -14,11 +14,11 @@ async def disaggregated(
     The first token comes from the prefill engine. With fewer than ``min_send`` tokens missing on the decode engine,
     a transfer is not worth a second engine, and it prefills them itself.
     """
-    with fleet.pick("decode", by=pick) as decode:
+    with fleet.pick("decode", by=pick, request=request) as decode:
         async with decode.prep_recv(request) as space:
             begin, output = space.matched_len, ()
             if space.missing >= min_send:
-                with fleet.pick("prefill", by=pick, other_than=decode) as prefill:
+                with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
                     sent = await prefill.remote_send(request, space, begin, sample=True)
                 if sent.first is not None:
                     yield sent.first

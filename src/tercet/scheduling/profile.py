@@ -56,7 +56,10 @@ class Profile:
         total = np.zeros(len(engines))
         for weighted in self.scorers:
             given = np.asarray(weighted.scorer.score(decision, engines), dtype=np.float64)
-            total += weighted.weight * np.clip(np.nan_to_num(given, copy=False, nan=0.0), 0.0, 1.0)
+            if given.shape != total.shape:
+                kind = type(weighted.scorer).__name__
+                raise ValueError(f"{kind} gave scores of shape {given.shape} for {len(engines)} engines")
+            total += weighted.weight * np.fmin(np.fmax(given, 0.0), 1.0)  # these two leave NaN behind
         return total
 
     @property

@@ -140,7 +140,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         name = f"{group.role}-{index}"
         engines[name] = SimEngine(name, profiles[wanted], network, options_from(options, group.options), seed)
         members.append(Member(name, f"sim://{name}", group.role, engines[name]))
-    return _Fleet(Fleet(members), engines, network)
+    return _Fleet(Fleet(members, clock=asyncio.get_running_loop().time, seed=seed), engines, network)
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: Fleet) -> None:

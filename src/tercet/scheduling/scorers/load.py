@@ -33,7 +33,7 @@ class KVCacheUtilizationScorer(Scorer, frozen=True):
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         """By KV in use."""
-        return np.nan_to_num(1.0 - engines.kv_usage, nan=UNKNOWN)
+        return 1.0 - _known_or(UNKNOWN, engines.kv_usage)
 
 
 class LoadAwareScorer(Scorer, frozen=True):
@@ -44,7 +44,11 @@ class LoadAwareScorer(Scorer, frozen=True):
     def score(self, decision: Decision, engines: Engines) -> Floats:
         """By waiting requests."""
         share = np.minimum(engines.waiting / self.threshold, 1.0)
-        return 0.5 * (1.0 - np.nan_to_num(share, nan=UNKNOWN))
+        return 0.5 * (1.0 - _known_or(UNKNOWN, share))
+
+
+def _known_or(otherwise: float, values: Floats) -> Floats:
+    return np.where(np.isnan(values), otherwise, values)
 
 
 def _fewest_first(counts: Floats) -> Floats:
