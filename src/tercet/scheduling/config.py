@@ -33,7 +33,7 @@ class PluginUse(_Strict, frozen=True):
     """A plugin in a profile; ``weight`` is for scorers, 1 if not said."""
 
     plugin_ref: Name
-    weight: Annotated[float, Meta(ge=0)] | None = None
+    weight: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
 
 
 class ProfileConfig(_Strict, frozen=True):

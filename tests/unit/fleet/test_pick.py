@@ -1,0 +1,250 @@
+"""Picks by profile, deciders, and what a fleet remembers while engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tercet.fleet import EngineLoad, Fleet, Member, Role, Trace
+from tercet.programs import load_program
+from tercet.protocol import BadRequest, EngineUnreachable, Request
+from tercet.scheduling import Scheduling
+
+from ..fakes import FakeEngine
+from ..scheduling.builders import loaded, request_of
+
+FILE = """
+plugins:
+- {type: prefix-cache-scorer, parameters: {blockSize: 4}}
+- {type: active-request-scorer}
+- {type: queue-scorer}
+- {type: max-score-picker}
+- {type: by-label, name: in-x, parameters: {label: zone, validValues: [x]}}
+- {type: prefix-based-pd-decider, parameters: {nonCachedTokens: 8, promptTokens: 12}}
+- {type: load-based-pd-decider, name: patient, parameters: {maxWaiting: 2}}
+- {type: always-disagg-pd-decider}
+- {type: disagg-profile-handler, parameters: {deciders: {prefill: prefix-based-pd-decider}}}
+schedulingProfiles:
+- name: prefill
+  plugins: [{pluginRef: queue-scorer}]
+- name: decode
+  plugins: [{pluginRef: prefix-cache-scorer, weight: 2}, {pluginRef: active-request-scorer}]
+- name: zoned
+  plugins: [{pluginRef: in-x}]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Scheduling:
+    return loaded(tmp_path, FILE)
+
+
+def member(name: str, role: Role = "both", **labels: str) -> Member:
+    return Member(name, "", role, FakeEngine(name), labels=labels)
+
+
+def fleet_of(plan: Scheduling, *members: Member) -> Fleet:
+    return Fleet(members, scheduling=plan, seed=0)
+
+
+def prompt(first: int, length: int = 16) -> Request:
+    return request_of(*range(first, first + length), seq_id=f"s{first}")
+
+
+def picked(fleet: Fleet, request: Request | None = None, by: str = "decode", role: Role = "both") -> str:
+    with fleet.pick(role, by=by, request=request) as engine:
+        return engine.name
+
+
+def test_a_profile_keeps_a_prefix_where_it_is_unless_that_engine_is_busy(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    first = picked(fleet, prompt(0))
+    fleet.member(first).in_flight = 1
+    assert picked(fleet, prompt(100)) != first
+    assert picked(fleet, prompt(0)) == first
+    assert (
+        picked(fleet, request_of(0, 1, 2, 3, 99, 99, 99, 99, 99, 99, 99, 99)) != first
+    )  # a third cached is too little
+
+
+def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d1", "decode"), member("d2", "decode"))
+    assert picked(fleet, by="scheduled", role="prefill") == "p"
+    assert {picked(fleet, by="scheduled", role="decode") for _ in range(50)} == {"d1", "d2"}
+    fleet.member("d1").reachable = False
+    assert {picked(fleet, by="decode", role="decode") for _ in range(50)} == {"d2"}
+    fleet.drain("d2")
+    assert picked(fleet, by="decode", role="decode") == "d1"  # better than nothing
+    fleet.remove("d1")
+    with pytest.raises(EngineUnreachable, match="role decode"):
+        picked(fleet, by="decode", role="decode")
+
+
+def test_another_engine_if_there_is_one(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    with fleet.pick(by="decode") as first, fleet.pick(by="prefill", other_than=first) as second:
+        assert first.name != second.name
+    fleet.remove("b")
+    with fleet.pick(by="decode") as first, fleet.pick(by="prefill", other_than=first) as second:
+        assert first.name == second.name == "a"
+
+
+def test_a_strict_filter_and_an_unknown_name(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a", zone="y"))
+    with pytest.raises(EngineUnreachable, match="zoned"):
+        picked(fleet, by="zoned")
+    fleet.add(member("b", zone="x"))
+    assert picked(fleet, by="zoned") == "b"
+    with pytest.raises(BadRequest, match="choose one of least_loaded, round_robin, prefill, decode, zoned"):
+        picked(fleet, by="nonsense")
+    with pytest.raises(BadRequest, match="no picker or profile 'scheduled'"):
+        picked(Fleet([member("a")]), by="scheduled")
+
+
+def test_profiles_change_for_views_that_exist_already(plan: Scheduling) -> None:
+    fleet = Fleet([member("a")])
+    view = fleet.traced(Trace())
+    fleet.scheduling = plan
+    assert picked(view) == "a"
+
+
+def test_counts_return_when_a_pick_ends_badly(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"))
+    (only,) = fleet.members
+
+    def fail() -> None:
+        with fleet.pick(by="decode", request=prompt(0)):
+            assert (only.in_flight, only.in_flight_tokens) == (1, 16)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (only.in_flight, only.in_flight_tokens) == (0, 0)
+
+
+def test_an_engine_that_took_anothers_row_inherits_nothing(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    holder = picked(fleet, prompt(0))
+    fleet.knowledge.store(holder, 4, [1], None, [0, 1, 2, 3])
+    fleet.report(holder, EngineLoad(waiting=0, running=0, kv_usage=0.0))
+    assert fleet.knowledge.cached_tokens(holder, prompt(0)) == 16
+    fleet.remove(holder)
+    fleet.add(member("new"))
+    assert fleet.knowledge.cached_tokens("new", prompt(0)) == 0
+    assert fleet.knowledge.cached_tokens(holder, prompt(0)) == 0
+    # What the one that left still says is nobody's.
+    fleet.knowledge.store(holder, 4, [1], None, [0, 1, 2, 3])
+    fleet.report(holder, EngineLoad(waiting=0, running=0, kv_usage=0.0))
+    assert fleet.knowledge.cached_tokens("new", prompt(0)) == 0
+
+
+def test_a_removed_engine_may_be_in_use_still(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"))
+    with fleet.pick(by="decode", request=prompt(0)) as engine:
+        gone = fleet.remove("a")
+        fleet.add(member("a"))
+        assert engine.name == "a"
+    assert gone.in_flight == 0
+    assert fleet.member("a").in_flight == 0
+
+
+# ---- deciders ------------------------------------------------------------------------------------------------------
+
+
+def test_the_decider_knows_what_the_pick_found_and_not_what_it_will_leave(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert fleet.disaggregates(prompt(0), decode)  # nothing was there, although it is routed there now
+    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert not fleet.disaggregates(prompt(0), decode)  # all of it was
+        assert fleet.disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
+    longer = prompt(0, 23)
+    with fleet.pick("decode", by="scheduled", request=longer) as decode:
+        assert not fleet.disaggregates(longer, decode)  # 7 tokens are missing
+    longer = prompt(0, 50)
+    with fleet.pick("decode", by="scheduled", request=longer) as decode:
+        assert fleet.disaggregates(longer, decode)
+
+
+def test_short_prompts_stay_on_one_engine(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+    with fleet.pick("decode", by="scheduled", request=prompt(0, 11)) as decode:
+        assert not fleet.disaggregates(prompt(0, 11), decode)
+
+
+def test_without_another_engine_there_is_nothing_to_decide(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("only"))
+    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert not fleet.disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
+    with pytest.raises(BadRequest, match="no decider 'me'"), fleet.pick(by="decode") as decode:
+        fleet.disaggregates(prompt(0), decode, by="me")
+
+
+def test_a_patient_decider_waits_for_a_prefill_engine_with_time(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("p1", "prefill"), member("p2", "prefill"), member("d", "decode"))
+    with fleet.pick("decode", by="decode", request=prompt(0)) as decode:
+        assert fleet.disaggregates(prompt(0), decode, by="patient")  # nobody said that it has a queue
+        for name in ("p1", "p2"):
+            fleet.report(name, EngineLoad(waiting=3, running=0, kv_usage=0.0))
+        assert not fleet.disaggregates(prompt(0), decode, by="patient")
+        fleet.report("p2", EngineLoad(waiting=2, running=0, kv_usage=0.0))
+        assert fleet.disaggregates(prompt(0), decode, by="patient")
+
+
+def test_a_decode_engine_that_no_profile_picked_is_looked_up(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+    fleet.knowledge.store("d", 4, [1, 2, 3], None, list(range(12)))
+    with fleet.pick("decode") as decode:
+        assert not fleet.disaggregates(prompt(0), decode)
+
+
+# ---- with programs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "disaggregated", "balanced"])
+async def test_built_in_programs_pick_by_profile(plan: Scheduling, name: str) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+    program = load_program(name, {"pick": "scheduled"})
+    tokens = [token async for output in program(prompt(0, 100), fleet) for token in output.token_ids]
+    assert tokens == [100, 101, 102]
+    assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
+    assert fleet._choice.believed == {}  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_cancelled_anywhere_nothing_stays_believed(plan: Scheduling, steps: int) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+
+    async def run() -> None:
+        async for _ in load_program("disaggregated", {"pick": "scheduled"})(prompt(0, 100), fleet):
+            pass
+
+    task = asyncio.create_task(run())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
+    assert fleet._choice.believed == {}  # pyright: ignore[reportPrivateUsage]
+
+
+# ---- speed ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_times_the_engines_cost_far_less_than_a_hundred_times_the_pick(plan: Scheduling) -> None:
+    def pick_time(size: int) -> float:
+        fleet = fleet_of(plan, *(member(f"e{n}") for n in range(size)))
+        took: list[float] = []
+        for number in range(60):
+            request = prompt(number % 20, 512)
+            began = time.perf_counter()
+            picked(fleet, request)
+            took.append(time.perf_counter() - began)
+        return median(took)
+
+    few, many = pick_time(10), pick_time(1000)
+    assert many < 25 * few, f"{few * 1e6:.0f} and {many * 1e6:.0f} us"
