@@ -47,7 +47,7 @@ CONNECT_SECONDS = 5.0
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
 # A frame through a connection is no larger, so that several connections share the work evenly.
-UNIT_BYTES = 2 * 1024 * 1024
+UNIT_BYTES = 4 * 1024 * 1024
 MAX_REFERENCED_BLOCKS = 65536
 # Small frames are gathered up to so many, or so many bytes, into one system call.
 MAX_GATHERED, GATHERED_BYTES = 64, 512 * 1024
@@ -114,7 +114,7 @@ class Peer:
     def push(self, outgoing: Outgoing, layer: int, slot: int, blocks: Sequence[int]) -> None:
         """Queue blocks of one layer."""
         shape = self._origin.region.shape
-        inside = all(0 <= block < shape.num_blocks for block in blocks)
+        inside = not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
         if not (inside and 0 <= layer < len(shape.planes) and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, layer {layer}, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))

@@ -19,21 +19,25 @@ BACKENDS = ("host", "tcp", "nixl", "mooncake")
 # Idle processes are watched for so long; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
 
+# Half of the blocks are moved in a round. The first time that a process reads a page of another one's memory it has to
+# be mapped, which an engine has behind it after its first minutes.
+WARM_UP = 4
+
 Progress = Callable[[str], None]
 Maker = Callable[[], Way]
 
 
 def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams: int, progress: Progress) -> Table:
-    """Measure each way in each case ``rounds`` times, after one round that warms up."""
+    """Measure each way in each case ``rounds`` times, after :data:`WARM_UP` rounds."""
     table, shuffle = Table(), random.Random(0)
     for case in cases:
         progress(f"{case.piece_bytes / 1024:g} KiB pieces, {case.total_bytes / 1024**2:g} MiB")
         source = case.region()
         try:
             with Peer(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
-                for number in range(rounds + 1):
+                for number in range(-WARM_UP, rounds):
                     for way in shuffle.sample(ways, len(ways)):
-                        _one(way, case, table, ways, warm=number == 0)
+                        _one(way, case, table, ways, warm=number < 0)
         finally:
             source.close()
     return table
