@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -35,6 +37,17 @@ def test_random_looks_at_no_score() -> None:
 def test_weighted_random_goes_by_share() -> None:
     assert shares(WeightedRandomPicker(), [0.0, 1.0, 3.0, 0.0]) == pytest.approx([0, 0.25, 0.75, 0], abs=0.05)
     assert shares(WeightedRandomPicker(), [0.0, 0.0]) == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+@pytest.mark.parametrize("drawn", [0.0, 1.0])
+def test_weighted_random_never_takes_a_score_of_0_even_at_the_ends(drawn: float) -> None:
+    class Drawn(Random):
+        def random(self) -> float:
+            return drawn
+
+    bench = Bench(View("a"), View("b"), View("c"))
+    decision = replace(bench.decision(), random=Drawn())
+    assert WeightedRandomPicker().pick(decision, bench.engines, np.array([0.0, 0.3, 0.0])) == 1
 
 
 def test_power_of_two_never_takes_the_worst_of_three_and_takes_the_best_twice_as_often() -> None:
