@@ -13,7 +13,7 @@ from tercet.transport.frames import Header, Reference
 from tercet.transport.region import RegionShape
 
 # Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
-MAX_COPY_BYTES = 4 * 1024 * 1024
+MAX_COPY_BYTES = 1024 * 1024
 Numbers = NDArray[np.int64]
 _ZERO = np.zeros(1, dtype=np.int64)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-TURN_BYTES = 4 * 1024 * 1024
+TURN_BYTES = 1024 * 1024
 
 
 def start_thread(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:

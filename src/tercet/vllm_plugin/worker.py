@@ -9,10 +9,13 @@ import msgspec
 from tercet.protocol import KVLayout
 from tercet.transport import BlockShape
 from tercet.transport.agent import AgentProcess
-from tercet.transport.agent.messages import LayerDone, StepBegins, StepEnds
+from tercet.transport.agent.messages import LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.config import PluginConfig
 from tercet.vllm_plugin.memory import LayerPlanes
 from tercet.vllm_plugin.messages import StepMetadata, WorkerHandshake
+
+# So much KV is told to the agent at a time, at least; what remains at the end of a step is told then.
+NOTE_BYTES = 1024 * 1024
 
 
 class WorkerSide:
@@ -22,10 +25,12 @@ class WorkerSide:
         self._rank = rank
         self._config = config
         self._step = StepMetadata()
+        self._done: tuple[int, ...] = ()
+        self._plane_bytes = 0
 
     def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
         """Start the agent over the KV cache; called once, before the first forward pass."""
-        self._layer_notes = {name: LayerDone(indices) for name, indices in planes.planes_of.items()}
+        self._planes_of = planes.planes_of
         self._layout = layout
         kv = planes.share()
         try:
@@ -46,17 +51,30 @@ class WorkerSide:
         opened = [openings[self._rank] for openings in metadata.opened]
         if opened or metadata.pushes:
             self._agent.tell(StepBegins(tuple(opened), tuple(metadata.pushes)))
+        self._plane_bytes = sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes
 
     def save_layer(self, layer_name: str) -> None:
-        """Have the blocks that this step completes in one layer pushed; the layer's attention has just run."""
+        """Have the blocks that this step completes in one layer pushed; the layer's attention has just run.
+
+        Layers go to the agent together until they are worth its while: waking it costs the cores that compute.
+        """
         if self._step.pushes:
-            self._agent.tell(self._layer_notes[layer_name])
+            planes = self._planes_of[layer_name]
+            self._done += planes
+            if len(self._done) * self._plane_bytes >= NOTE_BYTES:
+                self._tell_layers()
 
     def end_step(self) -> None:
         """Close the sends of which this step computed the last block."""
+        if self._done:
+            self._tell_layers()
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))
         self._step = StepMetadata()
+
+    def _tell_layers(self) -> None:
+        self._agent.tell(LayersDone(self._done))
+        self._done = ()
 
     def close(self) -> None:
         """Stop the agent."""
@@ -72,9 +90,5 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
 
 
 def _cpus_of_agent() -> set[int]:
-    """CPUs that this engine may use and that do not compute; all of them if every one computes.
-
-    The scheduler's process, our parent, has them all; we have those that compute.
-    """
-    every = os.sched_getaffinity(os.getppid())
-    return every - os.sched_getaffinity(0) or every
+    """CPUs that this engine may use: the scheduler's process, our parent, has them all; we have those that compute."""
+    return os.sched_getaffinity(os.getppid())

@@ -21,7 +21,7 @@ from tercet.transport.agent.messages import (
     Completion,
     Destination,
     GrantLease,
-    LayerDone,
+    LayersDone,
     LeaseFilled,
     Push,
     ReadCounters,
@@ -123,7 +123,7 @@ def step(
     """A forward pass, as a worker tells of it."""
     agent.tell(StepBegins(tuple(opened), tuple(pushes)))
     for layer in range(LAYERS):
-        agent.tell(LayerDone((layer,)))
+        agent.tell(LayersDone((layer,)))
     agent.tell(StepEnds(tuple(completed)))
 
 

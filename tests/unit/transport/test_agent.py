@@ -22,7 +22,7 @@ from tercet.transport.agent.messages import (
     CancelSend,
     Command,
     Completion,
-    LayerDone,
+    LayersDone,
     LeaseFilled,
     Push,
     PushCached,
@@ -315,7 +315,7 @@ def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
 
 def tell_without_end(agent: AgentProcess) -> None:
     while True:
-        agent.tell(LayerDone(tuple(range(1000))))
+        agent.tell(LayersDone(tuple(range(1000))))
 
 
 def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes() -> None:

@@ -20,7 +20,7 @@ from tercet.transport.agent.messages import (
     CancelSend,
     Command,
     GrantLease,
-    LayerDone,
+    LayersDone,
     LeaseFilled,
     Push,
     PushCached,
@@ -112,7 +112,7 @@ class Agent:
 
     def _take(self, note: StepNote) -> None:
         match note:
-            case LayerDone():
+            case LayersDone():
                 self._sends.push(self._pushes, note.planes)
             case StepBegins():
                 for opening in note.opened:

@@ -93,8 +93,8 @@ class StepBegins(msgspec.Struct, frozen=True, tag=True):
     pushes: tuple[Push, ...]
 
 
-class LayerDone(msgspec.Struct, frozen=True, tag=True):
-    """The planes of one layer hold this step's KV."""
+class LayersDone(msgspec.Struct, frozen=True, tag=True):
+    """These planes, of one layer or several, hold this step's KV."""
 
     planes: tuple[int, ...]
 
@@ -105,7 +105,7 @@ class StepEnds(msgspec.Struct, frozen=True, tag=True):
     completed: tuple[Completion, ...]
 
 
-StepNote = StepBegins | LayerDone | StepEnds
+StepNote = StepBegins | LayersDone | StepEnds
 
 # ---- to the edges --------------------------------------------------------------------------------------------
 
