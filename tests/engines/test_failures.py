@@ -76,12 +76,15 @@ async def test_killed_sender(breakable: Fleet) -> None:
         HttpEngine("decode-0", breakable.engine_url("decode")) as decode,
     ):
         sequence = request()
+        sender, receiver = processes_of(prefill.url), processes_of(decode.url)
         async with decode.prep_recv(sequence) as space:
             send = asyncio.create_task(prefill.remote_send(sequence, space, 0, sample=True))
             await sending(prefill)
-            send_signal(processes_of(prefill.url), signal.SIGKILL)
+            send_signal(receiver, signal.SIGSTOP)  # nobody acknowledges now, however late the kill is
+            send_signal(sender, signal.SIGKILL)
             with pytest.raises(EngineUnreachable):
                 await send
+            send_signal(receiver, signal.SIGCONT)
         await settled(decode)
         # The front door serves on: the decode engine can do both.
         answer = await complete(breakable.url, prompt_of(300), {"x-tercet-trace": "1"})

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
@@ -97,7 +97,8 @@ def lying(lie: Lie) -> Generator[str]:
             header = unpack(connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
             body = connection.recv(header.nbytes, socket.MSG_WAITALL)
             connection.sendall(lie(msgspec.msgpack.decode(body, type=Greeting), challenge))
-            connection.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # the other end may be gone already
+                connection.shutdown(socket.SHUT_WR)
             until_closed(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
