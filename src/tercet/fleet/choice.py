@@ -36,14 +36,14 @@ class Choice:
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
 
-    def choose(self, profile: Profile, role: Role, without: str | None, request: Request | None) -> int | None:
+    def choose(self, profile: Profile, role: Role, without: Sequence[str], request: Request | None) -> int | None:
         """The place in ``views`` of the engine to take; None if none has the role.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
         """
         candidates = self.candidates(role)
-        if without is not None:
-            candidates = _preferring(candidates, [engine.name != without for engine in candidates])
+        for name in without:
+            candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
             return None
         decision = Decision(request, role, self.knowledge, self.random)

@@ -14,7 +14,7 @@ from tercet.fleet.choice import Choice
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine
-from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, Request, UnknownEngine
+from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, Request, TercetError, UnknownEngine
 from tercet.scheduling import PICKERS, Role, Scheduling
 
 
@@ -48,7 +48,8 @@ class Fleet:
     """The engines that programs choose from.
 
     A fleet handed to a program is a view of the shared one: members and counts are shared, so that a change of
-    membership is seen by programs that run already; the trace is the request's own.
+    membership is seen by programs that run already; the trace is the request's own, and so is what failed it: engines
+    that did are not picked for this request again while there are others.
 
     ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
     reported more than ``stale_after`` seconds ago counts as unknown. ``seed`` makes random picks repeatable.
@@ -68,6 +69,7 @@ class Fleet:
         self._open = list[Member]()
         self._turns: Counter[tuple[str, str]] = Counter()
         self._trace = trace or Trace()
+        self._failed: set[str] | None = None
         self._choice = Choice(FleetKnowledge(clock, stale_after), Random(seed), scheduling or Scheduling())
         for member in self._members:
             self.knowledge.add(member.name)
@@ -81,7 +83,7 @@ class Fleet:
     def traced(self, trace: Trace) -> Fleet:
         """A view of this fleet whose engines note in ``trace`` what they do."""
         view = copy(self)
-        view._trace = trace
+        view._trace, view._failed = trace, set()
         return view
 
     @property
@@ -169,7 +171,7 @@ class Fleet:
         member.in_flight += 1
         member.in_flight_tokens += tokens
         try:
-            yield TracedEngine(member.engine, self._trace, lambda: setattr(member, "reachable", False))
+            yield TracedEngine(member.engine, self._trace, lambda error: self._note_failure(member, error))
         finally:
             member.in_flight -= 1
             member.in_flight_tokens -= tokens
@@ -177,6 +179,12 @@ class Fleet:
                 self._choice.believed.pop((request.seq_id, member.name), None)
             if member.in_flight == 0 and member.when_idle is not None:
                 member.when_idle()
+
+    def _note_failure(self, member: Member, error: TercetError) -> None:
+        if isinstance(error, EngineUnreachable):
+            member.reachable = False
+        if self._failed is not None and not isinstance(error, BadRequest):
+            self._failed.add(member.name)
 
     def disaggregates(self, request: Request, decode: Engine, by: str | None = None) -> bool:
         """Whether another engine shall prefill for ``decode``, which was picked for this request.
@@ -193,8 +201,8 @@ class Fleet:
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
         able = self._open if role == "both" else [m for m in self._open if m.role == role or m.role == "both"]
         candidates = [member for member in able if member.reachable] or able
-        if without is not None:
-            candidates = [member for member in candidates if member.name != without] or candidates
+        for name in self._without(without):
+            candidates = [member for member in candidates if member.name != name] or candidates
         if not candidates:
             raise EngineUnreachable(f"no engine of this fleet has the role {role}")
         key = (role, by)
@@ -207,7 +215,12 @@ class Fleet:
         if profile is None:
             known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
             raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
-        place = self._choice.choose(profile, role, without, request)
+        place = self._choice.choose(profile, role, self._without(without), request)
         if place is None:
             raise EngineUnreachable(f"no engine of this fleet has the role {role}")
         return self._open[place]
+
+    def _without(self, other_than: str | None) -> Sequence[str]:
+        """Whom not to pick while there are others; the last one matters least."""
+        failed = tuple(self._failed) if self._failed else ()
+        return failed if other_than is None else (other_than, *failed)

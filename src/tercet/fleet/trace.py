@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 
 import msgspec
 
-from tercet.protocol import Engine, EngineStatus, EngineUnreachable, Output, Request, Reservation, Sent
+from tercet.protocol import Engine, EngineError, EngineStatus, Output, Request, Reservation, Sent, TercetError
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
@@ -40,19 +40,19 @@ class Trace(msgspec.Struct):
 
 
 class TracedEngine:
-    """An engine that notes in ``trace`` what it is asked to do, and tells when it cannot be reached."""
+    """An engine that notes in ``trace`` what it is asked to do, and tells when it fails."""
 
-    def __init__(self, engine: Engine, trace: Trace, on_unreachable: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, trace: Trace, on_failure: Callable[[TercetError], None]) -> None:
         self._engine = engine
         self._trace = trace
-        self._on_unreachable = on_unreachable
+        self._on_failure = on_failure
 
     @contextmanager
     def _watched(self) -> Generator[None]:
         try:
             yield
-        except EngineUnreachable:
-            self._on_unreachable()
+        except TercetError as error:
+            self._on_failure(error)
             raise
 
     @property
@@ -108,6 +108,8 @@ class TracedEngine:
                     return
                 if item.usage is not None:
                     self._note_start(request, begin, len(output), item, started)
+                if item.broken_off:
+                    self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
                 yield item
 
     def _note_start(self, request: Request, begin: int, num_output: int, item: Output, started: float) -> None:

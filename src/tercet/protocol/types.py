@@ -69,6 +69,11 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether the sequence ends with this output."""
         return self.finish_reason is not None
 
+    @property
+    def broken_off(self) -> bool:
+        """Whether the engine ended the sequence before its end."""
+        return self.finish_reason in ("abort", "error")
+
 
 class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
     """What ``remote_send`` did; it is returned when every byte is in place and acknowledged by every rank.
