@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tercet.protocol import EngineStatus, KVAddrInfo, KVLayout, Output, Request, Reservation, Sent, TercetError, Usage
@@ -26,6 +26,8 @@ class FakeEngine:
         self.pause = asyncio.Event()
         self.pause.set()
         self.fail_after: int | None = None
+        self.breaks_off: Output | None = None
+        self.on_request: Callable[[Request], object] = lambda _: None
 
     @property
     def name(self) -> str:
@@ -65,8 +67,12 @@ class FakeEngine:
         self, request: Request, begin: int = 0, output: Sequence[int] = ()
     ) -> AsyncGenerator[Output, None]:
         self.running += 1
+        self.on_request(request)
         try:
             await self._enter("start_generate", begin, tuple(output))
+            if self.breaks_off is not None:
+                yield self.breaks_off
+                return
             wanted = request.sampling_params.get("max_tokens", 3)
             for position in range(len(output), wanted):
                 await self.pause.wait()

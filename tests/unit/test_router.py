@@ -15,6 +15,7 @@ from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace,
 from tercet.router.config import EngineAddress, RouterConfig
 from tercet.router.context import ContextMiddleware, current
 from tercet.router.metrics import Metrics
+from tercet.router.recovery import RetryBudget
 from tercet.router.service import Service
 
 from .fakes import FakeEngine
@@ -33,11 +34,11 @@ def counted(name: str, **labels: str) -> float:
 
 
 class Door:
-    def __init__(self, metrics: Metrics, program: str = "disaggregated") -> None:
+    def __init__(self, metrics: Metrics, program: str = "disaggregated", retries: int = 2) -> None:
         self.prefill, self.decode = FakeEngine("p"), FakeEngine("d")
         members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
         self.fleet = Fleet(members)
-        self.service = Service(self.fleet, program, {}, metrics)
+        self.service = Service(self.fleet, program, {}, metrics, retries=RetryBudget(retries=retries))
         self.trace = Trace()
 
     async def ask(self, headers: dict[str, str] | None = None, **sampling: Any) -> list[int]:
@@ -88,14 +89,6 @@ async def test_a_pattern_that_fails_before_its_first_token_is_replaced(
     assert not door.decode.leases
 
 
-async def test_after_the_first_token_a_failure_is_the_clients(metrics: Metrics) -> None:
-    door = Door(metrics)
-    door.decode.fail_after, door.decode.failures["stream"] = 2, EngineUnreachable("gone")
-    with pytest.raises(EngineUnreachable):
-        await door.ask()
-    assert counted("tercet_sequences_running") == 0
-
-
 async def test_bad_input_is_not_tried_elsewhere(metrics: Metrics) -> None:
     door = Door(metrics)
     door.decode.failures["prep_recv"] = BadRequest("no", "prompt")
@@ -108,7 +101,7 @@ async def test_a_program_that_ends_early_is_an_error_and_not_a_hang(metrics: Met
     (tmp_path / "short.py").write_text(
         "from tercet.protocol import Output\nasync def short(request, fleet):\n    yield Output((1,))\n"
     )
-    door = Door(metrics, f"{tmp_path / 'short.py'}:short")
+    door = Door(metrics, f"{tmp_path / 'short.py'}:short", retries=0)
     with pytest.raises(EngineError, match="ended before"):
         await door.ask()
 

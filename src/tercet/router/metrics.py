@@ -22,6 +22,9 @@ class Metrics:
         self._fallbacks = Counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
         )
+        self._retries = Counter(
+            "tercet_retries", "Further attempts, by what failed and whether the client had a token.", ["code", "stage"]
+        )
         self._errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._verb = Histogram(
@@ -54,8 +57,12 @@ class Metrics:
                 self._bytes.labels(event.engine, event.to).inc(event.bytes)
 
     def fell_back(self, program: str, code: str) -> None:
-        """A program failed before its first token."""
+        """A program failed, and one engine goes on in its place."""
         self._fallbacks.labels(program, code).inc()
+
+    def retried(self, code: str, answered: bool) -> None:
+        """Another attempt begins after a failure; ``answered``: the client has a token already."""
+        self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
 
     def program_failed(self, program: str) -> None:
         """A program failed, and neither its client nor the fleet is to blame."""

@@ -1,4 +1,4 @@
-"""Runs a program for each sequence, and one engine where a program fails before its first token."""
+"""Runs a program for each sequence, and one engine where it fails, from the token on that the client has."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+import msgspec
+
 from tercet.fleet import Fleet, Trace
-from tercet.programs import BUILT_IN, Program, data_parallel, load_program
+from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
+from tercet.router.recovery import Recovery, RetryBudget
 from tercet.router.routing import Chosen, Routing, Version
 
 logger = logging.getLogger("tercet.router")
@@ -26,12 +29,14 @@ ONE_ENGINE = "data_parallel"
 NO_VERSION = 0
 RETURN_AFTER = 5
 PROGRAM_FAILED = "program_failed"
+ON_FAILURE = RetryBudget()
 
 
 class Service:
     """The programs of this front door over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
+    ``retries`` is what is done for a sequence whose engine or program fails.
     """
 
     def __init__(
@@ -41,8 +46,10 @@ class Service:
         program_args: Mapping[str, str],
         metrics: Metrics,
         return_after: int = RETURN_AFTER,
+        retries: RetryBudget = ON_FAILURE,
     ) -> None:
         self.fleet = fleet
+        self._retries = retries
         self.wanted = Plan(program=program, args=program_args)
         self._numbers = itertools.count(NO_VERSION + 1)
         self.routing = Routing(self._version(self.wanted, _load(self.wanted)), return_after)
@@ -88,11 +95,11 @@ class Service:
         """Run the request's program; yields its outputs and notes in ``trace`` what happened.
 
         ``model`` is the name by which the client asked for the model, where rules go by it. Raises the program's
-        :class:`~tercet.protocol.TercetError`.
+        :class:`~tercet.protocol.TercetError`, once the budget for retries is spent.
         """
         started, first_at, num_tokens = time.monotonic(), 0.0, 0
         with self._metrics.sequence():
-            async with aclosing(self._with_fallback(request, trace, model)) as outputs:
+            async with aclosing(self._recovered(request, trace, model)) as outputs:
                 async for output in outputs:
                     first_at = first_at or time.monotonic()
                     num_tokens += len(output.token_ids)
@@ -102,30 +109,47 @@ class Service:
                         break
         self._metrics.finished(trace)
 
-    async def _with_fallback(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
+    async def _recovered(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
+        """The outputs of the program, and after a failure those of one engine that goes on where it stopped."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        answered = False
-        try:
-            async with aclosing(self._start(chosen.program, request, trace)) as outputs:
-                async for output in outputs:
-                    answered = True
-                    if output.finished:
-                        self.routing.succeeded(chosen)
-                    yield output
-            return
-        except (Exception, SystemExit) as error:  # a user's program may raise anything
-            _require_wanted(error)
-            self._failed(chosen, error)
-            if answered or not _one_engine_may_help(chosen, error):
-                if isinstance(error, TercetError):
+        fleet = self.fleet.traced(trace)
+        recovery = Recovery(self._retries, time.monotonic())
+        attempt = chosen.program(request, fleet)
+        while True:
+            try:
+                async with aclosing(_checked(attempt)) as outputs:
+                    async for output in outputs:
+                        recovery.note(output, time.monotonic())
+                        if output.finished and not recovery.attempts:
+                            self.routing.succeeded(chosen)
+                        yield output
+                return
+            except (Exception, SystemExit) as error:  # a user's program may raise anything
+                _require_wanted(error)
+                pause = self._next_attempt(chosen, error, recovery)
+                if pause is None and isinstance(error, BrokenOff):
+                    yield error.output
+                    return
+                if pause is None and not isinstance(error, TercetError):
+                    raise EngineError(f"the program failed: {_words(error)}") from error
+                if pause is None:
                     raise
-                raise EngineError(f"the program failed: {_words(error)}") from error
-            self._metrics.fell_back(chosen.name, error.code if isinstance(error, TercetError) else PROGRAM_FAILED)
-        trace.program = f"{chosen.name} -> {ONE_ENGINE}"
-        async with aclosing(self._start(_one_engine, request, trace)) as outputs:
-            async for output in outputs:
-                yield output
+            await asyncio.sleep(pause)
+            trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
+            attempt = _one_engine(_again(request, recovery), fleet, recovery.tokens)
+
+    def _next_attempt(self, chosen: Chosen, error: BaseException, recovery: Recovery) -> float | None:
+        """Seconds until the next attempt after ``error``, or None if there shall be none."""
+        if not recovery.attempts:
+            self._failed(chosen, error)
+        pause = recovery.next_attempt(time.monotonic()) if _one_engine_may_help(chosen, error) else None
+        if pause is not None:
+            code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
+            self._metrics.retried(code, recovery.answered)
+            if recovery.attempts == 1:
+                self._metrics.fell_back(chosen.name, code)
+        return pause
 
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""
@@ -139,18 +163,6 @@ class Service:
         if wanted is not None:
             return self.program_called(wanted)
         return self.routing.choose(request.headers, model, random.random())
-
-    async def _start(self, program: Program, request: Request, trace: Trace) -> AsyncGenerator[Output, None]:
-        """The program's outputs up to the last one; an error if they are none, or if that one is missing."""
-        outputs = cast("AsyncGenerator[Any, None]", program(request, self.fleet.traced(trace)))
-        async with aclosing(outputs):
-            async for output in outputs:
-                if not isinstance(output, Output):
-                    raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
-                yield output
-                if output.finished:
-                    return
-        raise ProgramFault("it ended before its sequence did")
 
     def _failed(self, chosen: Chosen, error: BaseException) -> None:
         if not _is_own_fault(chosen, error):
@@ -169,6 +181,31 @@ class Service:
 
 class ProgramFault(Exception):
     """A program broke the rules for programs."""
+
+
+class BrokenOff(EngineError):
+    """An engine ended the sequence before its end, and nobody here had asked it to; ``output`` tells how."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(f"the engine ended the sequence: {output.finish_reason}")
+        self.output = output
+
+
+async def _checked(attempt: AsyncIterator[Any]) -> AsyncGenerator[Output, None]:
+    """The outputs up to the last one; an error if they are none, or if that one is missing or was not the end."""
+    outputs = cast("AsyncGenerator[Any, None]", attempt)
+    async with aclosing(outputs):
+        async for output in outputs:
+            if not isinstance(output, Output):
+                raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+            if output.broken_off:
+                if output.token_ids:
+                    yield msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
+                raise BrokenOff(Output((), output.finish_reason, output.stop_reason))
+            yield output
+            if output.finished:
+                return
+    raise ProgramFault("it ended before its sequence did")
 
 
 def _load(plan: Plan) -> dict[str, Program]:
@@ -191,9 +228,8 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
 
 
 def _one_engine_may_help(chosen: Chosen, error: BaseException) -> bool:
-    if _is_own_fault(chosen, error):
-        return True
-    return not isinstance(error, BadRequest) and chosen.name != ONE_ENGINE
+    """What the client did wrong is not tried again."""
+    return not isinstance(error, BadRequest) or _is_own_fault(chosen, error)
 
 
 def _require_wanted(error: BaseException) -> None:
@@ -209,8 +245,21 @@ def _words(error: BaseException) -> str:
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
 
 
-def _one_engine(request: Request, fleet: Fleet) -> AsyncGenerator[Output, None]:
-    return cast("AsyncGenerator[Output, None]", data_parallel(request, fleet, pick="least_loaded"))
+def _again(request: Request, recovery: Recovery) -> Request:
+    """The request of another attempt: under an id of its own, so that nothing late of an earlier one is taken for it.
+
+    Log probabilities of the prompt came with the first token.
+    """
+    params = request.sampling_params
+    if recovery.answered:
+        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
+    return msgspec.structs.replace(request, seq_id=f"{request.seq_id}.{recovery.attempts}", sampling_params=params)
+
+
+async def _one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> AsyncIterator[Output]:
+    with fleet.pick(by="least_loaded", request=request) as engine:
+        async for more in engine.start_generate(request, output=output):
+            yield more
 
 
 def _time(trace: Trace, started: float, first_at: float, num_tokens: int) -> None:

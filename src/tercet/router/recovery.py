@@ -1,0 +1,57 @@
+"""What becomes of a sequence whose engine or program fails: when it is tried again, and from which token on.
+
+Pure: :class:`Recovery` decides, :mod:`.service` acts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tercet.protocol import Output
+
+FIRST_PAUSE = 0.2
+
+
+class RetryBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much is done for one sequence before its client gets the error.
+
+    At most ``retries`` further attempts, and none that would begin later than ``within`` seconds after the client's
+    last token, or after its request arrived if it has none yet.
+    """
+
+    retries: Annotated[int, msgspec.Meta(ge=0)] = 2
+    within: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+
+class Recovery:
+    """One sequence's tokens so far and what is left of its budget; times are seconds of one clock."""
+
+    def __init__(self, budget: RetryBudget, now: float) -> None:
+        self.tokens: list[int] = []
+        self.attempts = 0
+        self._budget = budget
+        self._waiting_since = now
+
+    @property
+    def answered(self) -> bool:
+        """Whether the client has a token."""
+        return bool(self.tokens)
+
+    def note(self, output: Output, now: float) -> None:
+        """The client gets this output."""
+        if output.token_ids:
+            self.tokens.extend(output.token_ids)
+            self._waiting_since = now
+
+    def next_attempt(self, now: float) -> float | None:
+        """The attempt that runs has failed: seconds to wait before the next one begins, None if there is none.
+
+        The first one begins at once, since it goes to another engine; later ones wait twice as long each time.
+        """
+        pause = FIRST_PAUSE * 2 ** (self.attempts - 1) if self.attempts else 0.0
+        if self.attempts >= self._budget.retries or now + pause - self._waiting_since > self._budget.within:
+            return None
+        self.attempts += 1
+        return pause

@@ -1,0 +1,251 @@
+"""Engines that refuse, die or break off: the request goes on elsewhere, within its budget, and all comes back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.fleet import Fleet, Member, Trace
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    EngineUnreachable,
+    LayoutMismatch,
+    LeaseEnded,
+    NoSpace,
+    Output,
+    Request,
+    TercetError,
+    TransferFailed,
+)
+from tercet.router.metrics import Metrics
+from tercet.router.recovery import Recovery, RetryBudget
+from tercet.router.service import Service
+from tercet.sim import SimEngine, run_virtual
+
+from ..sim.models import engines_of, is_empty, request_of
+from .conftest import Door, counted
+
+ANSWER = [100, 101, 102]
+
+# ---- the decision --------------------------------------------------------------------------------------------
+
+
+@given(
+    retries=st.integers(0, 5),
+    within=st.floats(0.1, 100),
+    events=st.lists(st.tuples(st.sampled_from(["token", "failure"]), st.floats(0, 50)), max_size=30),
+)
+def test_attempts_stay_within_the_budget(retries: int, within: float, events: list[tuple[str, float]]) -> None:
+    now, last, given_up = 0.0, 0.0, False
+    recovery = Recovery(RetryBudget(retries=retries, within=within), now)
+    tokens: list[int] = []
+    for what, seconds in events:
+        now += seconds
+        if what == "token":
+            recovery.note(Output((len(tokens),)), now)
+            tokens.append(len(tokens))
+            last = now
+            continue
+        before = recovery.attempts
+        pause = recovery.next_attempt(now)
+        if pause is None:
+            given_up = True
+            assert before == retries or now + 0.2 * 2**before - last > within
+            assert recovery.attempts == before
+        else:
+            assert recovery.attempts == before + 1 <= retries
+            assert now + pause - last <= within
+            assert pause >= 0
+    assert recovery.tokens == tokens
+    assert recovery.answered is bool(tokens)
+    assert given_up or recovery.attempts == sum(what == "failure" for what, _ in events)
+
+
+def test_the_first_retry_begins_at_once_and_later_ones_wait_twice_as_long() -> None:
+    recovery = Recovery(RetryBudget(retries=4), 0.0)
+    assert [recovery.next_attempt(0.0) for _ in range(5)] == [0.0, 0.2, 0.4, 0.8, None]
+
+
+def test_an_empty_output_is_no_sign_of_life() -> None:
+    recovery = Recovery(RetryBudget(within=1.0), 0.0)
+    recovery.note(Output(()), 0.9)
+    assert recovery.next_attempt(1.5) is None
+
+
+# ---- what clients see ----------------------------------------------------------------------------------------
+
+REFUSALS = [
+    ("d", "prep_recv", NoSpace("full")),
+    ("d", "prep_recv", EngineUnreachable("gone")),
+    ("p", "remote_send", TransferFailed("lost")),
+    ("p", "remote_send", LeaseEnded("over")),
+    ("p", "remote_send", EngineUnreachable("gone")),
+    ("p", "remote_send", LayoutMismatch("block sizes")),
+    ("d", "start_generate", EngineUnreachable("gone")),
+    ("d", "start_generate", EngineError("out of memory")),
+]
+
+
+@pytest.mark.parametrize(("engine", "verb", "error"), REFUSALS)
+async def test_a_verb_that_fails(door: Door, engine: str, verb: str, error: TercetError) -> None:
+    door.engine(engine).failures[verb] = error
+    assert await door.ask() == ("disaggregated -> data_parallel", ANSWER)
+    other = door.engine("d" if engine == "p" else "p")
+    assert other.verbs[-1] == "start_generate"  # who failed is not asked again while there are others
+    stage = "after_first_token" if verb == "start_generate" else "before_first_token"
+    assert counted("tercet_retries_total", code=error.code, stage=stage) == 1
+    assert await door.has_everything_back()
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("program", ["disaggregated", "data_parallel", "balanced"])
+async def test_an_engine_that_dies_after_tokens(door: Door, program: str, after: int) -> None:
+    door.engine("p").failures["start_generate"] = EngineUnreachable("never asked first")
+    await door.ask({"x-tercet-program": "data_parallel"})  # p counts as unreachable now
+    door.engine("p").failures.clear()
+    door.engine("d").fail_after, door.engine("d").failures["stream"] = after, EngineUnreachable("gone")
+    served_by, tokens = await door.ask({"x-tercet-program": program})
+    assert tokens == ANSWER
+    assert served_by == ("data_parallel" if program == "data_parallel" else f"{program} -> data_parallel")
+    assert door.engine("p").calls[-1] == ("start_generate", 0, tuple(ANSWER[:after]))
+    assert await door.has_everything_back()
+
+
+@pytest.mark.parametrize("tokens", [(), (100,), (100, 101)])
+async def test_an_engine_that_breaks_off(door: Door, tokens: tuple[int, ...]) -> None:
+    door.engine("d").breaks_off = Output(tokens, "abort")
+    door.engine("p").failures["remote_send"] = TransferFailed("lost")
+    door.engine("p").failures["prep_recv"] = NoSpace("full")
+    door.fleet.set_role("p", "prefill")
+    door.fleet.drain("p")
+    asking = asyncio.ensure_future(door.ask({"x-tercet-program": "data_parallel"}))
+    while not door.engine("d").calls:
+        await asyncio.sleep(0)
+    door.fleet.drain("p", draining=False)
+    assert await asking == ("data_parallel", ANSWER)
+    assert door.engine("p").calls[-1] == ("start_generate", 0, tokens)
+
+
+async def test_when_the_budget_is_spent_the_client_gets_what_the_engine_said(door: Door) -> None:
+    for name in "pd":
+        door.engine(name).breaks_off = Output((100,), "abort")
+    request = Request(seq_id="s", prompt=tuple(range(100)))
+    outputs = [output async for output in door.service.run(request, Trace())]
+    assert [output.finish_reason for output in outputs] == [None, None, None, None, "abort"]
+    assert await door.has_everything_back()
+
+
+async def test_what_the_client_did_wrong_is_tried_nowhere_else(door: Door) -> None:
+    for name in "pd":
+        door.engine(name).failures["start_generate"] = BadRequest("temperature: too hot", "temperature")
+    with pytest.raises(BadRequest, match="too hot"):
+        await door.ask({"x-tercet-program": "data_parallel"})
+    assert sum(len(door.engine(name).calls) for name in "pd") == 1
+
+
+async def test_no_retries_if_none_are_wanted(door: Door, metrics: Metrics) -> None:
+    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=0))
+    for name in "pd":
+        door.engine(name).failures["start_generate"] = NoSpace("full")
+    with pytest.raises(NoSpace):
+        await door.ask()
+    assert sum(len(door.engine(name).calls) for name in "pd") == 1
+
+
+async def test_another_attempt_has_an_id_of_its_own_and_asks_for_no_prompt_logprobs_twice(door: Door) -> None:
+    seen: list[Request] = []
+    for name in "pd":
+        engine = door.engine(name)
+        engine.on_request = seen.append
+        engine.fail_after, engine.failures["stream"] = 1, EngineUnreachable("gone")
+    with pytest.raises(EngineUnreachable):
+        await door.ask(prompt_logprobs=2, max_tokens=5)
+    assert [request.seq_id for request in seen] == ["s1", "s1.1", "s1.2"]
+    assert ["prompt_logprobs" in request.sampling_params for request in seen] == [True, False, False]
+
+
+# ---- everything comes back -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail", ["prefill", "decode", "stream"])
+async def test_cancelled_at_every_step(door: Door, fail: str) -> None:
+    """The client leaves after 0, 1, 2, ... turns of the event loop, in the midst of retries too."""
+    prefill, decode = door.engine("p"), door.engine("d")
+    if fail == "prefill":
+        prefill.failures["remote_send"] = TransferFailed("lost")
+    elif fail == "decode":
+        decode.failures["start_generate"] = EngineError("broken")
+    else:
+        decode.fail_after, decode.failures["stream"] = 2, EngineUnreachable("gone")
+    turns = 0
+    while True:
+        asking = asyncio.ensure_future(door.ask())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if asking.done():
+            break
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await door.has_everything_back()
+        assert counted("tercet_sequences_running") == 0
+        door.fleet.member("d").reachable = True
+        turns += 1
+    assert asking.result()[1] == ANSWER
+    assert turns >= 5
+
+
+def service_over(engines: list[SimEngine], program: str, metrics: Metrics) -> tuple[Service, Fleet]:
+    roles = ["prefill", "decode", "decode"]
+    fleet = Fleet([Member(e.name, "", role, e) for e, role in zip(engines, roles, strict=True)])  # type: ignore[arg-type]
+    return Service(fleet, program, {}, metrics), fleet
+
+
+async def answer(service: Service, request: Request) -> list[int]:
+    return [token async for output in service.run(request, Trace()) for token in output.token_ids]
+
+
+@pytest.mark.parametrize("program", ["disaggregated", "balanced", "data_parallel"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_an_engine_killed_at_any_moment_costs_no_token(program: str, victim: int, metrics: Metrics) -> None:
+    """A hundred moments from the request's arrival to its end, in virtual time."""
+
+    async def check() -> None:
+        request = request_of("s", length=200, max_tokens=8)
+        service, _ = service_over(engines_of("p", "d", "e"), program, metrics)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        expected = await answer(service, request)
+        whole = loop.time() - begun
+        for moment in range(100):
+            engines = engines_of("p", "d", "e")
+            service, fleet = service_over(engines, program, metrics)
+            asking = asyncio.ensure_future(answer(service, request))
+            await asyncio.sleep(whole * moment / 100)
+            engines[victim].fail()
+            assert await asking == expected
+            assert all(member.in_flight == 0 for member in fleet.members)
+            engines[victim].recover()
+            await asyncio.sleep(1)
+            assert all(is_empty(engine) for engine in engines)
+
+    run_virtual(check())
+
+
+def test_all_engines_dead_is_an_error_soon(metrics: Metrics) -> None:
+    async def check() -> None:
+        engines = engines_of("p", "d", "e")
+        service, fleet = service_over(engines, "disaggregated", metrics)
+        asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=100)))
+        await asyncio.sleep(0.5)
+        for engine in engines:
+            engine.fail()
+        with pytest.raises(EngineUnreachable):
+            await asking
+        assert all(member.in_flight == 0 for member in fleet.members)
+
+    run_virtual(check())
