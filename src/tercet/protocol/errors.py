@@ -10,9 +10,12 @@
     ├── Conflict              409  the seq_id, or the engine's name, is already in use
     ├── LayoutMismatch        409  the two engines cannot exchange KV; the message names the difference
     ├── LeaseEnded            410  the lease was released, expired or already used
+    ├── RequestTooLarge       413  the request's body is larger than this server takes
+    ├── Saturated             429  the fleet has no room for another request now; ``retry_after`` says when to come back
     ├── NoSpace               503  the engine has no free blocks for this now; try another one or later
     ├── EngineError           500  the engine failed while it ran the request
     ├── TransferFailed        502  KV did not arrive at the receiver
+    ├── DeadlineExceeded      504  the request took longer than this server lets any take
     └── EngineUnreachable     503  no answer from the engine
 
 ``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
@@ -88,6 +91,31 @@ class LeaseEnded(TercetError):
 
     code = "lease_ended"
     status = 410
+
+
+class RequestTooLarge(TercetError):
+    """The request's body has more bytes than this server takes."""
+
+    code = "request_too_large"
+    status = 413
+
+
+class Saturated(TercetError):
+    """The fleet has as much to do as it may; ``retry_after`` is in seconds."""
+
+    code = "saturated"
+    status = 429
+
+    def __init__(self, message: str, param: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, param)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(TercetError):
+    """The request took longer than this server lets any take."""
+
+    code = "deadline_exceeded"
+    status = 504
 
 
 class NoSpace(TercetError):

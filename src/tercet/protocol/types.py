@@ -15,7 +15,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
     ``SamplingParams`` by field name; what is left out has vLLM's default. ``headers`` are the client's HTTP headers,
-    lower case.
+    lower case; ``user`` is what its OpenAI request called its end user.
     """
 
     seq_id: str
@@ -24,6 +24,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     headers: Mapping[str, str] = {}
+    user: str | None = None
 
     @property
     def num_tokens(self) -> int:
