@@ -1,8 +1,20 @@
 """The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
-from tercet.fleet.fleet import Fleet, Member, Role
+from tercet.fleet.cost_notes import RouteDecision, RouteOption
+from tercet.fleet.fleet import Fleet, Member, Role, Route
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import EngineLoad
 from tercet.fleet.trace import Trace, TraceEvent
 
-__all__ = ["EngineLoad", "Fleet", "FleetKnowledge", "Member", "Role", "Trace", "TraceEvent"]
+__all__ = [
+    "EngineLoad",
+    "Fleet",
+    "FleetKnowledge",
+    "Member",
+    "Role",
+    "Route",
+    "RouteDecision",
+    "RouteOption",
+    "Trace",
+    "TraceEvent",
+]

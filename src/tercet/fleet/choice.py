@@ -12,6 +12,10 @@ from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Request
 from tercet.scheduling import Decision, Engines, EngineView, Profile, Role, Scheduling
 from tercet.scheduling.engines import Integers
+from tercet.scheduling.prefixes import block_hashes
+
+ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
+"""Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
 
 @dataclass
@@ -59,6 +63,30 @@ class Choice:
         if role != "both":
             able = able.where([engine.role == role or engine.role == "both" for engine in able])
         return _preferring(able, [engine.reachable for engine in able])
+
+    def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
+        """How much of the prompt each of these engines is believed to hold, in tokens; who holds none is left out.
+
+        What engines say of themselves counts, and what was routed to them while they say nothing.
+        """
+        stored = self.knowledge.stored
+        found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
+        for size, index in stored.items():
+            found = np.maximum(found, size * index.matched(block_hashes(request, size)))
+        if not stored:
+            history = self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY)
+            found = ROUTED_BLOCK * history.matched(block_hashes(request, ROUTED_BLOCK))
+        tokens = found.tolist()
+        rows = self.knowledge.rows([view.name for view in views]).tolist()
+        return {view.name: tokens[row] for view, row in zip(views, rows, strict=True) if tokens[row]}
+
+    def note_routed(self, request: Request, names: Sequence[str]) -> None:
+        """The prompt will be on these engines; names without a row are ignored."""
+        hashes = block_hashes(request, ROUTED_BLOCK)
+        for name in names:
+            row = self.knowledge.loads.row(name)
+            if row is not None and hashes and not self.knowledge.stored:
+                self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
     def disaggregates(self, request: Request, decode: str, by: str | None) -> bool:
         """See :meth:`tercet.fleet.Fleet.disaggregates`."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from random import Random
 
 from tercet.fleet.choice import Choice
+from tercet.fleet.cost_notes import Targets
+from tercet.fleet.costs import Costs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine
@@ -44,6 +46,15 @@ class Member:
         return role == "both" or self.role in (role, "both")
 
 
+@dataclass(frozen=True)
+class Route:
+    """Who serves a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
+
+    decode: Engine
+    prefill: Engine | None = None
+    split: int = 0
+
+
 class Fleet:
     """The engines that programs choose from.
 
@@ -70,7 +81,9 @@ class Fleet:
         self._turns: Counter[tuple[str, str]] = Counter()
         self._trace = trace or Trace()
         self._failed: set[str] | None = None
-        self._choice = Choice(FleetKnowledge(clock, stale_after), Random(seed), scheduling or Scheduling())
+        random = Random(seed)
+        self._choice = Choice(FleetKnowledge(clock, stale_after), random, scheduling or Scheduling())
+        self._costs = Costs(clock, random)
         for member in self._members:
             self.knowledge.add(member.name)
         self._reopen()
@@ -128,6 +141,7 @@ class Fleet:
         member = self.member(name)
         self._members.remove(member)
         self.knowledge.remove(name)
+        self._costs.forget(name)
         self._reopen()
         return member
 
@@ -167,11 +181,51 @@ class Fleet:
         leaves none, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         member = self._choose(role, by, other_than.name if other_than is not None else None, request)
+        with self._counted(member, request) as engine:
+            yield engine
+
+    @contextmanager
+    def engine(self, name: str) -> Generator[Engine]:
+        """The engine of that name, counted while entered; raises :class:`~tercet.protocol.UnknownEngine`."""
+        with self._counted(self.member(name), None) as engine:
+            yield engine
+
+    @contextmanager
+    def route(
+        self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
+    ) -> Generator[Route]:
+        """The engine, or the pair of engines, that is predicted to serve the request at the least cost.
+
+        ``ttft`` and ``tpot`` are objectives in seconds: what meets them goes before what is cheaper. ``explore`` is the
+        share of requests that may take a pair which is not the cheapest, to learn from it, while the fleet is idle.
+        Engines are left out as in :meth:`pick`, their roles do not count. The decision is noted in the trace.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine.
+        """
+        able = [member for member in self._open if member.reachable] or self._open
+        able = [member for member in able if member.name not in (self._failed or ())] or able
+        if not able:
+            raise EngineUnreachable("this fleet has no engine that may be picked")
+        matched = self._choice.matched(request, able)
+        decision = self._costs.decide(request, [member.name for member in able], matched, Targets(ttft, tpot), explore)
+        self._trace.decision, chosen = decision, decision.chosen
+        with ExitStack() as stack:
+            stack.enter_context(self._costs.promised(request, decision, matched))
+            decode = stack.enter_context(self._counted(self.member(chosen.decode), request))
+            prefill = None
+            if chosen.prefill:
+                prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request))
+            self._choice.note_routed(request, [chosen.decode, chosen.prefill])
+            yield Route(decode, prefill, chosen.split)
+
+    @contextmanager
+    def _counted(self, member: Member, request: Request | None) -> Generator[Engine]:
         tokens = request.num_tokens if request is not None else 0
         member.in_flight += 1
         member.in_flight_tokens += tokens
         try:
-            yield TracedEngine(member.engine, self._trace, lambda error: self._note_failure(member, error))
+            yield TracedEngine(
+                member.engine, self._trace, self._costs, lambda error: self._note_failure(member, error)
+            )  # fmt: skip
         finally:
             member.in_flight -= 1
             member.in_flight_tokens -= tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
 import msgspec
 
+from tercet.fleet.cost_notes import RouteDecision
+from tercet.fleet.costs import Costs
 from tercet.protocol import Engine, EngineError, EngineStatus, Output, Request, Reservation, Sent, TercetError
 
 
@@ -31,20 +32,28 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
 
 
 class Trace(msgspec.Struct):
-    """The events of one request, and the times (seconds) that its client saw."""
+    """The events of one request, and the times (seconds) that its client saw.
+
+    ``decision`` is how its route was chosen, where :meth:`tercet.fleet.Fleet.route` chose it.
+    """
 
     program: str = ""
     events: list[TraceEvent] = []
     ttft: float | None = None
     tpot: float | None = None
+    decision: RouteDecision | None = None
 
 
 class TracedEngine:
-    """An engine that notes in ``trace`` what it is asked to do, and tells when it fails."""
+    """An engine that notes in ``trace`` what it is asked to do, lets ``costs`` learn from it, and tells of failures."""
 
-    def __init__(self, engine: Engine, trace: Trace, on_failure: Callable[[TercetError], None]) -> None:
+    def __init__(
+        self, engine: Engine, trace: Trace, costs: Costs, on_failure: Callable[[TercetError], None]
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._trace = trace
+        self._costs = costs
+        self._clock = costs.clock
         self._on_failure = on_failure
 
     @contextmanager
@@ -66,7 +75,7 @@ class TracedEngine:
 
     @asynccontextmanager
     async def _prep_recv(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
-        started = time.monotonic()
+        started = self._clock()
         async with AsyncExitStack() as stack:
             with self._watched():
                 reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
@@ -78,9 +87,11 @@ class TracedEngine:
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
         """See :meth:`tercet.protocol.Engine.remote_send`."""
-        started = time.monotonic()
-        with self._watched():
+        started = self._clock()
+        stop = to.end if end is None else end
+        with self._watched(), self._costs.sending(self.name, request, begin, stop) as done:
             sent = await self._engine.remote_send(request, to, begin, end, sample)
+            done(sent.usage)
         event = TraceEvent(
             "remote_send",
             self.name,
@@ -99,18 +110,20 @@ class TracedEngine:
         self, request: Request, begin: int = 0, output: Sequence[int] = ()
     ) -> AsyncGenerator[Output, None]:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
-        started = time.monotonic()
-        async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
-            while True:
-                with self._watched():
-                    item = await anext(stream, None)
-                if item is None:
-                    return
-                if item.usage is not None:
-                    self._note_start(request, begin, len(output), item, started)
-                if item.broken_off:
-                    self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
-                yield item
+        started = self._clock()
+        with self._costs.generating(self.name, request, begin, len(output)) as generation:
+            async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
+                while True:
+                    with self._watched():
+                        item = await anext(stream, None)
+                    if item is None:
+                        return
+                    generation.note(item)
+                    if item.usage is not None:
+                        self._note_start(request, begin, len(output), item, started)
+                    if item.broken_off:
+                        self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
+                    yield item
 
     def _note_start(self, request: Request, begin: int, num_output: int, item: Output, started: float) -> None:
         usage = item.usage
@@ -127,7 +140,7 @@ class TracedEngine:
             self._note(event, started)
 
     def _note(self, event: TraceEvent, started: float) -> None:
-        event.seconds = time.monotonic() - started
+        event.seconds = self._clock() - started
         self._trace.events.append(event)
 
     async def abort(self, seq_id: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from tercet.fleet import Fleet
+from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
@@ -20,6 +21,7 @@ from tercet.protocol import BadRequest, Output, Request
 
 Program = Callable[[Request, Fleet], AsyncIterator[Output]]
 BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
+    "auto": auto,
     "balanced": balanced,
     "data_parallel": data_parallel,
     "disaggregated": disaggregated,

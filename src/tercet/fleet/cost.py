@@ -1,0 +1,87 @@
+"""What serving costs, in seconds: prefills, decode steps and transfers, learned from what engines were seen to do.
+
+Formulas, with coefficients that are never negative:
+
+- a prefill of ``n`` tokens behind ``cached`` ones: ``a0 + a1 n + a2 n (cached + n / 2) + a3 batch``, where the third
+  term is causal attention's (query, key) pairs and ``batch`` the decodes that run beside it;
+- what sending ``m`` tokens adds to it: ``c0 + c1 m``, little, since layers leave while they are computed;
+- a decode step: ``b0 + b1 batch + b2 contexts``, where ``contexts`` are the KV tokens that all its decodes read.
+
+An engine's own *pace* multiplies them: the fits are the fleet's, so that hundreds of engines learn from one another.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tercet.fleet.cost_fit import Fit
+
+UNTOLD_OUTPUT = 256
+PACE_LIMIT = math.log(16)
+
+
+class Pace:
+    """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen."""
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self._count = 0
+
+    @property
+    def factor(self) -> float:
+        """1 is the fleet's own."""
+        return math.exp(self._log)
+
+    def observe(self, seconds: float, predicted: float) -> None:
+        """``seconds`` were seen where the fleet's fit says ``predicted``."""
+        self._count += 1
+        ratio = max(-PACE_LIMIT, min(PACE_LIMIT, math.log(max(seconds, 1e-6) / max(predicted, 1e-6))))
+        self._log += (ratio - self._log) * max(0.05, 1 / (self._count + 10))
+
+
+class CostModel:
+    """The fleet's fits. Before the first observation their order of magnitude is that of a model on one accelerator."""
+
+    def __init__(self) -> None:
+        self._prefills = Fit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
+        self._steps = Fit((0.01, 1e-4, 1e-7))
+        self._outputs: dict[int, tuple[int, float]] = {}
+        self.transfers = 0
+
+    def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
+        """Seconds to compute ``tokens`` behind ``cached`` ones, and to have ``sent`` tokens in place elsewhere."""
+        return self._prefills.predict(_prefill_features(tokens, cached, batch, sent))
+
+    def step(self, batch: float, contexts: float) -> float:
+        """Seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in all."""
+        return self._steps.predict((1.0, batch, contexts))
+
+    def output_of(self, max_tokens: int | None) -> float:
+        """Tokens that a request with this limit is expected to produce: the mean of those with one like it."""
+        limit = math.inf if max_tokens is None else max_tokens
+        _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
+        return max(1.0, min(mean, limit))
+
+    def prefilled(self, seconds: float, tokens: int, cached: int, batch: float, sent: int) -> None:
+        """A prefill was seen to take so long."""
+        self.transfers += sent > 0
+        self._prefills.observe(_prefill_features(tokens, cached, batch, sent), seconds)
+
+    def stepped(self, seconds: float, batch: float, contexts: float) -> None:
+        """Decode steps were seen to take so long, on average."""
+        self._steps.observe((1.0, batch, contexts), seconds)
+
+    def ended(self, max_tokens: int | None, tokens: int) -> None:
+        """A request was answered with so many tokens."""
+        size = _size_of(max_tokens)
+        count, mean = self._outputs.get(size, (0, 0.0))
+        self._outputs[size] = count + 1, mean + (tokens - mean) * max(0.05, 1 / (count + 1))
+
+
+def _size_of(max_tokens: int | None) -> int:
+    """Limits within a factor of two are alike."""
+    return 0 if max_tokens is None else max_tokens.bit_length()
+
+
+def _prefill_features(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
+    return 1.0, tokens, tokens * (cached + tokens / 2), batch, float(sent > 0), sent

@@ -1,0 +1,113 @@
+"""Which route is cheapest: one engine alone, or a pair and where the prompt is split between them. Pure.
+
+For a request of ``n`` tokens with ``L`` expected of the answer, on engine ``e`` alone:
+
+    ttft = waiting(e) + prefill(e)
+    tpot = step(e, batch + 1) / (1 - interference(e))
+    cost = ttft + L tpot                              until its own last token
+         + prefill(e) batch(e)                        by which the decodes that run there end later
+         + prefill(e) arrivals(e)                     and the prefills that will come behind it
+         + (step(batch + 1) - step(batch)) tokens     and, by the larger batch, the decodes again
+
+A pair ``p, d`` with a split at ``s`` pays for ``prompt[:s]`` on ``p``, for the transfer, and for the rest and the
+decode on ``d``. With objectives, what misses them least goes first, and the cost decides among equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tercet.fleet.cost import CostModel
+from tercet.fleet.cost_notes import RouteOption, Targets
+from tercet.fleet.cost_work import EngineWork
+
+SPLITS = (1.0, 0.9, 0.75, 0.5)
+STEPS_TO_RESERVE = 0.5
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The request: ``tokens`` of prompt, and how many are expected of the answer."""
+
+    tokens: int
+    output: float
+    targets: Targets
+
+
+class Site:
+    """One engine at the moment of a decision; ``matched`` tokens of the prompt are believed to be cached there."""
+
+    def __init__(self, name: str, work: EngineWork, model: CostModel, now: float, matched: int) -> None:
+        self.name = name
+        self.matched = matched
+        self.waiting = work.waiting(now)
+        self.under_way = work.under_way(now)
+        self.interference = work.interference(now)
+        self.batch = work.decoding + work.coming
+        self.contexts = work.contexts
+        self.seconds_left = work.seconds_left(now)
+        self.work, self.model, self.now = work, model, now
+
+    def prefill(self, begin: int, end: int, sent: int = 0) -> float:
+        """Seconds to compute ``prompt[begin:end)`` here, less what is cached, and to send ``sent`` tokens of it."""
+        cached = max(begin, min(self.matched, end - 1))
+        return self.model.prefill(end - cached, cached, self.batch, sent) * self.work.prefill_pace.factor
+
+    def delay(self, seconds: float) -> float:
+        """By how much others end later, in sum, when a prefill takes ``seconds`` here."""
+        behind = self.interference * (self.waiting + seconds)
+        return seconds * self.batch + behind
+
+    def decode(self, context: int, output: float) -> tuple[float, float]:
+        """Seconds per token of one more decode, and by how much it makes the others end later."""
+        contexts = self.contexts + context
+        tpot = self.work.pace_of_tokens(self.now, self.batch + 1, contexts)
+        if not self.batch:
+            return tpot, 0.0
+        slower = tpot - self.work.pace_of_tokens(self.now, self.batch, self.contexts)
+        together = min(self.seconds_left / tpot, output) if self.seconds_left else output
+        return tpot, slower * self.batch * together
+
+
+def options_of(sites: Sequence[Site], wanted: Wanted) -> list[RouteOption]:
+    """Every route over these engines, the best first."""
+    found = [_alone(site, wanted) for site in sites]
+    for prefill in sites:
+        for decode in sites:
+            if prefill is not decode:
+                found += (_pair(prefill, decode, split, wanted) for split in _splits(decode, wanted))
+    return sorted(found, key=lambda option: (option.missed, option.cost))
+
+
+def _alone(site: Site, wanted: Wanted) -> RouteOption:
+    seconds = site.prefill(0, wanted.tokens)
+    tpot, slowed = site.decode(wanted.tokens, wanted.output)
+    ttft = site.waiting + seconds
+    return _option(wanted, site.name, ttft, tpot, site.delay(seconds) + slowed)
+
+
+def _pair(prefill: Site, decode: Site, split: int, wanted: Wanted) -> RouteOption:
+    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
+    reserved = max(decode.under_way, STEPS_TO_RESERVE * tpot if decode.batch else 0.0)
+    first = prefill.prefill(0, split, split - min(decode.matched, split))
+    ready = reserved + prefill.waiting + first
+    rest = decode.prefill(split, wanted.tokens) if split < wanted.tokens else 0.0
+    # What still waits on the decode engine when the KV is there delays the rest of the prompt, or the decode.
+    ttft, late = (ready + max(0.0, decode.waiting - ready), 0.0) if rest else (ready, max(0.0, decode.waiting - ready))
+    others = prefill.delay(first) + (decode.delay(rest) if rest else 0.0) + slowed
+    return _option(wanted, decode.name, ttft + rest, tpot, others + late, prefill.name, split)
+
+
+def _option(
+    wanted: Wanted, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
+) -> RouteOption:
+    own = ttft + (wanted.output - 1) * tpot
+    missed = wanted.targets.missed_by(ttft, tpot)
+    return RouteOption(decode, ttft, tpot, own + others, prefill, split, missed)
+
+
+def _splits(decode: Site, wanted: Wanted) -> Iterator[int]:
+    """Where a pair may split: past what the decode engine has, each place once."""
+    places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
+    return (place for place in places if place > decode.matched)

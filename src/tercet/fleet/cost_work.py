@@ -1,0 +1,214 @@
+"""What one engine has to do for this front door: prefills in line, decodes under way, and what is to come.
+
+A state machine without I/O, told what begins and what ends. Engines prefill first come, first served, so the time
+between two ends in succession, or from an arrival at an empty line to its end, is what a prefill took: that holds under
+any load, where the time from call to answer is mostly waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tercet.fleet.cost import CostModel, Pace
+
+FEW = 2
+"""Tokens that are computed as part of a decode step, and so wait in no line."""
+MOSTLY_PREFILL = 0.7
+MOST_INTERFERENCE = 0.8
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence on one engine: ``missing`` tokens to compute behind ``cached`` ones, ``sent`` to push elsewhere.
+
+    ``output`` are the tokens that it is expected to produce here, after the ``given`` ones from elsewhere; 0 where it
+    only prefills. ``context`` is what its decode reads at first. ``seconds`` is what its
+    prefill was predicted to take. ``promised``: a route leads here, and the verb has not been called yet.
+    """
+
+    missing: int
+    cached: int = 0
+    sent: int = 0
+    output: float = 0.0
+    given: int = 0
+    context: int = 0
+    max_tokens: int | None = None
+    seconds: float = 0.0
+    stage: Literal["promised", "prefill", "decode"] = "promised"
+    began: float = 0.0
+    expected_end: float = 0.0
+    marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+
+
+class EngineWork:
+    """The jobs of one engine. Times are the clock's, in seconds; ``memory`` is that of :meth:`interference`."""
+
+    def __init__(self, model: CostModel, clock: Callable[[], float], memory: float = 10.0) -> None:
+        self.prefill_pace, self.decode_pace = Pace(), Pace()
+        self.decoding = 0
+        self.coming = 0
+        self._model = model
+        self._clock = clock
+        self._memory = memory
+        self._jobs: dict[str, Job] = {}
+        self._line: dict[str, Job] = {}
+        self._line_seconds = self._promised_seconds = 0.0
+        self._contexts = 0
+        self._expected_ends = 0.0
+        self._served_until = 0.0
+        self._at = self._born = clock()
+        self._recent = self._busy = self._batches = self._contexts_read = 0.0
+        self._prefills = 0
+
+    # ---- what there is to do ---------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing."""
+        return not self._jobs
+
+    @property
+    def backlog(self) -> float:
+        """A rough measure of the work, in seconds, that costs nothing to read."""
+        return self._line_seconds + self._promised_seconds + 0.01 * self.decoding
+
+    @property
+    def contexts(self) -> int:
+        """KV tokens that its decodes read in a step."""
+        return self._contexts
+
+    def waiting(self, now: float) -> float:
+        """Seconds of prefill that are ahead of whatever comes now."""
+        return max(0.0, self._line_seconds - self._progress(now)) + self._promised_seconds
+
+    def under_way(self, now: float) -> float:
+        """Seconds that the prefill in service still takes."""
+        head = next(iter(self._line.values()), None)
+        return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
+
+    def interference(self, now: float) -> float:
+        """The share of recent time in which prefills ran here: what decodes had to share the engine with."""
+        recent = self._recent * math.exp((self._at - now) / self._memory)
+        if self._line:
+            recent += self._memory * (1 - math.exp((self._at - now) / self._memory))
+        return recent / self._memory
+
+    def seconds_left(self, now: float) -> float:
+        """How long a decode under way still lasts, on average."""
+        return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
+
+    def pace_of_tokens(self, now: float, batch: float, contexts: float) -> float:
+        """Seconds per token of such a decode, with the prefills that are to be expected between its steps."""
+        step = self._model.step(batch, contexts) * self.decode_pace.factor
+        return step / (1 - min(MOST_INTERFERENCE, self.interference(now)))
+
+    # ---- what happens ----------------------------------------------------------------------------------------
+
+    def promise(self, seq_id: str, job: Job) -> None:
+        """A route leads here."""
+        self._pass_time()
+        self._enter(seq_id, job)
+        self._promised_seconds += job.seconds
+
+    def begin(self, seq_id: str, job: Job) -> Job:
+        """A verb is called: the job that was promised takes its place in line, or this one if there is none."""
+        now = self._pass_time()
+        found = self._jobs.get(seq_id)
+        if found is None or found.stage != "promised":
+            self.leave(seq_id)
+            self._enter(seq_id, job)
+        else:
+            self._promised_seconds -= found.seconds
+            job = found
+        job.began = now
+        job.stage = "prefill"
+        if job.missing > FEW:
+            if not self._line:
+                self._served_until = now
+            self._line[seq_id] = job
+            self._line_seconds += job.seconds
+        return job
+
+    def prefilled(self, seq_id: str, job: Job, computed: int, cached: int, sent: int) -> None:
+        """Its prefill is over, and what it had to send is in place; learn from it."""
+        now = self._pass_time()
+        if job.stage == "prefill":
+            took = now - max(job.began, self._served_until)
+            if self._line.pop(seq_id, None) is job:
+                self._line_seconds -= job.seconds
+                self._served_until = now
+                self._prefills += 1
+            if (computed > FEW or sent) and took > 0:
+                self._learn_prefill(took, computed, cached, sent)
+            job.stage = "decode"
+            if job.output:
+                self._begin_decode(job, now)
+
+    def decoded(self, job: Job, tokens: int) -> None:
+        """It has produced its last token, ``tokens`` here; learn from it."""
+        now = self._pass_time()
+        self._model.ended(job.max_tokens, job.given + tokens)
+        busy, batches, contexts, prefills = job.marks
+        passed, shared = now - job.began, self._busy - busy
+        steps = tokens - 1 - (self._prefills - prefills)
+        if steps < FEW or passed <= 0 or shared > MOSTLY_PREFILL * passed:
+            return
+        seconds = (passed - shared) / steps
+        batch, read = (self._batches - batches) / passed, (self._contexts_read - contexts) / passed
+        self.decode_pace.observe(seconds, self._model.step(batch, read))
+        self._model.stepped(seconds, batch, read)
+
+    def leave(self, seq_id: str) -> None:
+        """It is over here, however it ended; a job that has left already is fine."""
+        job = self._jobs.pop(seq_id, None)
+        if job is None:
+            return
+        now = self._pass_time()
+        if job.stage == "promised":
+            self._promised_seconds -= job.seconds
+        elif self._line.pop(seq_id, None) is not None:
+            self._line_seconds -= job.seconds
+            self._served_until = now
+        if not job.output:
+            return
+        if job.stage == "decode":
+            self.decoding -= 1
+            self._contexts -= job.context
+            self._expected_ends -= job.expected_end
+        else:
+            self.coming -= 1
+
+    def _enter(self, seq_id: str, job: Job) -> None:
+        self._jobs[seq_id] = job
+        self.coming += job.output > 0
+
+    def _begin_decode(self, job: Job, now: float) -> None:
+        self.coming -= 1
+        self.decoding += 1
+        self._contexts += job.context
+        job.began, job.expected_end = now, now + job.output * self.pace_of_tokens(now, self.decoding, self._contexts)
+        job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
+        self._expected_ends += job.expected_end
+
+    def _learn_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
+        self.prefill_pace.observe(took, self._model.prefill(computed, cached, self.decoding, sent))
+        self._model.prefilled(took, computed, cached, self.decoding, sent)
+
+    def _progress(self, now: float) -> float:
+        """Seconds that the first in line was in service, at most nearly all of what it was predicted to take."""
+        head = next(iter(self._line.values()), None)
+        return 0.0 if head is None else min(now - self._served_until, 0.95 * head.seconds)
+
+    def _pass_time(self) -> float:
+        """Account for the time since the last event, in which nothing changed; returns now."""
+        now = self._clock()
+        passed, self._at = now - self._at, now
+        faded = math.exp(-passed / self._memory)
+        self._recent = self._recent * faded + (self._memory * (1 - faded) if self._line else 0.0)
+        self._busy += passed if self._line else 0.0
+        self._batches += passed * self.decoding
+        self._contexts_read += passed * self._contexts
+        return now

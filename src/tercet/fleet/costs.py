@@ -1,0 +1,160 @@
+"""What serving costs on a fleet: one model, the work of each engine, and the routes chosen by them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from random import Random
+
+from tercet.fleet.cost import CostModel
+from tercet.fleet.cost_choice import Site, Wanted, options_of
+from tercet.fleet.cost_notes import RouteDecision, RouteOption, Targets
+from tercet.fleet.cost_work import EngineWork, Job
+from tercet.protocol import Output, Request, Usage
+
+CLOSEST = 6
+ENOUGH_TRANSFERS = 3
+HARMLESS = 1.25
+
+
+class Costs:
+    """Shared by all views of a fleet. ``clock`` gives seconds that never go back."""
+
+    def __init__(self, clock: Callable[[], float], random: Random) -> None:
+        self.model = CostModel()
+        self.clock = clock
+        self._random = random
+        self._works: dict[str, EngineWork] = {}
+
+    def work(self, name: str) -> EngineWork:
+        """The work of an engine."""
+        found = self._works.get(name)
+        if found is None:
+            found = self._works[name] = EngineWork(self.model, self.clock)
+        return found
+
+    def forget(self, name: str) -> None:
+        """An engine left; what still runs on it is not counted any more."""
+        self._works.pop(name, None)
+
+    # ---- choosing --------------------------------------------------------------------------------------------
+
+    def decide(
+        self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float
+    ) -> RouteDecision:
+        """The route over these engines, at least one; ``matched`` tokens are believed to be cached on some."""
+        now = self.clock()
+        wanted = Wanted(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
+        sites = [
+            Site(name, self.work(name), self.model, now, matched.get(name, 0)) for name in self._closest(names, matched)
+        ]
+        options = options_of(sites, wanted)
+        chosen = self._unknown(options, explore) or options[0]
+        others = [option for option in options[:5] if option is not chosen]
+        return RouteDecision(
+            chosen.kind(wanted.tokens), chosen, others, explored=chosen is not options[0], output=wanted.output
+        )
+
+    def _closest(self, names: Sequence[str], matched: Mapping[str, int]) -> Iterable[str]:
+        """The engines worth a closer look: those with the least to do, and those that have most of the prompt."""
+        if len(names) <= CLOSEST:
+            return names
+        idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
+        holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
+        return dict.fromkeys((*idlest, *holders))
+
+    def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
+        """A pair to learn from, while nobody waits for it and it is not believed to cost much more."""
+        if self.model.transfers >= ENOUGH_TRANSFERS and self._random.random() >= explore:
+            return None
+        best = options[0]
+        pair = next((option for option in options if option.prefill), None)
+        if pair is None or pair.missed > best.missed or pair.cost > HARMLESS * best.cost:
+            return None
+        return pair if self.work(pair.prefill).idle and self.work(pair.decode).idle else None
+
+    @contextmanager
+    def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
+        """The chosen route's work counts from now on, before its verbs are called."""
+        chosen = decision.chosen
+        here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
+        here.output, here.context = decision.output, request.num_tokens
+        decode = self.work(chosen.decode)
+        decode.promise(request.seq_id, here)
+        try:
+            if not chosen.prefill:
+                yield
+                return
+            there = self._job(request, 0, chosen.split, matched.get(chosen.prefill, 0))
+            there.sent = chosen.split
+            prefill = self.work(chosen.prefill)
+            prefill.promise(request.seq_id, there)
+            try:
+                yield
+            finally:
+                prefill.leave(request.seq_id)
+        finally:
+            decode.leave(request.seq_id)
+
+    def _job(self, request: Request, begin: int, end: int, matched: int) -> Job:
+        cached = max(begin, min(matched, end - 1))
+        missing = max(0, end - cached)
+        seconds = self.model.prefill(missing, cached) if missing else 0.0
+        return Job(missing, cached, seconds=seconds, max_tokens=max_tokens_of(request))
+
+    # ---- watching --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sending(self, name: str, request: Request, begin: int, end: int) -> Generator[Callable[[Usage], None]]:
+        """An engine prefills ``prompt[:end)`` and sends ``[begin, end)``; call what is given when it has."""
+        work = self.work(name)
+        job = self._job(request, 0, end, 0)
+        job.sent = end - begin
+        job = work.begin(request.seq_id, job)
+        try:
+            yield lambda usage: work.prefilled(request.seq_id, job, usage.computed, usage.cached, end - begin)
+        finally:
+            work.leave(request.seq_id)
+
+    @contextmanager
+    def generating(self, name: str, request: Request, begin: int, given: int) -> Generator[Generation]:
+        """An engine generates; ``prompt[:begin)`` is there, and ``given`` tokens of output."""
+        work = self.work(name)
+        job = self._job(request, begin, request.num_tokens + given, 0)
+        job.output = max(1.0, self.model.output_of(job.max_tokens) - given)
+        job.context, job.given = request.num_tokens + given, given
+        generation = Generation(work, request.seq_id, work.begin(request.seq_id, job))
+        try:
+            yield generation
+        finally:
+            work.leave(request.seq_id)
+
+
+class Generation:
+    """A sequence that one engine generates."""
+
+    def __init__(self, work: EngineWork, seq_id: str, job: Job) -> None:
+        self._work = work
+        self._seq_id = seq_id
+        self._job = job
+        self._tokens = 0
+
+    def note(self, item: Output) -> None:
+        """Its next output has come."""
+        if not self._tokens:
+            self._first(item.usage)
+        self._tokens += len(item.token_ids)
+        if item.finish_reason is not None and not item.broken_off:
+            self._work.decoded(self._job, self._tokens)
+
+    def _first(self, usage: Usage | None) -> None:
+        computed = usage.computed if usage is not None else self._job.missing
+        cached = usage.cached + usage.received if usage is not None else self._job.cached
+        self._work.prefilled(self._seq_id, self._job, computed, cached, 0)
+
+
+def max_tokens_of(request: Request) -> int | None:
+    """The request's own limit of its answer, in tokens."""
+    wanted = request.sampling_params.get("max_tokens")
+    return wanted if isinstance(wanted, int) and wanted > 0 else None
