@@ -13,14 +13,16 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 
 LAYERS = {
     0: {"protocol", "observe"},
-    1: {"vllm_plugin", "sim", "transport", "client"},
+    1: {"vllm_plugin", "sim", "transport", "client", "streams"},
     2: {"programs", "scheduling", "migration", "fleet"},
     3: {"router", "gateway", "cluster", "bench"},
     4: {"cli"},
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 # Beside what the table allows: rooms of one layer see each other only where it says so.
-SIDEWAYS = {("vllm_plugin", "transport")} | {(a, b) for layer in (0, 2) for a in LAYERS[layer] for b in LAYERS[layer]}
+SIDEWAYS = {("vllm_plugin", "transport"), *((room, "streams") for room in ("vllm_plugin", "sim", "client"))} | {
+    (a, b) for layer in (0, 2) for a in LAYERS[layer] for b in LAYERS[layer]
+}
 
 DECISIONS = LAYERS[2]
 BARRED_FROM_DECISIONS = {"torch", "vllm", "socket", "aiohttp", "zmq"}

@@ -5,35 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import EngineStatus
+from tercet.protocol import EngineLoad
 from tercet.scheduling.engines import Floats, Integers
 from tercet.scheduling.sessions import key_of
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten of those that engines send every 100 ms have not come."""
-
-
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One report.
-
-    ``waiting`` and ``running`` count requests, ``tokens`` those that the engine has still to work on, ``kv_usage`` is
-    the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
-    """
-
-    waiting: int
-    running: int
-    kv_usage: float
-    tokens: int | None = None
-    step_time: float | None = None
-
-    @classmethod
-    def of(cls, status: EngineStatus) -> EngineLoad:
-        """The load in an engine's status."""
-        return cls(waiting=status.waiting, running=status.running, kv_usage=status.kv_cache_usage)
 
 
 class LoadTable:

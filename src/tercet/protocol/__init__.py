@@ -11,6 +11,7 @@ from tercet.protocol.errors import (
     DeadlineExceeded,
     EngineError,
     EngineUnreachable,
+    FrontDoorUnreachable,
     LayoutMismatch,
     LeaseEnded,
     NoSpace,
@@ -24,7 +25,7 @@ from tercet.protocol.errors import (
     from_wire,
 )
 from tercet.protocol.ranges import resolve_range
-from tercet.protocol.types import EngineStatus, Output, Request, Sent, TokenLogprob, Usage
+from tercet.protocol.types import EngineLoad, EngineStatus, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
     "BadRequest",
@@ -32,8 +33,10 @@ __all__ = [
     "DeadlineExceeded",
     "Engine",
     "EngineError",
+    "EngineLoad",
     "EngineStatus",
     "EngineUnreachable",
+    "FrontDoorUnreachable",
     "KVAddrInfo",
     "KVLayout",
     "LayoutMismatch",

@@ -15,6 +15,7 @@
     ├── NoSpace               503  the engine has no free blocks for this now; try another one or later
     ├── EngineError           500  the engine failed while it ran the request
     ├── TransferFailed        502  KV did not arrive at the receiver
+    ├── FrontDoorUnreachable  502  the engine cannot connect to its caller, to stream tokens there
     ├── DeadlineExceeded      504  the request took longer than this server lets any take
     └── EngineUnreachable     503  no answer from the engine
 
@@ -136,6 +137,13 @@ class TransferFailed(TercetError):
     """KV did not arrive: the receiver refused it, vanished, or took too long."""
 
     code = "transfer_failed"
+    status = 502
+
+
+class FrontDoorUnreachable(TercetError):
+    """Nobody whom the engine may stream tokens to answers at that address."""
+
+    code = "front_door_unreachable"
     status = 502
 
 

@@ -113,3 +113,22 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     sends: int
     counters: Mapping[str, int] = {}
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How busy an engine is.
+
+    ``waiting`` and ``running`` count requests, ``tokens`` those that the engine has still to work on, ``kv_usage`` is
+    the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
+    tokens: int | None = None
+    step_time: float | None = None
+
+    @classmethod
+    def of(cls, status: EngineStatus) -> EngineLoad:
+        """The load in an engine's status."""
+        return cls(waiting=status.waiting, running=status.running, kv_usage=status.kv_cache_usage)

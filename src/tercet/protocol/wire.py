@@ -58,10 +58,33 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: int = 0
 
 
+class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A front door's place for token streams: its ``address`` (``host:port``), and the ``key`` that opens it.
+
+    The key is this engine's alone.
+    """
+
+    address: Name
+    key: Name
+
+
+class Destination(Door, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the outputs of one sequence go: the front door calls it ``number``, which is never used again."""
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/connect``: connect to a front door, and send token streams and reports there."""
+
+    door: Door
+
+
 class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
-    With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each.
+    With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a
+    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the front door there (:mod:`tercet.streams`).
     """
 
     prompt: Prompt
@@ -69,6 +92,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     begin: Annotated[int, msgspec.Meta(ge=0)] = 0
     output: list[TokenId] = []
     stream: bool = True
+    door: Destination | None = None
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
     priority: int = 0

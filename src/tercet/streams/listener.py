@@ -1,0 +1,157 @@
+"""Where engines connect to a front door."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Self, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tercet.protocol import EngineLoad, EngineUnreachable
+from tercet.streams.frames import FrameTooLong, Splitter
+from tercet.streams.line import Line
+from tercet.streams.messages import BEAT_SECONDS, LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, Hello
+
+logger = logging.getLogger(__name__)
+HELLO_SECONDS = 10.0
+
+
+class Listener:
+    """The lines of one front-door process, and the ports where engines reach them. Use as an async context manager.
+
+    It listens on those of this machine's addresses from which it reaches its engines, and on no others: ``port`` there,
+    or any free one if that is 0.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
+        self._numbers = itertools.count(1)
+        self._lines: dict[str, Line] = {}
+        self._servers: dict[str, asyncio.Server] = {}
+        self._opening = asyncio.Lock()
+        self._arrivals: set[_Arrival] = set()
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        for line in list(self._lines.values()):
+            self.forget(line)
+        for arrival in list(self._arrivals):
+            arrival.abort()
+        for server in self._servers.values():
+            server.close()
+
+    def line(self, engine: str, on_load: Callable[[EngineLoad], None]) -> Line:
+        """A line for one more engine, until :meth:`forget`."""
+        line = Line(engine, self._numbers, on_load)
+        self._lines[line.key] = line
+        return line
+
+    def forget(self, line: Line) -> None:
+        """The engine may not connect any more; what it still runs for this front door is lost."""
+        self._lines.pop(line.key, None)
+        line.drop("the front door has let it go")
+
+    async def address_for(self, url: str) -> str:
+        """Where the engine at ``url`` connects to, as ``host:port``.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if its host is not known.
+        """
+        host = await _local_host(url)
+        async with self._opening:
+            server = self._servers.get(host)
+            if server is None:
+                loop = asyncio.get_running_loop()
+                server = await loop.create_server(self._arrival, host, self._port)
+                self._servers[host] = server
+        port = cast(int, server.sockets[0].getsockname()[1])
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _arrival(self) -> _Arrival:
+        return _Arrival(self._find, self._arrivals)
+
+    def _find(self, key: str) -> Line | None:
+        # Every key is compared, in the same time each, so that the time of an answer tells nothing about any of them.
+        found = [line for known, line in self._lines.items() if secrets.compare_digest(known.encode(), key.encode())]
+        return found[0] if found else None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for line in list(self._lines.values()):
+                line.beat()
+
+
+class _Arrival(asyncio.Protocol):
+    """One connection. Nothing of it is believed before a hello with a key that this front door gave out."""
+
+    def __init__(self, find: Callable[[str], Line | None], arrivals: set[_Arrival]) -> None:
+        self._find = find
+        self._arrivals = arrivals
+        self._splitter = Splitter(LONGEST_HELLO)
+        self._line: Line | None = None
+        self._why = "the connection was closed"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._arrivals.add(self)
+        self._patience = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.cancel()
+        self._arrivals.discard(self)
+        if self._line is not None:
+            self._line.detach(self._transport, str(exc) if exc is not None else self._why)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._splitter.split(data):
+                if self._line is not None:
+                    self._line.take(frame)
+                elif not self._transport.is_closing():
+                    self._greet(msgspec.msgpack.decode(frame, type=Hello))
+        except (msgspec.MsgspecError, FrameTooLong, UnicodeError) as error:
+            self._why = f"it broke the protocol: {error}"
+            if self._line is not None:
+                logger.error("%s broke the protocol of token streams: %s", self._line.engine, error)
+                self._line.detach(self._transport, self._why)
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def _greet(self, hello: Hello) -> None:
+        line = self._find(hello.key)
+        if line is None or hello.protocol != PROTOCOL:
+            self.abort()
+            return
+        self._patience.cancel()
+        self._splitter.longest = LONGEST_FRAME
+        self._line = line
+        line.attach(self._transport)
+
+
+async def _local_host(url: str) -> str:
+    """The address of this machine from which ``url`` is reached."""
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it only chooses the route
+            return cast(str, probe.getsockname()[0])
+    except (OSError, UnicodeError, ValueError) as error:
+        raise EngineUnreachable(f"{url} is not to be found: {error}") from error

@@ -1,0 +1,286 @@
+"""Both ends of a token stream over real sockets: tokens, reports, cancellations, lost connections, strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineLoad,
+    EngineUnreachable,
+    FrontDoorUnreachable,
+    NoSpace,
+    Output,
+    TokenLogprob,
+    Usage,
+)
+from tercet.streams import Connection, Hello, Line, Listener, Outputs, Speaker, Step
+from tercet.streams.messages import LONGEST_HELLO, PROTOCOL, frame_of
+
+LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
+ENGINE_URL = "http://127.0.0.1:1"
+
+
+@dataclass
+class Pair:
+    """A front door's line and the engine's connection to it."""
+
+    listener: Listener
+    line: Line
+    speaker: Speaker
+    connection: Connection
+    address: str
+    loads: list[EngineLoad] = field(default_factory=list[EngineLoad])
+
+
+@asynccontextmanager
+async def connected() -> AsyncGenerator[Pair]:
+    loads: list[EngineLoad] = []
+    async with Listener() as listener:
+        line = listener.line("e", loads.append)
+        address = await listener.address_for(ENGINE_URL)
+        speaker = Speaker("e", lambda: LOAD)
+        try:
+            yield Pair(listener, line, speaker, await speaker.connect(address, line.key), address, loads)
+        finally:
+            speaker.close()
+
+
+async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def never() -> None:
+    raise AssertionError("the sequence was stopped")
+
+
+async def test_outputs_arrive_as_they_were_said() -> None:
+    said = [
+        Output((5, 6), usage=Usage(cached=3, computed=1)),
+        Output((7,)),
+        Output((8,), logprobs=((TokenLogprob(8, -0.5, 1), TokenLogprob(9, -1.5, 2)),)),
+        Output((9,), "stop", "word"),
+    ]
+    outputs = Outputs()
+    async with connected() as pair:
+        with pair.line.sequence(2, outputs.put) as number:
+            voice = pair.connection.voice(number, 2, never)
+            for output in said:
+                voice.say(output)
+            assert [await outputs.get() for _ in said] == said
+            assert pair.line.open_sequences == 0
+        assert pair.loads[-1] == LOAD
+
+
+async def test_an_error_arrives_as_what_it_is() -> None:
+    outputs = Outputs()
+    async with connected() as pair:
+        with pair.line.sequence(0, outputs.put) as number:
+            pair.connection.voice(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
+            with pytest.raises(NoSpace, match="no blocks") as caught:
+                await outputs.get()
+            assert caught.value.param == "prompt"
+
+
+async def test_all_that_is_said_in_one_step_is_one_message() -> None:
+    taken: list[bytes] = []
+    async with connected() as pair:
+        take = pair.line.take
+        pair.line.take = lambda frame: (taken.append(frame), take(frame))[1]  # type: ignore[method-assign]
+        outputs = [Outputs() for _ in range(50)]
+        stack = contextlib.ExitStack()
+        numbers = [stack.enter_context(pair.line.sequence(0, each.put)) for each in outputs]
+        voices = [pair.connection.voice(number, 0, lambda: None) for number in numbers]
+        await until(lambda: pair.loads)  # an idle engine has reported
+        taken.clear()
+        for voice in voices:
+            voice.say(Output((1,)))
+        for each in outputs:
+            assert (await each.get()).token_ids == (1,)
+        stack.close()
+        assert [len(msgspec.msgpack.decode(frame, type=Step).items) for frame in taken] == [50]
+
+
+async def test_reports_come_with_nothing_to_say_and_stop_with_the_connection() -> None:
+    async with connected() as pair:
+        await until(lambda: len(pair.loads) >= 3)
+        pair.speaker.close()
+        await until(lambda: not pair.line.connected)
+        assert len(pair.speaker) == 0
+
+
+async def test_leaving_early_stops_the_sequence_on_the_engine() -> None:
+    stopped = asyncio.Event()
+    async with connected() as pair:
+        with pair.line.sequence(0, Outputs().put) as number:
+            pair.connection.voice(number, 0, stopped.set)
+        await asyncio.wait_for(stopped.wait(), 10)
+
+
+async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
+    async with connected() as pair:
+        with pair.line.sequence(0, Outputs().put) as number:
+            pass
+        later = pair.line.sequence(0, Outputs().put)
+        stopped = asyncio.Event()
+        pair.connection.voice(later.__enter__(), 0, stopped.set)
+        later.__exit__(None, None, None)
+        await asyncio.wait_for(stopped.wait(), 10)  # orders come in order, so the first is there too
+        with pytest.raises(Conflict, match="cancelled before"):
+            pair.connection.voice(number, 0, never)
+
+
+async def test_what_nobody_opened_is_stopped() -> None:
+    stopped = asyncio.Event()
+    async with connected() as pair:
+        pair.connection.voice(99, 0, stopped.set).say(Output((1,)))
+        await asyncio.wait_for(stopped.wait(), 10)
+
+
+async def test_the_engine_goes_and_every_sequence_ends() -> None:
+    outputs = Outputs()
+    async with connected() as pair:
+        with pair.line.sequence(0, outputs.put) as number:
+            voice = pair.connection.voice(number, 0, lambda: None)
+            voice.say(Output((1,)))
+            await outputs.get()
+            pair.connection.abort()
+            with pytest.raises(EngineUnreachable, match="token stream ended"):
+                await outputs.get()
+
+
+async def test_the_front_door_goes_and_every_sequence_is_stopped() -> None:
+    stopped = [asyncio.Event(), asyncio.Event()]
+    async with connected() as pair:
+        for number, event in enumerate(stopped):
+            pair.connection.voice(number, 0, event.set)
+        pair.listener.forget(pair.line)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in stopped)), 10)
+        with pytest.raises(FrontDoorUnreachable):
+            pair.connection.voice(7, 0, never)
+        with pytest.raises(FrontDoorUnreachable):  # its key is void
+            await pair.speaker.connect(pair.address, pair.line.key)
+
+
+async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
+    outputs = Outputs()
+    async with connected() as pair:
+        with pair.line.sequence(0, outputs.put):
+            again = Speaker("e", lambda: LOAD)
+            await again.connect(pair.address, pair.line.key)
+            with pytest.raises(EngineUnreachable, match="connected anew"):
+                await outputs.get()
+            await until(lambda: len(pair.speaker) == 0)
+            assert pair.line.connected
+            again.close()
+
+
+async def test_two_callers_share_a_connection() -> None:
+    async with connected() as pair:
+        speaker = Speaker("e", lambda: LOAD)
+        line = pair.listener.line("f", lambda _: None)
+        first, second = await asyncio.gather(
+            speaker.connect(pair.address, line.key), speaker.connect(pair.address, line.key)
+        )
+        assert first is second
+        assert await speaker.connect(pair.address, line.key) is first
+        speaker.close()
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "a:b", ":80"])
+async def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(BadRequest, match="door"):
+        await Speaker("e", lambda: None).connect(address, "k")
+
+
+async def test_a_front_door_that_is_not_there_is_named() -> None:
+    with pytest.raises(FrontDoorUnreachable, match=r"127\.0\.0\.1:1"):
+        await Speaker("e", lambda: None).connect("127.0.0.1:1", "k")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nhost: here\r\n\r\n",
+        b"\xff" * 64,
+        (3).to_bytes(4, "big") + b"abc",
+        (LONGEST_HELLO + 1).to_bytes(4, "big"),
+        frame_of(Hello(PROTOCOL, "not a key", "e")),
+        frame_of(Step((), LOAD)),
+    ],
+)
+async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
+    outputs = Outputs()
+    async with connected() as pair:
+        with pair.line.sequence(0, outputs.put) as number:
+            voice = pair.connection.voice(number, 0, never)
+            host, _, port = pair.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            voice.say(Output((4,), "stop"))
+            assert (await outputs.get()).token_ids == (4,)
+
+
+async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
+    outputs, others = Outputs(), Outputs()
+    async with connected() as pair:
+        bad = pair.listener.line("bad", lambda _: None)
+        host, _, port = pair.address.rpartition(":")
+        with bad.sequence(0, outputs.put), pair.line.sequence(0, others.put) as number:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(frame_of(Hello(PROTOCOL, bad.key, "bad")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1")
+            with pytest.raises(EngineUnreachable, match="broke the protocol"):
+                await outputs.get()
+            pair.connection.voice(number, 0, never).say(Output((4,), "stop"))
+            assert (await others.get()).finished
+            writer.close()
+
+
+async def test_an_engine_that_speaks_another_version_is_refused() -> None:
+    async with connected() as pair:
+        pair.line.drop("for this test")
+        host, _, port = pair.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frame_of(Hello("tercet-stream/999", pair.line.key, "e")))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert not pair.line.connected
+        writer.close()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
+    stopped = asyncio.Event()
+    async with connected() as pair:
+
+        async def serve() -> None:
+            outputs = Outputs()
+            with pair.line.sequence(0, outputs.put) as number:
+                voice = pair.connection.voice(number, 0, stopped.set)
+                for token in range(3):
+                    voice.say(Output((token,)))
+                    await outputs.get()
+                await outputs.get()
+
+        task = asyncio.create_task(serve())
+        for _ in range(steps):
+            await asyncio.sleep(0.002 if steps > 3 else 0)
+        begun = task.cancel() and steps > 0
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pair.line.open_sequences == 0
+        if begun:
+            await asyncio.wait_for(stopped.wait(), 10)
