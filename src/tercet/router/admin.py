@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +11,10 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
 from tercet.fleet import Member, Role
-from tercet.protocol import TercetError, Unauthorized
+from tercet.protocol import TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.config import EngineAddress
+from tercet.router.keys import require_key
 from tercet.router.membership import Membership
 from tercet.router.plan import Plan
 from tercet.router.routing import Version
@@ -50,18 +49,7 @@ def _state(request: Request) -> State:
 
 def _require_key(request: Request) -> None:
     """vLLM's own check of ``--api-key`` covers its own paths only."""
-    keys = _state(request).keys
-    if not keys:
-        return
-    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    # Hashes have one length, so that the time of a comparison tells nothing about a key.
-    fits = [secrets.compare_digest(_digest(shown), _digest(key)) for key in keys]
-    if scheme.lower() != "bearer" or not any(fits):
-        raise Unauthorized("this front door asks for its API key: Authorization: Bearer KEY", "authorization")
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+    require_key(_state(request).keys, request.url.path, request.headers.get("authorization", ""))
 
 
 class _Route(APIRoute):

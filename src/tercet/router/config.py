@@ -9,14 +9,23 @@ import msgspec
 
 from tercet.fleet import Role
 from tercet.protocol import BadRequest
+from tercet.router.admission import Limits
+from tercet.router.recovery import RetryBudget
+
+# Prompts of a million tokens are a few megabytes of JSON.
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine of the fleet: its name, its server's base URL, and the role that the router gives it."""
+    """One engine of the fleet: its name, its server's base URL, and the role that the router gives it.
+
+    ``labels`` are its operator's words about it, which scheduling plugins may go by.
+    """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[^/\s]+$", max_length=256)]
     url: str
     role: Role = "both"
+    labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -30,7 +39,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     built-in name or ``file.py:function``, ``program_args`` its keyword parameters as text. ``vllm_args`` go to vLLM's
     OpenAI server (``--chat-template``, ``--enable-auto-tool-choice``, ...). ``model_aliases`` are further names for
     the model. After ``return_after`` failures of a program in a row the one before it is used again; 0 means never.
-    ``dev`` loads a program anew when its file changes.
+    ``dev`` loads a program, or the scheduling file, anew when its file changes; ``scheduling`` is that file's path.
+
+    ``retries`` is what is done for a sequence whose engine fails, ``limits`` how much may be under way. A request that
+    has not ended ``request_timeout`` seconds after it was let in is ended with an error (None: never); one of more than
+    ``max_request_bytes`` bytes is refused.
     """
 
     model: str
@@ -43,6 +56,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     program_args: Mapping[str, str] = {}
     return_after: Annotated[int, msgspec.Meta(ge=0)] = 5
     dev: bool = False
+    scheduling: str | None = None
+    retries: RetryBudget = RetryBudget()
+    limits: Limits = Limits()
+    request_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    max_request_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_REQUEST_BYTES
     log_level: str = "info"
     vllm_args: tuple[str, ...] = ()
 

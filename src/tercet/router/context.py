@@ -5,7 +5,8 @@ A plain ASGI middleware sets the context; the tasks that vLLM's handlers start i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,8 @@ import msgspec
 
 from tercet.fleet import Trace
 from tercet.protocol import TercetError
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from tercet.router.body import NOTHING, App, Asked, Message, Receive, Scope, Send
+from tercet.router.entrance import ASKED, refuse
 
 TRACE_HEADER = "x-tercet-trace"
 PROGRAM_HEADER = "x-tercet-program"
@@ -30,27 +27,14 @@ DONE = b"data: [DONE]"
 class RequestContext:
     """One HTTP request. ``traces`` has one entry per sequence that it started (``n``, or several prompts).
 
-    ``body`` is kept only where a rule goes by what is in it.
+    ``asked`` is what its body asks for, ``began`` when it was let in, in seconds of
+    :func:`time.monotonic`.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)
     traces: list[Trace] = field(default_factory=list)
-    body: list[bytes] = field(default_factory=list)
-
-    @property
-    def model(self) -> str:
-        """The model's name as the client gave it; empty if it gave none, or if the body was not kept."""
-        try:
-            return _MODEL.decode(b"".join(self.body)).model
-        except msgspec.MsgspecError:
-            return ""
-
-
-class _Asked(msgspec.Struct):
-    model: str = ""
-
-
-_MODEL = msgspec.json.Decoder(_Asked)
+    asked: Asked = NOTHING
+    began: float = field(default_factory=time.monotonic)
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("tercet_request", default=None)
@@ -80,34 +64,15 @@ class ContextMiddleware:
             try:
                 scope["app"].state.tercet.program_called(headers[PROGRAM_HEADER])
             except TercetError as error:
-                await _refuse(error, send)
+                await refuse(error, send)
                 return
-        context = RequestContext(headers)
-        if scope["app"].state.tercet.routing.current.plan.asks_for_models:
-            receive = _keeping_body(receive, context.body)
+        context = RequestContext(headers, asked=scope.get(ASKED, NOTHING))
         token = _current.set(context)
         try:
             traced = headers.get(TRACE_HEADER) == "1"
             await self._app(scope, receive, _TracingSend(send, context) if traced else send)
         finally:
             _current.reset(token)
-
-
-def _keeping_body(receive: Receive, body: list[bytes]) -> Receive:
-    async def keep() -> Message:
-        message = await receive()
-        if message["type"] == "http.request":
-            body.append(message.get("body", b""))
-        return message
-
-    return keep
-
-
-async def _refuse(error: TercetError, send: Send) -> None:
-    body = msgspec.json.encode(error.to_wire())
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class _TracingSend:

@@ -25,7 +25,7 @@ NOT_FORWARDED = frozenset(
 _DEFAULTS = SamplingParams()
 
 
-def to_request(request: EngineCoreRequest, headers: Mapping[str, str]) -> Request:
+def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str | None = None) -> Request:
     """A program's request from vLLM's; raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet."""
     unsupported = {
         "multi-modal input": bool(request.mm_features),
@@ -44,6 +44,7 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str]) -> Reques
         priority=request.priority,
         cache_salt=request.cache_salt,
         headers=headers,
+        user=user,
     )
 
 

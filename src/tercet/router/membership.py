@@ -111,7 +111,7 @@ class Membership:
                         member.reachable = True
 
     def _enter(self, address: EngineAddress, engine: Engine, stack: AsyncExitStack) -> Member:
-        member = Member(address.name, address.url, address.role, engine)
+        member = Member(address.name, address.url, address.role, engine, labels=address.labels)
         self._fleet.add(member)
         self._open[id(member)] = member, stack
         return member

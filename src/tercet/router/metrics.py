@@ -30,6 +30,12 @@ class Metrics:
         self._verb = Histogram(
             "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
         )
+        self._admitted = Gauge("tercet_requests_in_flight", "HTTP requests that the gate has let in.")
+        self._queued = Gauge("tercet_requests_queued", "HTTP requests that wait at the gate.")
+        self._waited = Histogram(
+            "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
+        )
+        self._refused = Counter("tercet_requests_refused", "HTTP requests that never came in, by reason.", ["reason"])
         self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
         self._returns = Counter(
             "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
@@ -63,6 +69,19 @@ class Metrics:
     def retried(self, code: str, answered: bool) -> None:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
+
+    def admission(self, in_flight: int, queued: int) -> None:
+        """So many requests are in, and so many wait."""
+        self._admitted.set(in_flight)
+        self._queued.set(queued)
+
+    def queued_for(self, seconds: float) -> None:
+        """A request does not wait any more."""
+        self._waited.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A request was sent away, or left before it came in."""
+        self._refused.labels(reason).inc()
 
     def program_failed(self, program: str) -> None:
         """A program failed, and neither its client nor the fleet is to blame."""

@@ -112,11 +112,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         yield from self.shares
         yield from self.rules
 
-    @property
-    def asks_for_models(self) -> bool:
-        """Whether a rule goes by the model's name."""
-        return any(rule.model is not None for rule in self.rules)
-
 
 def as_text(value: str | float | bool) -> str:
     """A parameter as it would be written on a command line."""

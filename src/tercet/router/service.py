@@ -9,14 +9,14 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
 
 import msgspec
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, load_program
-from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
+from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, TercetError
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
@@ -36,7 +36,7 @@ class Service:
     """The programs of this front door over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
-    ``retries`` is what is done for a sequence whose engine or program fails.
+    ``retries`` is what is done for a sequence whose engine or program fails; ``request_timeout`` is in seconds.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class Service:
         metrics: Metrics,
         return_after: int = RETURN_AFTER,
         retries: RetryBudget = ON_FAILURE,
+        request_timeout: float | None = None,
     ) -> None:
         self.fleet = fleet
         self._retries = retries
+        self._request_timeout = request_timeout
         self.wanted = Plan(program=program, args=program_args)
         self._numbers = itertools.count(NO_VERSION + 1)
         self.routing = Routing(self._version(self.wanted, _load(self.wanted)), return_after)
@@ -150,6 +152,21 @@ class Service:
             if recovery.attempts == 1:
                 self._metrics.fell_back(chosen.name, code)
         return pause
+
+    @asynccontextmanager
+    async def deadline(self, began: float) -> AsyncGenerator[None]:
+        """Raises :class:`~tercet.protocol.DeadlineExceeded` when a request that began then has run for too long."""
+        if self._request_timeout is None:
+            yield
+            return
+        timeout = asyncio.timeout(began + self._request_timeout - time.monotonic())
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise DeadlineExceeded(f"the request did not end within {self._request_timeout:g} s") from error
 
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""
