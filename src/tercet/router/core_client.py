@@ -70,7 +70,7 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program."""
         context = current()
         try:
-            sequence = to_request(request, context.headers)
+            sequence = to_request(request, context.headers, context.asked.user)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
             if self._output_processor is not None:
@@ -110,7 +110,10 @@ class ProgramClient(EngineCoreClient):
         context.traces.append(trace)
         with self._errors_reach_the_client(request.seq_id):
             first = True
-            async with aclosing(self._service.run(request, trace, context.model)) as outputs:
+            async with (
+                self._service.deadline(context.began),
+                aclosing(self._service.run(request, trace, context.asked.model)) as outputs,
+            ):
                 async for output in outputs:
                     usage = _prompt_usage(trace, output.usage) if first else None
                     self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))

@@ -18,6 +18,8 @@ from tercet.fleet import Fleet
 from tercet.router import admin
 from tercet.router.config import RouterConfig
 from tercet.router.context import ContextMiddleware
+from tercet.router.entrance import Entrance
+from tercet.router.gate import Gate
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
@@ -37,14 +39,19 @@ async def _serve(config: RouterConfig) -> None:
     fleet = Fleet(())
     async with Membership(fleet, HttpEngine) as membership:
         await membership.start(config.engines)
-        service = Service(fleet, config.program, config.program_args, Metrics(), config.return_after)
+        metrics = Metrics()
+        service = Service(
+            fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
+            config.request_timeout,
+        )  # fmt: skip
+        gate = Gate(config.limits, fleet, metrics)
         _import_vllm()  # seconds, well spent while engines are still loading
         shortest = await membership.until_ready()
         background = [asyncio.create_task(membership.watch())]
         if config.dev:
             background.append(asyncio.create_task(reload_on_change(service)))
         try:
-            await _serve_openai(config, service, membership, shortest)
+            await _serve_openai(config, service, membership, gate, shortest)
         finally:
             for task in background:
                 task.cancel()
@@ -60,7 +67,7 @@ def _interrupt(*_: object) -> None:
 
 
 async def _serve_openai(
-    config: RouterConfig, service: Service, membership: Membership, max_model_len: int
+    config: RouterConfig, service: Service, membership: Membership, gate: Gate, max_model_len: int
 ) -> None:  # fmt: skip
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -72,7 +79,9 @@ async def _serve_openai(
     try:
         tasks = await engine_client.get_supported_tasks()
         app = build_app(args, tasks, engine_client.model_config)
-        admin.install(app, admin.State(service, membership, _api_keys(args)))
+        keys = _api_keys(args)
+        admin.install(app, admin.State(service, membership, keys))
+        app.add_middleware(Entrance, gate=gate, keys=keys, max_bytes=config.max_request_bytes)
         await init_app_state(engine_client, app.state, args, tasks)
         shutdown = await serve_http(
             app, sock=sock, enable_ssl_refresh=False, host=args.host, port=args.port,
