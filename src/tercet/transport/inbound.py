@@ -244,10 +244,10 @@ class Inbound:
         blocks = rules.grants.locate(header.lease, self._piece_of(header))
         wanted = copies(header, self._part_bytes(header), reference, session.shape, rules.region.shape, blocks)
         try:
-            for some in batches(wanted):
+            for some, nbytes in batches(wanted):
                 with rules.grants.writing(header.lease):
                     session.reader.read(some)
-                self._turn.took(int(some[:, 0].sum()))
+                self._turn.took(nbytes)
             live = session.reader.word(session.shape.word(header.send)) == header.send
         except OSError as error:
             raise TransferFailed(f"the sender's memory cannot be read: {error}") from error

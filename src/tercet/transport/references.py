@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,9 @@ def copies(
         raise TransferFailed("the reference does not fit the slots that it is for")
     here, there = ours.block(header.layer, 0) + header.part * size, theirs.block(header.layer, 0) + reference.offset
     counts: Numbers | int = 1
-    if header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes:
-        first, counts = _runs(sources, targets, max(1, MAX_COPY_BYTES // size))
+    whole = header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes
+    if whole and not (apart := _apart(sources, targets)).all():
+        first, counts = _runs(apart, max(1, MAX_COPY_BYTES // size))
         sources, targets = sources[first], targets[first]
     found = np.empty((len(sources), 3), dtype=np.int64)
     found[:, 0] = counts * size
@@ -50,11 +51,15 @@ def _array(blocks: Sequence[int]) -> Numbers:
         raise TransferFailed("the reference names blocks that there cannot be") from None
 
 
-def _runs(sources: Numbers, targets: Numbers, limit: int) -> tuple[Numbers, Numbers]:
-    """Where blocks begin that are neighbours on both sides, and how many they are: at most ``limit``."""
+def _apart(sources: Numbers, targets: Numbers) -> NDArray[np.bool_]:
+    """For each pair of blocks but the first, whether it is not next to the one before, on both sides."""
     # Slices and not np.diff, which costs several times as much for a few numbers.
-    apart = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
-    edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(sources)]))
+    return (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
+
+
+def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
+    """Where runs of neighbours begin, and how many blocks they have: at most ``limit``."""
+    edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     first, counts = edges[:-1], edges[1:] - edges[:-1]
     if counts.max() <= limit:
         return first, counts
@@ -63,9 +68,13 @@ def _runs(sources: Numbers, targets: Numbers, limit: int) -> tuple[Numbers, Numb
     return np.repeat(first, cuts) + within * limit, np.minimum(np.repeat(counts, cuts) - within * limit, limit)
 
 
-def batches(copies: Copies) -> Sequence[Copies]:
-    """As many copies at a time as a lease may be held for; at least one."""
-    if copies[:, 0].sum() <= MAX_COPY_BYTES:
-        return [copies]
-    starts = np.cumsum(copies[:, 0]) - copies[:, 0]
-    return np.split(copies, np.flatnonzero(np.diff(starts // MAX_COPY_BYTES)) + 1)
+def batches(copies: Copies) -> Iterator[tuple[Copies, int]]:
+    """As many copies at a time as a lease may be held for, at least one; and their bytes."""
+    # A loop: what numpy needs for this is out of the caches each time, after copying megabytes.
+    first = held = 0
+    for at, size in enumerate(copies[:, 0].tolist()):
+        if held + size > MAX_COPY_BYTES and at > first:
+            yield copies[first:at], held
+            first, held = at, 0
+        held += size
+    yield copies[first:], held

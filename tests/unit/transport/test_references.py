@@ -219,9 +219,10 @@ def test_hostile_references_stay_inside_the_lease(said: list[bytes], end_at: int
 @given(st.lists(st.integers(1, 3 * 1024 * 1024), min_size=1, max_size=20))
 def test_batches_are_the_copies_and_no_larger_than_needed(sizes: list[int]) -> None:
     copies = np.array([(size, number, number) for number, size in enumerate(sizes)])
-    found = batches(copies)
-    assert np.array_equal(np.concatenate(found), copies)
-    assert all(len(batch) and batch[:-1, 0].sum() < module.MAX_COPY_BYTES for batch in found)
+    found = list(batches(copies))
+    assert np.array_equal(np.concatenate([batch for batch, _ in found]), copies)
+    assert all(nbytes == batch[:, 0].sum() for batch, nbytes in found)
+    assert all(len(batch) == 1 or 0 < nbytes <= module.MAX_COPY_BYTES for batch, nbytes in found)
 
 
 @given(
