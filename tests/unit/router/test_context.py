@@ -1,4 +1,4 @@
-"""The body of a request is looked into only where a rule goes by the model's name."""
+"""What the entrance found in the body reaches the request's context."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from tercet.router.admission import Limits
 from tercet.router.context import ContextMiddleware, current
-from tercet.router.plan import Plan, Rule
+from tercet.router.entrance import Entrance
+from tercet.router.gate import Gate
+from tercet.router.metrics import Metrics
 
 from .conftest import Door
 
@@ -26,10 +29,10 @@ class App:
             message = await receive()
             self.body += message["body"]
             more = message["more_body"]
-        self.model = current().model
+        self.model = current().asked.model
 
 
-async def post(app: App, *chunks: bytes) -> None:
+async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
     messages = [
         {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
         for index, chunk in enumerate(chunks)
@@ -41,7 +44,9 @@ async def post(app: App, *chunks: bytes) -> None:
     async def send(_: Any) -> None:
         raise AssertionError("nothing is answered here")
 
-    await ContextMiddleware(app)({"type": "http", "headers": [], "app": app}, receive, send)  # type: ignore[arg-type]
+    entrance = Entrance(ContextMiddleware(app), Gate(Limits(), door.fleet, metrics), (), 1000)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
+    await entrance(scope, receive, send)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,16 +60,10 @@ async def post(app: App, *chunks: bytes) -> None:
         ((b"",), ""),
     ],
 )
-async def test_the_model_that_the_client_asked_for(door: Door, chunks: tuple[bytes, ...], model: str) -> None:
-    await door.service.use(Plan(program="disaggregated", rules=(Rule(program="balanced", model="big"),)))
+async def test_the_model_that_the_client_asked_for(
+    door: Door, metrics: Metrics, chunks: tuple[bytes, ...], model: str
+) -> None:
     app = App(door)
-    await post(app, *chunks)
+    await post(app, door, metrics, *chunks)
     assert app.model == model
     assert app.body == b"".join(chunks)
-
-
-async def test_without_such_a_rule_nobody_looks(door: Door) -> None:
-    await door.service.use(Plan(program="disaggregated", rules=(Rule(program="balanced", header="x-team"),)))
-    app = App(door)
-    await post(app, b'{"model": "big"}')
-    assert (app.model, app.body) == ("", b'{"model": "big"}')

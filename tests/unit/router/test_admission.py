@@ -1,0 +1,131 @@
+"""Who comes in, who waits and who is sent away, by the rules; and a state machine that never loses a place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tercet.router.admission import LATEST, SOON, Admission, FleetLoad, Limits, Ticket
+
+ONE = FleetLoad()
+
+
+def arrivals(admission: Admission, *priorities: int) -> list[Ticket]:
+    return [admission.arrive(priority, ONE)[0] for priority in priorities]
+
+
+def test_lower_priority_values_come_in_first_and_equals_in_order() -> None:
+    admission = Admission(Limits(in_flight=1))
+    first, low, normal, again, high = arrivals(admission, 0, 5, 0, 0, -3)
+    order = [high, normal, again, low]
+    for leaving, entering in zip([first, *order], order, strict=False):
+        assert admission.leave(leaving, ONE, 0.0) == [entering]
+        assert entering.state == "in"
+
+
+def test_a_full_queue_sends_away_who_ranks_last() -> None:
+    admission = Admission(Limits(in_flight=1, queued=1))
+    inside, waiting, newcomer, urgent = arrivals(admission, 0, 0, 0, -1)
+    assert [ticket.state for ticket in (inside, waiting, newcomer, urgent)] == ["in", "refused", "refused", "waiting"]
+
+
+def test_without_a_queue_the_next_one_is_refused_at_once() -> None:
+    admission = Admission(Limits(in_flight=2, queued=0))
+    assert [ticket.state for ticket in arrivals(admission, 0, 0, 0)] == ["in", "in", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "in_flight", "load", "saturated"),
+    [
+        ({"in_flight": 4}, 3, ONE, False),
+        ({"in_flight": 4}, 4, ONE, True),
+        ({"in_flight_per_engine": 2}, 5, FleetLoad(engines=3), False),
+        ({"in_flight_per_engine": 2}, 6, FleetLoad(engines=3), True),
+        ({"in_flight_per_engine": 2}, 1, FleetLoad(engines=0), False),  # no engine: an error now is better than a wait
+        ({"tokens": 1000}, 9, FleetLoad(tokens=999), False),
+        ({"tokens": 1000}, 1, FleetLoad(tokens=1000), True),
+        ({"tokens_per_engine": 1000}, 1, FleetLoad(engines=2, tokens=1999), False),
+        ({"tokens_per_engine": 1000}, 1, FleetLoad(engines=2, tokens=2000), True),
+        ({"in_flight": 10, "in_flight_per_engine": 2}, 2, ONE, True),
+        ({}, 10**6, FleetLoad(tokens=10**9), False),
+    ],
+)
+def test_saturation(limits: dict[str, Any], in_flight: int, load: FleetLoad, saturated: bool) -> None:
+    assert Admission(Limits(**limits), in_flight).saturated(load) is saturated
+
+
+def test_engines_that_join_let_in_more() -> None:
+    admission = Admission(Limits(in_flight_per_engine=1))
+    tickets = arrivals(admission, 0, 0, 0)
+    assert admission.look(FleetLoad(engines=2)) == [tickets[1]]
+    assert admission.look(FleetLoad(engines=2)) == []
+
+
+def test_when_to_come_back_follows_how_often_requests_end() -> None:
+    admission = Admission(Limits(in_flight=3))
+    tickets = arrivals(admission, *[0] * 10)
+    assert admission.retry_after == SOON
+    admission.leave(tickets[0], ONE, 0.0)
+    admission.leave(tickets[1], ONE, 2.0)
+    assert admission.retry_after == 2 * (5 + 1)
+    admission.leave(tickets[2], ONE, 1000.0)
+    assert admission.retry_after == LATEST
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Arrivals, ends, and changes of the fleet, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = Limits(in_flight=4, in_flight_per_engine=2, tokens=100, queued=3)
+        self.admission = Admission(self.limits)
+        self.load = FleetLoad(engines=2)
+        self.alive: list[Ticket] = []
+        self.now = 0.0
+
+    @rule(priority=st.integers(-2, 2))
+    def arrive(self, priority: int) -> None:
+        ticket, changed = self.admission.arrive(priority, self.load)
+        assert all(other.state in ("in", "refused") for other in changed)
+        assert (ticket in changed) == (ticket.state != "waiting")
+        self.alive.append(ticket)
+
+    @rule(data=st.data(), seconds=st.floats(0, 10))
+    def leave(self, data: st.DataObject, seconds: float) -> None:
+        self.now += seconds
+        if self.alive:
+            ticket = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
+            changed = self.admission.leave(ticket, self.load, self.now)
+            assert ticket.state == "over"
+            assert all(other.state == "in" for other in changed)
+
+    @rule(engines=st.integers(0, 4), tokens=st.sampled_from([0, 99, 100, 500]))
+    def fleet_changes(self, engines: int, tokens: int) -> None:
+        self.load = FleetLoad(engines, tokens)
+        self.admission.look(self.load)
+
+    @invariant()
+    def counts_are_those_of_the_tickets(self) -> None:
+        states = [ticket.state for ticket in self.alive]
+        assert self.admission.in_flight == states.count("in") <= self.limits.in_flight  # type: ignore[operator]
+        assert len(self.admission.waiting) == states.count("waiting") <= self.limits.queued
+
+    @invariant()
+    def nobody_waits_without_need_and_all_in_order(self) -> None:
+        waiting = self.admission.waiting
+        assert waiting == sorted(waiting, key=lambda ticket: ticket.rank)
+        assert not waiting or self.admission.saturated(self.load)
+        assert SOON <= self.admission.retry_after <= LATEST
+
+    def teardown(self) -> None:
+        for ticket in self.alive:
+            self.admission.leave(ticket, FleetLoad(), self.now)
+        assert (self.admission.in_flight, self.admission.waiting) == (0, [])
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,303 @@
+"""Keys, sizes and places, over ASGI: what is refused, how, and that each place comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tercet.router.admission import Limits
+from tercet.router.body import Asked
+from tercet.router.entrance import ASKED, Entrance
+from tercet.router.gate import Gate
+from tercet.router.metrics import Metrics
+
+from .conftest import Door, counted
+
+PATH = "/v1/completions"
+
+
+class App:
+    """Reads the body and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.bodies: list[bytes] = []
+        self.asked: list[Asked | None] = []
+        self.order: list[int] = []
+        self.running = 0
+        self.fails = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.running += 1
+        try:
+            body, more = b"", scope["method"] == "POST"
+            while more:
+                message = await receive()
+                body += message["body"]
+                more = message["more_body"]
+            self.bodies.append(body)
+            self.asked.append(scope.get(ASKED))
+            await self.go.wait()
+            if self.fails:
+                raise RuntimeError("the application failed")
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+        finally:
+            self.running -= 1
+
+
+class House:
+    """An application behind the entrance."""
+
+    def __init__(self, door: Door, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000):
+        self.app = App()
+        self.gate = Gate(limits, door.fleet, metrics)
+        self.entrance = Entrance(self.app, self.gate, keys, size)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.entrance), base_url="http://door")
+
+    async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, headers=headers)
+
+    async def fill(self, count: int, **body: Any) -> list[asyncio.Task[httpx.Response]]:
+        """So many requests that do not end before ``go``."""
+        self.app.go.clear()
+        return [await self.one(**body) for _ in range(count)]
+
+    async def one(self, **body: Any) -> asyncio.Task[httpx.Response]:
+        task = asyncio.create_task(self.post(**body))
+        for _ in range(30):
+            await asyncio.sleep(0)
+        return task
+
+    @property
+    def is_empty(self) -> bool:
+        admission = self.gate._admission
+        return (admission.in_flight, admission.waiting, self.gate._woken) == (0, [], {})
+
+
+@pytest.fixture
+async def house(door: Door, metrics: Metrics) -> AsyncIterator[House]:
+    house = House(door, metrics, Limits(in_flight=2, queued=2, queue_seconds=5.0))
+    yield house
+    assert house.is_empty
+    assert counted("tercet_requests_in_flight") == counted("tercet_requests_queued") == 0
+
+
+async def test_what_is_not_limited_passes(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits())
+    tasks = await house.fill(50, prompt="x")
+    assert house.app.running == 50
+    house.app.go.set()
+    assert {(await task).status_code for task in tasks} == {200}
+
+
+async def test_the_application_gets_the_body_and_what_it_asks_for(house: House) -> None:
+    await house.post(model="m", priority=-2, user="ann", prompt="hello")
+    assert json.loads(house.app.bodies[0]) == {"model": "m", "priority": -2, "user": "ann", "prompt": "hello"}
+    assert house.app.asked == [Asked("m", -2, "ann")]
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b'{"model": 7}', b'{"priority": "high"}', b"[1]", b'"\xff"'])
+async def test_a_body_that_vllm_will_refuse_is_vllms_to_refuse(house: House, content: bytes) -> None:
+    assert (await house.client.post(PATH, content=content)).status_code == 200
+    assert house.app.bodies == [content]
+    assert house.app.asked == [Asked()]
+
+
+# ---- places --------------------------------------------------------------------------------------------------
+
+
+async def test_a_saturated_fleet_answers_429_in_openais_words(house: House) -> None:
+    tasks = await house.fill(4)
+    assert (house.app.running, counted("tercet_requests_queued")) == (2, 2)
+    answer = await house.post()
+    assert answer.status_code == 429
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("Saturated", "saturated", None)
+    assert "queue of 2" in error["message"]
+    assert counted("tercet_requests_refused_total", reason="queue_full") == 1
+    house.app.go.set()
+    assert [(await task).status_code for task in tasks] == [200] * 4
+    assert counted("tercet_queue_seconds_count") == 2
+
+
+async def test_who_waits_too_long_is_sent_away(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits(in_flight=1, queue_seconds=0.05))
+    inside, waiting = await house.fill(2)
+    answer = await waiting
+    assert answer.status_code == 429
+    assert "0.05 s" in answer.json()["error"]["message"]
+    assert counted("tercet_requests_refused_total", reason="queue_timeout") == 1
+    house.app.go.set()
+    assert (await inside).status_code == 200
+    assert house.is_empty
+
+
+async def test_priorities_decide_who_is_next(house: House) -> None:
+    inside = await house.fill(2)
+    late, early = await house.one(priority=3, prompt="late"), await house.one(priority=-3, prompt="early")
+    displaced = await house.one(priority=0, prompt="between")
+    assert (await late).status_code == 429  # it ranked last when the queue was full
+    house.app.go.set()
+    for task in (*inside, early, displaced):
+        assert (await task).status_code == 200
+    assert [json.loads(body).get("prompt") for body in house.app.bodies] == [None, None, "early", "between"]
+
+
+async def test_other_routes_and_methods_need_no_place(house: House) -> None:
+    tasks = await house.fill(4)
+    for path in ("/v1/models", "/tercet/v1/engines"):
+        asking = asyncio.create_task(house.client.get(path))
+        tasks.append(asking)
+    tasks.append(asyncio.create_task(house.post("/tokenize")))
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert house.app.running == 5
+    house.app.go.set()
+    assert {(await task).status_code for task in tasks} == {200}
+
+
+async def test_a_failing_application_gives_its_place_back(house: House) -> None:
+    house.app.fails = True
+    for _ in range(5):
+        with pytest.raises(RuntimeError):
+            await house.post()
+
+
+async def test_a_fleet_that_grows_lets_those_in_who_wait(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits(in_flight_per_engine=1))
+    _, waiting = tasks = await house.fill(2)
+    assert house.app.running == 1  # of both engines only one decodes
+    door.fleet.set_role("p", "both")
+    async with asyncio.timeout(5):
+        while house.app.running < 2:
+            await asyncio.sleep(0.01)
+    house.app.go.set()
+    assert {(await task).status_code for task in tasks} == {200}
+    assert waiting.done()
+    assert house.is_empty
+
+
+async def test_tokens_on_engines_count(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits(tokens=100, queued=0))
+    door.fleet.member("d").in_flight_tokens = 99
+    assert (await house.post()).status_code == 200
+    door.fleet.member("d").in_flight_tokens = 100
+    assert (await house.post()).status_code == 429
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+async def test_cancelled_at_every_step(house: House, waiting: bool) -> None:
+    others = await house.fill(2 if waiting else 0)
+    for turns in range(40):
+        task = asyncio.create_task(house.post())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert house.gate._admission.in_flight == len(others)
+        assert house.gate._admission.waiting == []
+    house.app.go.set()
+    await asyncio.gather(*others)
+
+
+async def test_a_client_that_leaves_while_it_waits_gives_up_its_turn(house: House) -> None:
+    others = await house.fill(2)
+    sent: list[Any] = []
+    left = asyncio.Event()
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+    waiting = asyncio.create_task(house.entrance(scope, receive, send))  # type: ignore[arg-type]
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert len(house.gate._admission.waiting) == 1
+    left.set()
+    await waiting
+    assert (sent, house.gate._admission.waiting) == ([], [])
+    assert counted("tercet_requests_refused_total", reason="client_left") == 1
+    house.app.go.set()
+    await asyncio.gather(*others)
+
+
+async def test_after_a_wait_the_application_still_learns_that_its_client_left(house: House) -> None:
+    others = await house.fill(2)
+    left, seen = asyncio.Event(), []
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        seen.extend([(await receive())["type"], (await receive())["type"]])
+
+    entrance = Entrance(app, house.gate, (), 1000)
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+    running = asyncio.create_task(entrance(scope, receive, None))  # type: ignore[arg-type]
+    for _ in range(30):
+        await asyncio.sleep(0)
+    house.app.go.set()
+    await asyncio.gather(*others)
+    left.set()
+    await running
+    assert seen == ["http.request", "http.disconnect"]
+
+
+# ---- sizes and keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large(house: House, announced: bool) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"x" * 100
+
+    answer = await house.client.post(PATH, content=b"x" * 1001 if announced else chunks())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert "1000 bytes" in answer.json()["error"]["message"]
+    assert house.app.bodies == []
+    assert (await house.client.post(PATH, content=b"x" * 1000)).status_code == 200
+
+
+@pytest.mark.parametrize("shown", [None, "Bearer wrong", "Basic key", "Bearer", "key"])
+@pytest.mark.parametrize("path", [PATH, "/tokenize", "/invocations", "/tercet/v1/engines", "/openapi.json"])
+async def test_without_the_key_nothing_is_done(door: Door, metrics: Metrics, path: str, shown: str | None) -> None:
+    house = House(door, metrics, Limits(in_flight=1), keys=("key", "other"))
+    headers = {} if shown is None else {"authorization": shown}
+    answer = await house.post(path, headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "unauthorized"
+    assert house.app.bodies == []
+
+
+@pytest.mark.parametrize("shown", ["Bearer key", "bearer other"])
+async def test_each_key_opens(door: Door, metrics: Metrics, shown: str) -> None:
+    house = House(door, metrics, Limits(), keys=("key", "other"))
+    assert (await house.post(headers={"authorization": shown})).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
+async def test_probes_and_metrics_need_no_key(door: Door, metrics: Metrics, path: str) -> None:
+    house = House(door, metrics, Limits(), keys=("key",))
+    assert (await house.client.get(path)).status_code == 200
+    assert (await house.client.options(PATH)).status_code == 200
