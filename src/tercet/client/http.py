@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from tercet.client.link import StreamLink
 from tercet.protocol import (
+    EngineLoad,
     EngineStatus,
     EngineUnreachable,
     LeaseEnded,
@@ -25,12 +27,16 @@ from tercet.protocol import (
 from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
+    ConnectCall,
+    Destination,
+    Door,
     PrepRecvAnswer,
     PrepRecvCall,
     ReleaseCall,
     RemoteSendCall,
     StartGenerateCall,
 )
+from tercet.streams import Line, Listener, Outputs
 
 T = TypeVar("T")
 DATA = b"data: "
@@ -44,9 +50,20 @@ QUICK = aiohttp.ClientTimeout(total=30.0)
 
 
 class HttpEngine:
-    """Implements :class:`~tercet.protocol.Engine` for a server at ``url``. Use as an async context manager."""
+    """Implements :class:`~tercet.protocol.Engine` for a server at ``url``. Use as an async context manager.
 
-    def __init__(self, name: str, url: str, connect_timeout: float = 5.0) -> None:
+    With a ``listener`` outputs come by the engine's token stream, and ``on_load`` is told how busy the engine is, ten
+    times a second; without one, or where the engine cannot connect to it, they come as server-sent events.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        connect_timeout: float = 5.0,
+        listener: Listener | None = None,
+        on_load: Callable[[EngineLoad], None] = lambda _: None,
+    ) -> None:
         self._name = name
         self._url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout, sock_read=SILENCE_SECONDS)
@@ -54,6 +71,9 @@ class HttpEngine:
         # Leases of sequences whose context is still open here; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._link = None
+        if listener is not None:
+            self._link = StreamLink(listener, name, self._url, self._connect, self.status, on_load)
 
     @property
     def name(self) -> str:
@@ -69,9 +89,13 @@ class HttpEngine:
         self._session = aiohttp.ClientSession(
             timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE
         )
+        if self._link is not None:
+            self._link.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._link is not None:
+            await self._link.close()
         if self._background:
             await asyncio.wait(self._background, timeout=5)
         if self._session is not None:
@@ -147,19 +171,42 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
+        line = await self._link.ready() if self._link is not None else None
+        outputs = self._events(call) if line is None else self._streamed(line, call)
+        async with aclosing(outputs):
+            async for item in outputs:
+                self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
+                yield item
+
+    async def _streamed(self, line: Line, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
+        """The outputs by the engine's token stream; leaving early cancels the sequence there."""
+        outputs = Outputs()
+        with line.sequence(len(call.output), outputs.put) as number:
+            door = Destination(address=line.address, key=line.key, number=number)
+            await self._post("start_generate", msgspec.structs.replace(call, door=door), dict[str, Any])
+            while True:
+                output = await outputs.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+
+    async def _events(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
+        """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
         async with self._call("start_generate", call, self._timeout) as response:
-            self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
             finished = False
             try:
                 async for line in response.content:
                     if line.startswith(DATA):
-                        output_now = _output_of(line[len(DATA) :])
-                        finished = output_now.finished
-                        yield output_now
+                        output = _output_of(line[len(DATA) :])
+                        finished = output.finished
+                        yield output
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise EngineUnreachable(f"{self._name} broke off: {error}") from error
             if not finished:
                 raise EngineUnreachable(f"{self._name} ended the stream without a finish reason")
+
+    async def _connect(self, door: Door) -> None:
+        await self._post("connect", ConnectCall(door=door), dict[str, Any])
 
     async def abort(self, seq_id: str) -> None:
         """See :meth:`tercet.protocol.Engine.abort`."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tercet.protocol import TercetError, Usage
+from tercet.protocol import EngineLoad, TercetError, Usage
 from tercet.sim.decoding import Decoding, Run
 from tercet.sim.options import EngineOptions
 from tercet.sim.pool import BlockPool
@@ -75,6 +75,17 @@ class Core:
         """Free blocks now, within the current run of steps."""
         run = self._run
         return self.pool.free - (self._decoding.blocks_for(run.steps_at(self._loop.time())) if run else 0)
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` is the mean so far."""
+        total, counters = self.pool.total, self.counters
+        return EngineLoad(
+            waiting=self.waiting,
+            running=self.running,
+            kv_usage=(total - self.free_blocks) / total,
+            tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
+            step_time=counters.busy / counters.steps if counters.steps else None,
+        )
 
     def submit(self, work: Work) -> None:
         """Queue a sequence; it may join at the end of the step that is under way."""

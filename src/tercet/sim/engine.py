@@ -13,6 +13,7 @@ from tercet import __version__
 from tercet.protocol import (
     BadRequest,
     Conflict,
+    EngineLoad,
     EngineStatus,
     EngineUnreachable,
     KVAddrInfo,
@@ -27,6 +28,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
+from tercet.sim.checks import check_same, max_tokens_of
 from tercet.sim.core import Core, Counters
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.network import Network
@@ -37,8 +39,6 @@ from tercet.sim.send import Send
 from tercet.sim.work import Work
 
 T = TypeVar("T")
-# vLLM's default.
-MAX_TOKENS = 16
 
 
 class SimEngine:
@@ -154,7 +154,7 @@ class SimEngine:
         finally:
             self._sends.pop(send, None)
             core.between_steps(partial(core.drop, work))
-        first = Output(prompt.output(0, 1), "length" if _max_tokens(request) == 1 else None) if sample else None
+        first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
         seconds = self._loop.time() - started
         return Sent(begin, end, send.bytes, send.pieces, seconds, work.usage or Usage(), first)
 
@@ -224,6 +224,10 @@ class SimEngine:
             sends=len(self._sends),
             counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self._pool.evicted},
         )
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is now, as it reports it to front doors."""
+        return self._core.load()
 
     # ---- the other side of a send ----------------------------------------------------------------------------
 
@@ -304,7 +308,7 @@ class SimEngine:
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
         if lease is not None:
-            _check_same(lease, request, output)
+            check_same(lease, request, output)
             self._leases.end(lease)
             work.holding = lease.holding
             work.computed = min(lease.valid_end, work.known - 1)
@@ -314,7 +318,7 @@ class SimEngine:
 
     def _goal(self, request: Request, given: int) -> int:
         """How many tokens are to be produced."""
-        wanted = _max_tokens(request)
+        wanted = max_tokens_of(request)
         if wanted <= given:
             raise BadRequest(
                 f"sampling_params.max_tokens: {wanted} is reached by the {given} tokens of output already",
@@ -382,21 +386,3 @@ class SimEngine:
             raise
         finally:
             self._calls.discard(done)
-
-
-def _max_tokens(request: Request) -> int:
-    wanted = request.sampling_params.get("max_tokens", MAX_TOKENS)
-    if not isinstance(wanted, int) or wanted < 1:
-        raise BadRequest(
-            f"sampling_params.max_tokens: is {wanted!r}, and must be an integer of at least 1",
-            "sampling_params.max_tokens",
-        )
-    return wanted
-
-
-def _check_same(lease: Lease, request: Request, output: Sequence[int]) -> None:
-    reserved = lease.prompt.tokens
-    if reserved is request.prompt:
-        return
-    if (*request.prompt, *output)[: lease.end] != reserved[: lease.end]:
-        raise BadRequest("prompt: differs from what prep_recv reserved", "prompt")

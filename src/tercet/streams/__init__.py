@@ -11,6 +11,7 @@ from tercet.streams.line import Line
 from tercet.streams.listener import Listener
 from tercet.streams.messages import REPORT_SECONDS, Ending, Hello, Item, Order, Step
 from tercet.streams.outputs import Outputs
+from tercet.streams.relay import Relay
 from tercet.streams.speaker import Speaker
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Listener",
     "Order",
     "Outputs",
+    "Relay",
     "Speaker",
     "Step",
     "Voice",

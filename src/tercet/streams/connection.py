@@ -38,7 +38,7 @@ class Voice:
 
     __slots__ = ("_connection", "number", "position", "stop")
 
-    def __init__(self, connection: Connection, number: int, position: int, stop: Callable[[], None]) -> None:
+    def __init__(self, connection: Connection, number: int, position: int, stop: Callable[[], object]) -> None:
         self._connection = connection
         self.number = number
         self.position = position
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         if self._failure is not None:
             raise self._failure
 
-    def voice(self, number: int, position: int, stop: Callable[[], None]) -> Voice:
+    def voice(self, number: int, position: int, stop: Callable[[], object]) -> Voice:
         """A sequence begins to speak; ``stop`` is called when nobody listens to it any more, not after its end.
 
         Raises :class:`~tercet.protocol.Conflict` if it was cancelled before it began or runs already, and

@@ -21,13 +21,14 @@ _steps = msgspec.msgpack.Decoder(Step)
 class Line:
     """The sequences that one engine runs for this front door, and the connection that their tokens come by.
 
-    The engine shows ``key`` when it connects. ``on_load`` is told every report of its load. Numbers of sequences are
-    ``numbers``'s: never used twice in this process, so that what comes late is nobody's.
+    The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load. Numbers
+    of sequences are ``numbers``'s: never used twice in this process, so that what comes late is nobody's.
     """
 
     def __init__(self, engine: str, numbers: itertools.count[int], on_load: Callable[[EngineLoad], None]) -> None:
         self.engine = engine
         self.key = secrets.token_hex(16)
+        self.address = ""
         self.heard = -float("inf")
         self._inbox = Inbox(engine)
         self._numbers = numbers

@@ -21,12 +21,23 @@ from tercet.protocol import BadRequest, NoSpace, Request, Reservation, TransferF
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.profile import StepTimes
 from tercet.sim.serving import ServerConfig, serving
+from tercet.streams import Listener
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
 HOST = "127.0.0.1"
 # Steps of 2 ms, and a microsecond for each token past the first.
 QUICK = StepTimes(knots=((1, 0.002), (1001, 0.003)), pair=0.0, context=0.0)
+
+
+STREAMED = False
+
+
+@pytest.fixture(autouse=True, params=["server-sent events", "token stream"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How outputs reach the front door."""
+    monkeypatch.setitem(globals(), "STREAMED", request.param == "token stream")
+    return request.param
 
 
 class Pair:
@@ -50,12 +61,13 @@ class Pair:
 async def pair(times: StepTimes = QUICK, blocks: int = 1000) -> AsyncGenerator[Pair]:
     async with AsyncExitStack() as stack:
         clients, engines = list[HttpEngine](), list[SimEngine]()
+        listener = await stack.enter_async_context(Listener()) if STREAMED else None
         for name, port in zip(("p", "d"), free_ports(HOST, 2), strict=True):
             config = ServerConfig(
                 name=name, profile=profile_of(times, blocks), port=port, url=url_of(HOST, port), model="m"
             )
             engines.append(await stack.enter_async_context(serving(config)))
-            clients.append(await stack.enter_async_context(HttpEngine(name, config.url)))
+            clients.append(await stack.enter_async_context(HttpEngine(name, config.url, listener=listener)))
         yield Pair(clients, engines)
 
 

@@ -45,8 +45,9 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     profile = msgspec.structs.replace(config.profile, call=0.0)
     async with HttpNetwork(profile.transfer) as network:
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
+        verbs = Verbs(engine)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
-        app.add_routes([*Verbs(engine).routes(), *OpenAI(engine, config.model, config.root).routes()])
+        app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root).routes()])
         # A client that goes away cancels its handler, which gives back what it took.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -54,6 +55,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
             await web.TCPSite(runner, config.host, config.port).start()
             yield engine
         finally:
+            await verbs.relay.close()
             await runner.cleanup()
 
 

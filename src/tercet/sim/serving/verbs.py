@@ -14,6 +14,7 @@ from tercet.protocol import BadRequest, Output, Request, Reservation, TercetErro
 from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
+    ConnectCall,
     PrepRecvAnswer,
     PrepRecvCall,
     ReleaseAnswer,
@@ -25,6 +26,7 @@ from tercet.protocol.wire import (
 from tercet.sim.engine import SimEngine
 from tercet.sim.serving.peers import DELIVER, Accepted, Delivery
 from tercet.sim.serving.words import tokens_of
+from tercet.streams import Relay, Speaker
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -37,10 +39,11 @@ class Verbs:
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
+        self.relay = Relay(Speaker(engine.name, engine.load))
 
     def routes(self) -> list[web.RouteDef]:
         """Where each verb is found."""
-        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release)
+        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
             *(web.post(f"{PREFIX}/{handler.__name__}", handler) for handler in posts),
             web.post(DELIVER, self.deliver),
@@ -64,14 +67,24 @@ class Verbs:
         return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
-        """Decode; a stream of server-sent events, or one answer with ``stream: false``."""
+        """Decode; outputs go to a front door, or are server-sent events, or one answer with ``stream: false``."""
         call = decode_call(await http.read(), StartGenerateCall)
+        if call.door is not None:
+            outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
+            await self.relay.start(call.door, len(call.output), outputs)
+            return json_of({"accepted": True})
         async with aclosing(self._engine.start_generate(request_of(call), call.begin, call.output)) as outputs:
             if not call.stream:
                 return json_of(await together(outputs))
             # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
             first = await anext(outputs)
             return await stream(http, first, outputs)
+
+    async def connect(self, http: web.Request) -> web.StreamResponse:
+        """Connect to a front door; token streams and reports go there."""
+        door = decode_call(await http.read(), ConnectCall).door
+        await self.relay.speaker.connect(door.address, door.key)
+        return json_of({"engine": self._engine.name})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:
         """End whatever the engine does for a sequence."""

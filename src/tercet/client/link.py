@@ -1,0 +1,130 @@
+"""One engine's token stream, kept up from the front door's side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from tercet.protocol import EngineLoad, EngineUnreachable, TercetError
+from tercet.protocol.wire import Door
+from tercet.streams import Line, Listener
+
+logger = logging.getLogger(__name__)
+CHECK_SECONDS = 0.5
+STALE_AFTER = 1.0
+"""Seconds without a report after which the engine is asked whether it still lives."""
+STALLED_AFTER = 15.0
+ANSWER_SECONDS = 10.0
+ASK_AGAIN_SECONDS = 30.0
+
+
+class StreamLink:
+    """Gets an engine to connect to ``listener``, again when the connection is lost.
+
+    ``connect`` makes the engine connect to a door, ``alive`` asks it for any answer; both raise
+    :class:`~tercet.protocol.EngineUnreachable` if there is none. An engine that cannot connect is served by
+    server-sent events, which is logged, and asked again every half minute.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        name: str,
+        url: str,
+        connect: Callable[[Door], Awaitable[object]],
+        alive: Callable[[], Awaitable[object]],
+        on_load: Callable[[EngineLoad], None],
+    ) -> None:
+        self._listener = listener
+        self._name = name
+        self._url = url
+        self._connect = connect
+        self._alive = alive
+        self._line = listener.line(name, on_load)
+        self._falls_back_until = -float("inf")
+        self._falls_back = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def line(self) -> Line:
+        """The engine's line."""
+        return self._line
+
+    def start(self) -> None:
+        """Keep the stream up from now on."""
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def close(self) -> None:
+        """Give the engine up; sequences that it still runs for us end."""
+        for task in (self._keeping, self._connecting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        self._listener.forget(self._line)
+
+    async def ready(self) -> Line | None:
+        """The line, once the engine is connected; None if it has to be served by server-sent events.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
+        """
+        if self._line.connected:
+            return self._line
+        if time.monotonic() < self._falls_back_until:
+            return None
+        if self._connecting is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._try())
+            self._connecting.add_done_callback(self._tried)
+        await asyncio.shield(self._connecting)
+        return self._line if self._line.connected else None
+
+    def _tried(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
+        if not task.cancelled():
+            task.exception()  # those who wait for it get it
+
+    async def _try(self) -> None:
+        try:
+            self._line.address = await self._listener.address_for(self._url)
+            await self._connect(Door(address=self._line.address, key=self._line.key))
+        except EngineUnreachable:
+            raise
+        except (TercetError, OSError) as error:
+            self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
+            if not self._falls_back:
+                logger.warning("%s: no token stream, server-sent events instead: %s", self._name, error)
+            self._falls_back = True
+            return
+        if not self._line.connected:
+            raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
+        if self._falls_back:
+            logger.warning("%s: has a token stream now", self._name)
+        self._falls_back = False
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self.ready()
+            except EngineUnreachable as error:
+                logger.debug("%s", error)  # it may still be loading, or gone for good; membership says so
+            await asyncio.sleep(CHECK_SECONDS)
+            if self._line.connected and self._silence() > STALE_AFTER:
+                await self._check()
+
+    async def _check(self) -> None:
+        """Give the stream up if the engine is gone, or if it answers and still says nothing there."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._alive()
+        except (EngineUnreachable, TimeoutError):
+            if self._silence() > STALE_AFTER:
+                self._line.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
+        except TercetError as error:
+            logger.debug("%s answers: %s", self._name, error)
+        if self._line.connected and self._silence() > STALLED_AFTER:
+            self._line.drop(f"nothing came for {self._silence():.0f} s")
+
+    def _silence(self) -> float:
+        return time.monotonic() - self._line.heard
