@@ -56,8 +56,11 @@ async def test_one_that_ends_in_time(door: Door, metrics: Metrics, seconds: floa
 
 async def test_a_timeout_of_the_callers_own_stays_one(door: Door, metrics: Metrics) -> None:
     limited(door, metrics, 60.0).engine("d").pause.clear()
+
+    async def ask_impatiently() -> None:
+        async with door.service.deadline(time.monotonic()), asyncio.timeout(0.02):
+            await door.ask()
+
     with pytest.raises(TimeoutError):
-        async with door.service.deadline(time.monotonic()):
-            async with asyncio.timeout(0.02):
-                await door.ask()
+        await ask_impatiently()
     assert await door.has_everything_back()
