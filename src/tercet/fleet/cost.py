@@ -13,6 +13,7 @@ An engine's own *pace* multiplies them: the fits are the fleet's, so that hundre
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tercet.fleet.cost_fit import Fit
 
@@ -50,7 +51,7 @@ class CostModel:
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
         """Seconds to compute ``tokens`` behind ``cached`` ones, and to have ``sent`` tokens in place elsewhere."""
-        return self._prefills.predict(_prefill_features(tokens, cached, batch, sent))
+        return self._prefills.predict(features_of(tokens, cached, batch, sent))
 
     def step(self, batch: float, contexts: float) -> float:
         """Seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in all."""
@@ -62,10 +63,14 @@ class CostModel:
         _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
         return max(1.0, min(mean, limit))
 
-    def prefilled(self, seconds: float, tokens: int, cached: int, batch: float, sent: int) -> None:
-        """A prefill was seen to take so long."""
-        self.transfers += sent > 0
-        self._prefills.observe(_prefill_features(tokens, cached, batch, sent), seconds)
+    def prefilled(self, seconds: float, features: Sequence[float]) -> None:
+        """Prefills whose :func:`features_of` have this sum were seen to take so long together."""
+        self.transfers += features[-1] > 0
+        self._prefills.observe(features, seconds)
+
+    def predicted(self, features: Sequence[float]) -> float:
+        """Seconds of prefills whose :func:`features_of` have this sum."""
+        return self._prefills.predict(features)
 
     def stepped(self, seconds: float, batch: float, contexts: float) -> None:
         """Decode steps were seen to take so long, on average."""
@@ -83,5 +88,6 @@ def _size_of(max_tokens: int | None) -> int:
     return 0 if max_tokens is None else max_tokens.bit_length()
 
 
-def _prefill_features(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
+def features_of(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
+    """What a prefill's time is linear in; see the formulas above."""
     return 1.0, tokens, tokens * (cached + tokens / 2), batch, float(sent > 0), sent

@@ -5,7 +5,7 @@ For a request of ``n`` tokens with ``L`` expected of the answer, on engine ``e``
     ttft = waiting(e) + prefill(e)
     tpot = step(e, batch + 1) / (1 - interference(e))
     cost = ttft + L tpot                              until its own last token
-         + prefill(e) batch(e)                        by which the decodes that run there end later
+         + (prefill(e) - step(e)) batch(e)            by which the decodes that run there end later
          + prefill(e) arrivals(e)                     and the prefills that will come behind it
          + (step(batch + 1) - step(batch)) tokens     and, by the larger batch, the decodes again
 
@@ -23,7 +23,8 @@ from tercet.fleet.cost_notes import RouteOption, Targets
 from tercet.fleet.cost_work import EngineWork
 
 SPLITS = (1.0, 0.9, 0.75, 0.5)
-STEPS_TO_RESERVE = 0.5
+STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
+"""Engines take calls between steps: a call waits half a step on average, where decodes run."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,13 @@ class Site:
         return self.model.prefill(end - cached, cached, self.batch, sent) * self.work.prefill_pace.factor
 
     def delay(self, seconds: float) -> float:
-        """By how much others end later, in sum, when a prefill takes ``seconds`` here."""
+        """By how much others end later, in sum, when a prefill takes ``seconds`` here.
+
+        The steps that run it give each decode a token too.
+        """
         behind = self.interference * (self.waiting + seconds)
-        return seconds * self.batch + behind
+        step = self.model.step(self.batch, self.contexts) * self.work.decode_pace.factor if self.batch else 0.0
+        return max(0.0, seconds - step) * self.batch + behind
 
     def decode(self, context: int, output: float) -> tuple[float, float]:
         """Seconds per token of one more decode, and by how much it makes the others end later."""
@@ -89,14 +94,19 @@ def _alone(site: Site, wanted: Wanted) -> RouteOption:
 
 def _pair(prefill: Site, decode: Site, split: int, wanted: Wanted) -> RouteOption:
     tpot, slowed = decode.decode(wanted.tokens, wanted.output)
-    reserved = max(decode.under_way, STEPS_TO_RESERVE * tpot if decode.batch else 0.0)
+    step = tpot if decode.batch else 0.0
+    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + prefill.waiting
     first = prefill.prefill(0, split, split - min(decode.matched, split))
-    ready = reserved + prefill.waiting + first
-    rest = decode.prefill(split, wanted.tokens) if split < wanted.tokens else 0.0
+    ready += first
     # What still waits on the decode engine when the KV is there delays the rest of the prompt, or the decode.
-    ttft, late = (ready + max(0.0, decode.waiting - ready), 0.0) if rest else (ready, max(0.0, decode.waiting - ready))
-    others = prefill.delay(first) + (decode.delay(rest) if rest else 0.0) + slowed
-    return _option(wanted, decode.name, ttft + rest, tpot, others + late, prefill.name, split)
+    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
+    others = prefill.delay(first) + slowed
+    if split == wanted.tokens:
+        return _option(wanted, decode.name, ready, tpot, others + still, prefill.name, split)
+    rest = decode.prefill(split, wanted.tokens)
+    return _option(
+        wanted, decode.name, ready + still + rest, tpot, others + decode.delay(rest), prefill.name, split
+    )  # fmt: skip
 
 
 def _option(

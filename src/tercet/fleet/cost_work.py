@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tercet.fleet.cost import CostModel, Pace
+from tercet.fleet.cost import CostModel, Pace, features_of
 
 FEW = 2
 """Tokens that are computed as part of a decode step, and so wait in no line."""
 MOSTLY_PREFILL = 0.7
 MOST_INTERFERENCE = 0.8
+TOGETHER = 0.2
+"""Prefills that end within this share of a prefill's time after another one belong to the same step."""
 
 
 @dataclass(eq=False)
@@ -62,6 +64,7 @@ class EngineWork:
         self._at = self._born = clock()
         self._recent = self._busy = self._batches = self._contexts_read = 0.0
         self._prefills = 0
+        self._seen_seconds, self._seen = 0.0, list[float]()
 
     # ---- what there is to do ---------------------------------------------------------------------------------
 
@@ -141,8 +144,8 @@ class EngineWork:
                 self._line_seconds -= job.seconds
                 self._served_until = now
                 self._prefills += 1
-            if (computed > FEW or sent) and took > 0:
-                self._learn_prefill(took, computed, cached, sent)
+            if computed > FEW or sent:
+                self._note_prefill(took, computed, cached, sent)
             job.stage = "decode"
             if job.output:
                 self._begin_decode(job, now)
@@ -193,9 +196,21 @@ class EngineWork:
         job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
         self._expected_ends += job.expected_end
 
-    def _learn_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
-        self.prefill_pace.observe(took, self._model.prefill(computed, cached, self.decoding, sent))
-        self._model.prefilled(took, computed, cached, self.decoding, sent)
+    def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
+        """One more end; those that come (nearly) together were computed together, and are one observation."""
+        features = features_of(computed, cached, self.decoding, sent)
+        if took > TOGETHER * self._model.predicted(features):
+            self._learn_prefills()
+        self._seen_seconds += took
+        self._seen = [a + b for a, b in zip(self._seen or (0.0,) * len(features), features, strict=True)]
+        if not self._line:
+            self._learn_prefills()
+
+    def _learn_prefills(self) -> None:
+        if self._seen_seconds > 0:
+            self.prefill_pace.observe(self._seen_seconds, self._model.predicted(self._seen))
+            self._model.prefilled(self._seen_seconds, self._seen)
+        self._seen_seconds, self._seen = 0.0, []
 
     def _progress(self, now: float) -> float:
         """Seconds that the first in line was in service, at most nearly all of what it was predicted to take."""
