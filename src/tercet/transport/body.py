@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
+
+import numpy as np
 
 from tercet.transport.frames import Header
+from tercet.transport.vectors import Vector, address_of
 
-# In one system call. Linux takes 1024, but who offers many small ones pays for each, and few are filled at a time.
-MAX_BUFFERS = 128
-Receive = Callable[[Sequence[memoryview]], int]
+Receive = Callable[[Vector], int]
 
 
 class Body:
-    """A header's bytes, which come next, and where they go: ``buffers``, which hold just as many.
+    """A header's bytes, which come next, and where they go: ``into``, which takes just as many.
 
     ``lease`` is set while they go into KV. ``dropped``: they were refused, and go nowhere.
     """
 
-    def __init__(self, header: Header, buffers: Sequence[memoryview], lease: str | None = None) -> None:
+    def __init__(self, header: Header, into: Vector, lease: str | None = None) -> None:
         self.header = header
+        self.into = into
         self.lease = lease
         self.dropped = False
-        self.left = header.nbytes
-        self._buffers = deque(buffers)
 
-    def buffers(self) -> list[memoryview]:
-        """What is still to be filled, in order; not more than one system call takes."""
-        return list(islice(self._buffers, MAX_BUFFERS))
-
-    def advance(self, count: int) -> None:
-        """``count`` bytes have been filled."""
-        self.left -= count
-        while count:
-            first = self._buffers.popleft()
-            size = len(first)
-            if size > count:
-                self._buffers.appendleft(first[count:])
-                return
-            count -= size
+    @property
+    def left(self) -> int:
+        """Bytes that have not come yet."""
+        return self.into.left
 
     def divert(self, scratch: memoryview) -> None:
         """Let the rest go nowhere."""
         self.lease, self.dropped = None, True
-        self._buffers.clear()
-        left = self.left
-        while left:
-            self._buffers.append(scratch[:left])
-            left -= min(left, scratch.nbytes)
+        if self.left:
+            self.into = _nowhere(self.left, scratch)
 
 
 def dropped(header: Header, scratch: memoryview) -> Body:
     """A body that is refused from its first byte on."""
-    body = Body(header, [])
-    body.divert(scratch)
+    body = Body(header, _nowhere(header.nbytes, scratch))
+    body.dropped = True
     return body
+
+
+def _nowhere(nbytes: int, scratch: memoryview) -> Vector:
+    """The same few bytes, over and over."""
+    whole, rest = divmod(nbytes, scratch.nbytes)
+    lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
+    return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch)

@@ -1,7 +1,8 @@
 """Who may write where: the receiver's side of leases, as a state machine without I/O.
 
 The invariant that everything rests on: once :meth:`GrantTable.revoke` has returned, no byte is written under that
-lease. Whoever writes is inside :meth:`GrantTable.writing` meanwhile, never waits for a peer there, and is waited for.
+lease. Whoever writes is inside :meth:`GrantTable.writing` meanwhile, never waits for a peer there for more than a few
+milliseconds, and is waited for.
 
 A claim (FIN) and the pieces that it covers may arrive in any order, over several connections. It holds once every
 block of every layer of its range is in place, and is refused once all frames are here and something is missing.
@@ -140,7 +141,7 @@ class GrantTable:
     def writing(self, lease: str) -> Writing:
         """While inside, the lease's blocks may be written: a revocation waits.
 
-        Entering raises :class:`~tercet.protocol.LeaseEnded`. Never wait for a peer inside.
+        Entering raises :class:`~tercet.protocol.LeaseEnded`. Never wait long for a peer inside.
         """
         return Writing(self, lease)
 

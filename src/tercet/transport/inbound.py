@@ -35,6 +35,7 @@ from tercet.transport.references import batches, copies
 from tercet.transport.rules import Rules
 from tercet.transport.session import Answer, Session
 from tercet.transport.threads import Turn
+from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
 MAX_REFERENCE_BYTES = 1024 * 1024
@@ -69,21 +70,25 @@ class Inbound:
         if header.nbytes:
             if header.nbytes > self._scratch.nbytes:
                 self._scratch = memoryview(bytearray(header.nbytes))
-            return Body(header, [self._scratch[: header.nbytes]])
+            return Body(header, Vector.of(self._scratch[: header.nbytes]))
         self._unless_refused(header, self._claim)
         return None
 
-    def receive(self, body: Body, receive: Receive) -> None:
-        """Fill some of a body by ``receive``, which must not wait and returns the number of bytes."""
+    def receive(self, body: Body, receive: Receive) -> int:
+        """Fill some of a body by ``receive``, which must not wait long; both return the number of bytes."""
         if body.lease is not None:
             try:
                 with self._rules.grants.writing(body.lease):
-                    body.advance(receive(body.buffers()))
-                return
+                    return self._fill(body, receive)
             except TercetError as error:
                 self._refuse(body.header, error)
                 body.divert(self._scratch)
-        body.advance(receive(body.buffers()))
+        return self._fill(body, receive)
+
+    def _fill(self, body: Body, receive: Receive) -> int:
+        count = receive(body.into)
+        body.into.advance(count)
+        return count
 
     def end(self, body: Body) -> None:
         """A body is complete."""
@@ -166,8 +171,8 @@ class Inbound:
             size = self._part_bytes(header)
             if header.nbytes != size * len(blocks):
                 raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
-            views = self._rules.region.places(header.layer, blocks, header.part * size, size)
-            return Body(header, views, header.lease)
+            places = self._rules.region.places(header.layer, blocks, header.part * size, size)
+            return Body(header, Vector(places, self._rules.region), header.lease)
         except ProtocolViolation:
             raise
         except TercetError as error:
@@ -182,7 +187,7 @@ class Inbound:
             raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for slots of {size}")
         if self._staging.nbytes < header.nbytes:
             self._staging = memoryview(bytearray(header.nbytes))
-        return Body(header, [self._staging[: header.nbytes]])
+        return Body(header, Vector.of(self._staging[: header.nbytes]))
 
     def _place(self, header: Header) -> None:
         """Put a staged piece's tokens in place."""

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
 from tercet.transport.region import KVRegion
+from tercet.transport.vectors import Places, Vector, address_of
 
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
 # the number of a send that is over.
@@ -71,11 +73,33 @@ class Item:
         body = msgspec.msgpack.encode(Reference(self.blocks, strip.source_offset, strip.size))
         return frame(self._header(Kind.REFERENCE), body)
 
-    def piece(self, region: KVRegion) -> list[memoryview | bytes]:
-        """As PIECE: a header, and the bytes where they are."""
-        strip = self.outgoing.strip
-        header = self._header(Kind.PIECE)._replace(nbytes=self.nbytes).pack()
-        return [header, *region.places(self.layer, self.blocks, strip.source_offset, strip.size)]
+    def piece(self) -> bytes:
+        """As PIECE: the header, which the bytes follow."""
+        return self._header(Kind.PIECE)._replace(nbytes=self.nbytes).pack()
+
+    def places(self, region: KVRegion) -> Places:
+        """Where its bytes are."""
+        return region.places(self.layer, self.blocks, self.outgoing.strip.source_offset, self.outgoing.strip.size)
+
+
+def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
+    """Frames with the KV in them, from where it is."""
+    texts = [item.piece() if item.blocks else item.claim() for item in items]
+    text = b"".join(texts)
+    ends = np.cumsum([len(each) for each in texts], dtype=np.uint64)
+    lengths = np.diff(ends, prepend=np.uint64(0))
+    heads = np.stack((ends - lengths + np.uint64(address_of(text)), lengths), axis=1)
+    parts: list[Places] = []
+    for number, item in enumerate(items):
+        parts.append(heads[number : number + 1])
+        if item.blocks:
+            parts.append(item.places(region))
+    return Vector(np.concatenate(parts), (text, region))
+
+
+def by_reference(items: Sequence[Item]) -> Vector:
+    """Frames that say where the KV is."""
+    return Vector.of(b"".join(item.reference() if item.blocks else item.claim() for item in items))
 
 
 class OutboundCounters:

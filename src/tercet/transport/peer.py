@@ -35,7 +35,7 @@ from tercet.transport.frames import (
     sender_proof,
 )
 from tercet.transport.mapping import Strip
-from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, next_number, units
+from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, by_reference, by_value, next_number, units
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune
@@ -118,8 +118,8 @@ class Peer:
         if not (inside and 0 <= layer < len(shape.planes) and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, layer {layer}, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))
-        by_reference = self._transport not in (None, TCP)
-        limit = MAX_REFERENCED_BLOCKS if by_reference else max(1, UNIT_BYTES // outgoing.strip.size)
+        referred = self._transport not in (None, TCP)
+        limit = MAX_REFERENCED_BLOCKS if referred else max(1, UNIT_BYTES // outgoing.strip.size)
         for unit in units(blocks, limit):
             outgoing.frames += 1
             outgoing.bytes += len(unit) * outgoing.strip.size
@@ -289,16 +289,10 @@ class Peer:
             self._tell(item.outgoing)
 
     def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
-        buffers: list[bytes | memoryview] = []
         for item in items:
             if not item.blocks:
                 item.outgoing.claimed_at = time.monotonic()
-                buffers.append(item.claim())
-            elif self._transport == TCP:
-                buffers.extend(item.piece(self._origin.region))
-            else:
-                buffers.append(item.reference())
-        send_all(sock, buffers)
+        send_all(sock, by_value(items, self._origin.region) if self._transport == TCP else by_reference(items))
         pieces = [item for item in items if item.blocks]
         self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), pieces_sent=len(pieces))
 

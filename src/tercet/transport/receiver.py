@@ -6,18 +6,19 @@ import errno
 import logging
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import EngineError
 from tercet.transport.backends.host import held_by
-from tercet.transport.body import Body
 from tercet.transport.frames import HEADER_BYTES, ProtocolViolation, refused
 from tercet.transport.inbound import Inbound
 from tercet.transport.rules import Rules
-from tercet.transport.sockets import fill, shut, tune
+from tercet.transport.sockets import shut, tune
 from tercet.transport.threads import start_thread
+from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
@@ -25,6 +26,9 @@ GREETING_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.2
 # A sender that does not read its answers for so long is given up.
 ANSWER_SECONDS = 10.0
+# How long the kernel waits for more of a body, as SO_RCVTIMEO: seconds and microseconds. To wait in the call that
+# receives is faster than to ask first; the lease is held meanwhile, and a revocation waits for as long as this.
+PATIENCE = struct.pack("ll", 0, 5000)
 # Each connection costs a thread. Who has not shown yet that it belongs here makes room for who comes later.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 
@@ -127,6 +131,10 @@ class Receiver:
                 thread.join()
 
 
+class EndOfStream(Exception):
+    """The sender closed its connection."""
+
+
 class Stream:
     """One connection's conversation: :class:`Inbound` decides, this moves bytes. ``on_joined``: the sender is one."""
 
@@ -136,55 +144,58 @@ class Stream:
         self._on_joined = on_joined
         self._writing = threading.Lock()
         self._inbound = Inbound(rules, self._answer, lambda pid: held_by(pid, connection))
+        self._deadline: float | None = None
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
     def converse(self) -> None:
         """Until the sender goes away or breaks the protocol."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
         header = memoryview(bytearray(HEADER_BYTES))
-        deadline: float | None = time.monotonic() + GREETING_SECONDS
+        self._deadline = time.monotonic() + GREETING_SECONDS
         self._answer(self._inbound.challenge())
         try:
-            while fill(self._connection, header, deadline):
+            while True:
+                self._read(header)
                 body = self._inbound.begin(header)
                 if body is not None:
-                    if not self._take(body, deadline):
-                        return
+                    while body.left:
+                        if not self._inbound.receive(body, self._receive):
+                            self._wait()
                     self._inbound.end(body)
-                if deadline is not None and self._inbound.session is not None:
-                    deadline = None
-                    self._connection.settimeout(None)
+                if self._deadline is not None and self._inbound.session is not None:
+                    self._deadline = None
                     self._on_joined()
+        except EndOfStream:
+            return
         except ProtocolViolation as violation:
             self._rules.counters.count(connections_refused=1)
             logger.warning("closing a connection: %s", violation.message)
             self._answer(refused(0, violation.message))
 
-    def _take(self, body: Body, deadline: float | None) -> bool:
-        """Fill a body; false at the end of the stream."""
-        ended = False
-
-        def receive(buffers: Sequence[memoryview]) -> int:
-            nonlocal ended
+    def _read(self, into: memoryview) -> None:
+        while into.nbytes:
             try:
-                count = self._connection.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+                count = self._connection.recv_into(into, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return 0
-            ended = count == 0
-            return count
+                self._wait()
+                continue
+            if not count:
+                raise EndOfStream
+            into = into[count:]
 
-        while body.left:
-            self._inbound.receive(body, receive)
-            if ended:
-                return False
-            # What is there is taken by one call, unless it stopped at a full buffer.
-            if body.left and not self._wait(deadline):
-                raise TimeoutError("the sender's greeting did not come in time")
-        return True
+    def _receive(self, into: Vector) -> int:
+        count = into.receive(self._connection)
+        if count == 0:
+            raise EndOfStream
+        return count or 0
 
-    def _wait(self, deadline: float | None) -> bool:
+    def _wait(self) -> None:
+        """Until something comes; raises ``TimeoutError`` for a sender that does not greet in time."""
+        deadline = self._deadline
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        return bool(self._readable.poll(timeout))
+        if not self._readable.poll(timeout):
+            raise TimeoutError("the sender's greeting did not come in time")
 
     def _answer(self, data: bytes) -> None:
         with self._writing:

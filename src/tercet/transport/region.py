@@ -13,8 +13,11 @@ import os
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, TransferFailed
+from tercet.transport.vectors import Places, address_of
 
 LIVE_WORDS = 4096
 WORD_BYTES = 8
@@ -98,6 +101,7 @@ class KVRegion:
         self.shape = shape
         self._map = mmap.mmap(fd, shape.size)
         self.bytes = memoryview(self._map)
+        self._address = address_of(self.bytes)
         words = self.bytes[shape.live : shape.live + LIVE_WORDS * WORD_BYTES]
         self._words = words.cast("Q")
 
@@ -122,17 +126,21 @@ class KVRegion:
         start = self.shape.block(layer, first)
         return self.bytes[start : start + count * self.shape.block_bytes]
 
-    def places(self, layer: int, blocks: Sequence[int], offset: int, size: int) -> list[memoryview]:
-        """Bytes ``[offset, offset + size)`` of each block, in place; of whole blocks, neighbours are joined.
+    def places(self, layer: int, blocks: Sequence[int], offset: int, size: int) -> Places:
+        """Where bytes ``[offset, offset + size)`` of each block are; of whole blocks, neighbours are joined.
 
         Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
         """
         self.blocks(layer, min(blocks), max(blocks) - min(blocks) + 1)
-        every, stride, start = self.bytes, self.shape.block_bytes, self.shape.block(layer, 0) + offset
-        if size == stride:
-            joined = [(start + first * size, count * size) for first, count in runs(blocks, len(blocks))]
-            return [every[at : at + length] for at, length in joined]
-        return [every[at : at + size] for at in (start + block * stride for block in blocks)]
+        first, lengths = np.array(blocks, dtype=np.uint64), size
+        if size == self.shape.block_bytes:
+            first, counts = neighbours(first)
+            lengths = counts * np.uint64(size)
+        found = np.empty((len(first), 2), dtype=np.uint64)
+        found[:, 0] = first * np.uint64(self.shape.block_bytes)
+        found[:, 0] += np.uint64(self._address + self.shape.block(layer, 0) + offset)
+        found[:, 1] = lengths
+        return found
 
     def begin(self, number: int) -> None:
         """The blocks of send ``number`` are pinned from now on."""
@@ -148,20 +156,13 @@ class KVRegion:
         os.close(self.fd)
 
 
-def runs(blocks: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Group neighbours: ``[5, 6, 7, 2]`` becomes ``[(5, 3), (2, 1)]``; no run is longer than ``limit``."""
-    found: list[tuple[int, int]] = []
-    if not blocks:
-        return found
-    first, after = blocks[0], blocks[0] + 1
-    for block in blocks[1:]:
-        if block == after and after - first < limit:
-            after += 1
-        else:
-            found.append((first, after - first))
-            first, after = block, block + 1
-    found.append((first, after - first))
-    return found
+def neighbours(blocks: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64] | np.uint64]:
+    """Group them: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
+    apart = blocks[1:] - blocks[:-1] != 1
+    if apart.all():
+        return blocks, np.uint64(1)
+    edges = np.concatenate(([0], apart.nonzero()[0] + 1, [len(blocks)]))
+    return blocks[edges[:-1]], np.diff(edges).astype(np.uint64)
 
 
 def _whole_pages(size: int) -> int:

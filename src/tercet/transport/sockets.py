@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
 
 from tercet.protocol import BadRequest
 from tercet.transport.frames import HEADER_BYTES, Header, ProtocolViolation, unpack
-
-MAX_BUFFERS = 512  # in one system call; Linux takes 1024
+from tercet.transport.vectors import Vector
 
 # A peer that lost its power says nothing: after about a minute of silence the kernel asks, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
@@ -38,32 +35,22 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def fill(sock: socket.socket, into: memoryview, deadline: float | None = None) -> bool:
-    """Read until ``into`` is full; false at the end of the stream.
-
-    Raises ``TimeoutError`` when the monotonic clock reaches ``deadline`` first.
-    """
-    while into.nbytes:
-        if deadline is not None:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        received = sock.recv_into(into)
-        if not received:
-            return False
-        into = into[received:]
-    return True
+def send_all(sock: socket.socket, vector: Vector) -> None:
+    """Send it from where it is. Raises ``TimeoutError`` when for the socket's timeout nothing goes."""
+    while vector.left:
+        sent = vector.send(sock)
+        if sent is None:
+            _wait_until_writable(sock)
+        else:
+            vector.advance(sent)
 
 
-def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
-    """Write buffers from where they are, in as few system calls as it takes."""
-    left = deque(memoryview(buffer) for buffer in buffers)
-    while left:
-        sent = sock.sendmsg(islice(left, MAX_BUFFERS))
-        while sent:
-            first = left.popleft()
-            if first.nbytes > sent:
-                left.appendleft(first[sent:])
-                break
-            sent -= first.nbytes
+def _wait_until_writable(sock: socket.socket) -> None:
+    writable = select.poll()
+    writable.register(sock, select.POLLOUT)
+    seconds = sock.gettimeout()
+    if not writable.poll(None if seconds is None else seconds * 1000):
+        raise TimeoutError
 
 
 def read_frame(sock: socket.socket, limit: int, on_timeout: Callable[[], None]) -> tuple[Header, bytes]:

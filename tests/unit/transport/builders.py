@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from tercet.transport.frames import (
 from tercet.transport.inbound import Inbound
 from tercet.transport.region import RegionShape
 from tercet.transport.rules import Rules
+from tercet.transport.vectors import Places, Vector
 
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE, OTHER_LEASE = "12" * 16, "34" * 16
@@ -184,14 +186,23 @@ class Conversation:
         self.inbound.end(body)
         return True
 
-    def _receive(self, buffers: Sequence[memoryview]) -> int:
-        count = 0
-        for buffer in buffers:
-            some = self._data[: buffer.nbytes]
-            buffer[: len(some)] = some
-            del self._data[: len(some)]
-            count += len(some)
-        return count
+    def _receive(self, into: Vector) -> int:
+        some = bytes(self._data[: into.left])
+        del self._data[: len(some)]
+        scatter(some, into)
+        return len(some)
+
+
+def scatter(data: bytes, into: Vector) -> None:
+    """Fill the first places of a vector that is not to be used up."""
+    for address, length in into.rest.tolist():
+        ctypes.memmove(address, data[:length], min(length, len(data)))
+        data = data[length:]
+
+
+def gather(places: Places) -> bytes:
+    """What is there."""
+    return b"".join(ctypes.string_at(address, length) for address, length in places.tolist())
 
 
 def piece(

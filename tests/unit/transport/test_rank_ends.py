@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tercet.transport import (
     TransportSettings,
     peer,
 )
+from tercet.transport.vectors import Vector
 from tests.unit.transport.ranks import (
     SECONDS,
     TOKENS,
@@ -174,9 +174,9 @@ def test_a_callback_may_cancel_another_send_of_the_same_frames(monkeypatch: pyte
     ours, theirs = filled(2, 40, KIB, 1), filled(2, 40, KIB, 2)
     with rank(ours, settings(streams=1)) as sender, rank(theirs) as receiver:
 
-        def write(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
+        def write(sock: socket.socket, vector: Vector) -> None:
             assert both_are_queued.wait(SECONDS)
-            real(sock, buffers)
+            real(sock, vector)
             if next(calls) == 1:  # frames of both have just been written, and the writer has not left them
                 sender.push("first", -1, 0, [0])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,9 +21,10 @@ from tercet.transport.region import (
     KVRegion,
     RegionShape,
     create_file,
-    runs,
+    neighbours,
     shape_of,
 )
+from tests.unit.transport.builders import gather
 
 LAYERS, BLOCKS, BLOCK_BYTES = 3, 5, 64
 
@@ -145,7 +147,7 @@ def test_places_are_that_part_of_each_block(blocks: list[int], offset: int, data
     try:
         for block in range(BLOCKS):
             region.blocks(1, block)[:] = bytes(range(block, block + BLOCK_BYTES))
-        found = b"".join(region.places(1, blocks, offset, size))
+        found = gather(region.places(1, blocks, offset, size))
         assert found == b"".join(bytes(range(block + offset, block + offset + size)) for block in blocks)
     finally:
         region.close()
@@ -160,16 +162,17 @@ def test_places_of_blocks_that_there_are_not(region: KVRegion, blocks: list[int]
 
 
 def test_neighbours_are_one_place(region: KVRegion) -> None:
-    assert [place.nbytes for place in region.places(0, [1, 2, 3, 0], 0, BLOCK_BYTES)] == [3 * BLOCK_BYTES, BLOCK_BYTES]
+    places = region.places(0, [1, 2, 3, 0], 0, BLOCK_BYTES)
+    assert places[:, 1].tolist() == [3 * BLOCK_BYTES, BLOCK_BYTES]
 
 
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 40))
-def test_runs_are_the_blocks_as_few_as_the_limit_allows(blocks: list[int], limit: int) -> None:
-    found = runs(blocks, limit)
-    assert [block for first, count in found for block in range(first, first + count)] == blocks
-    assert all(1 <= count <= limit for _, count in found)
-    for (first, count), (following, _) in pairwise(found):
-        assert first + count != following or count == limit
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20))
+def test_neighbours_are_the_blocks_in_as_few_groups_as_can_be(blocks: list[int]) -> None:
+    firsts, counts = neighbours(np.array(blocks, dtype=np.uint64))
+    sizes = [int(count) for count in np.broadcast_to(counts, firsts.shape)]
+    groups = [range(first, first + size) for first, size in zip(firsts.tolist(), sizes, strict=True)]
+    assert [block for group in groups for block in group] == blocks
+    assert all(before.stop != after.start for before, after in pairwise(groups))
 
 
 # ---- the file ------------------------------------------------------------------------------------------------

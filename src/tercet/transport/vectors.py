@@ -1,0 +1,110 @@
+"""Bytes that lie apart in memory, for one system call: the kernel's I/O vectors.
+
+Python's ``sendmsg`` and ``recvmsg_into`` take a list of buffers and look at each one, which for thousands of small
+blocks takes longer than moving them. A :class:`Vector` is an array of addresses and lengths: the kernel takes it as is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A row for each place: its address, and its length in bytes. That is the kernel's struct iovec on 64-bit machines.
+Places = NDArray[np.uint64]
+PLACE_BYTES = 16
+MAX_PLACES = 1024  # in one system call: UIO_MAXIOV
+Buffer = bytes | bytearray | memoryview
+
+
+class _Message(ctypes.Structure):
+    """The kernel's struct msghdr."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint),
+        ("places", ctypes.c_void_p),
+        ("num_places", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Both let other threads run meanwhile.
+_sendmsg, _recvmsg = _libc.sendmsg, _libc.recvmsg
+for _call in (_sendmsg, _recvmsg):
+    _call.argtypes, _call.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_ssize_t
+
+
+def address_of(buffer: Buffer) -> int:
+    """Where a buffer, which is not empty, begins; good for as long as it lives and keeps its size."""
+    return np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+
+
+class Vector:
+    """Places to be sent from, or filled, in order. ``owners`` are kept, since they own the memory.
+
+    ``left`` is the number of bytes still to be sent or filled.
+    """
+
+    def __init__(self, places: Places, owners: object) -> None:
+        self._owners = owners
+        self._places = places
+        self._ends: NDArray[np.uint64] = places[:, 1].cumsum()
+        self._total = int(self._ends[-1])
+        self._first = 0
+        self._message = _Message()
+        self.left = self._total
+
+    @classmethod
+    def of(cls, buffer: Buffer) -> Vector:
+        """One buffer, which is not empty."""
+        return cls(np.array([(address_of(buffer), len(buffer))], dtype=np.uint64), buffer)
+
+    @property
+    def rest(self) -> Places:
+        """The places that are left."""
+        return self._places[self._first :]
+
+    def send(self, connection: socket.socket) -> int | None:
+        """Send what goes now; the number of bytes, or ``None`` if nothing does. Raises ``OSError``."""
+        return self._move(_sendmsg, connection, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def receive(self, connection: socket.socket) -> int | None:
+        """Fill from what is there, or comes within the connection's ``SO_RCVTIMEO``.
+
+        The number of bytes, 0 at the end of the stream, ``None`` if nothing came. Raises ``OSError``.
+        """
+        return self._move(_recvmsg, connection, 0)
+
+    def advance(self, count: int) -> None:
+        """``count`` bytes have been sent or filled."""
+        self.left -= count
+        if not self.left:
+            return
+        done = self._total - self.left
+        first = self._first = int(self._ends.searchsorted(done, side="right"))
+        length, left = int(self._places[first, 1]), int(self._ends[first]) - done
+        self._places[first, 0] += length - left
+        self._places[first, 1] = left
+
+    def _move(self, call: Any, connection: socket.socket, flags: int) -> int | None:
+        message, places = self._message, self._places
+        message.places = places.__array_interface__["data"][0] + PLACE_BYTES * self._first
+        message.num_places = min(len(places) - self._first, MAX_PLACES)
+        while True:
+            count: int = call(connection.fileno(), ctypes.addressof(message), flags)
+            if count >= 0:
+                return count
+            number = ctypes.get_errno()
+            if number == errno.EAGAIN:
+                return None
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
