@@ -39,8 +39,10 @@ def _relied_on() -> list[tuple[str, bool]]:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -63,6 +65,14 @@ def _relied_on() -> list[tuple[str, bool]]:
         ),
         ("InputBatch.add_request", _takes(InputBatch.add_request, "request")),
         ("CachedRequestState.output_token_ids", "output_token_ids" in CachedRequestState.__dataclass_fields__),
+        (
+            "RequestOutputCollector.put and AsyncLLM.add_request",
+            hasattr(RequestOutputCollector, "put") and _takes(AsyncLLM.add_request, "request_id", "prompt", "priority"),
+        ),
+        (
+            "OutputProcessor.update_scheduler_stats and get_num_queued_tokens",
+            hasattr(OutputProcessor, "update_scheduler_stats") and hasattr(OutputProcessor, "get_num_queued_tokens"),
+        ),
         ("EngineCoreClient.make_async_mp_client", hasattr(EngineCoreClient, "make_async_mp_client")),
     ]
 

@@ -7,7 +7,6 @@ tells it when to free them.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -36,12 +35,17 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
+from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.streams import Speaker
 from tercet.transport import routes
 from tercet.transport.agent.messages import Destination, LeaseFilled
 from tercet.vllm_plugin import metrics
+from tercet.vllm_plugin.checks import check_address
 from tercet.vllm_plugin.compat import vllm_version
+from tercet.vllm_plugin.decoding import Decoding
 from tercet.vllm_plugin.generation import Generation
+from tercet.vllm_plugin.load import LoadMeter
 from tercet.vllm_plugin.messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.reports import Inbox, SendInFlight
 
@@ -51,8 +55,6 @@ if TYPE_CHECKING:
 
 # What runs for a sequence: its generation (None), or one of its sends.
 BusyKey = tuple[str, str | None]
-LEASE = re.compile(r"[0-9a-f]{32}")
-ADDRESS = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Edge:
         self._busy: dict[BusyKey, Callable[[], None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(self._lease_filled)
+        self.speaker = Speaker(name, LoadMeter(engine_client).load)
         self._layout: KVLayout | None = None
         self._transports: list[list[str]] = []
         self._lease_ttl = 0.0
@@ -176,6 +179,20 @@ class Edge:
 
     async def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
         """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
+        decoding = await self._decoding(call)
+        try:
+            async for output in decoding.generation.outputs():
+                yield decoding.told(output)
+        finally:
+            decoding.end()
+
+    async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
+        """Decode, and send the outputs to a front door; returns once the engine has the request."""
+        connection = await self.speaker.connect(door.address, door.key)
+        decoding = await self._decoding(call)
+        await decoding.stream(connection, door, len(call.output))
+
+    async def _decoding(self, call: StartGenerateCall) -> Decoding:
         tokens = await self._tokens(call.prompt)
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
@@ -188,19 +205,15 @@ class Edge:
         generation = Generation(
             self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
         )
-        adopted = False
         self._busy[call.seq_id, None] = generation.abort
-        try:
-            async for output in generation.outputs():
-                if not adopted:
-                    adopted = True
-                    usage = _usage(len(tokens) + len(call.output), generation.num_cached, claimed)
-                    output = msgspec.structs.replace(output, usage=usage)
-                yield output
-        finally:
+
+        def ended(adopted: bool) -> None:
             del self._busy[call.seq_id, None]
             if lease is not None and not adopted:
                 self._spawn(self._release_quietly(lease))
+
+        total = len(tokens) + len(call.output)
+        return Decoding(generation, lambda cached: _usage(total, cached, claimed), ended)
 
     async def abort(self, seq_id: str) -> bool:
         """End the sequence's reservation, sends and generation; whether there was any."""
@@ -243,7 +256,7 @@ class Edge:
 
     def _check_send(self, call: RemoteSendCall, begin: int, end: int, length: int) -> None:
         info = call.kv_addr_info
-        _check_address(info)
+        check_address(info)
         self.layout.require_mappable(info.layout, info.engine)
         if begin < info.begin:
             raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
@@ -370,20 +383,6 @@ class _Busy:
 
     def _cancel(self) -> None:
         self._task.cancel()
-
-
-def _check_address(info: KVAddrInfo) -> None:
-    """Refuse what no engine has handed out, before it reaches a connection that other sends share."""
-    addresses = [address for rank in info.ranks for address in rank.addresses]
-    well_formed = (
-        LEASE.fullmatch(info.lease)
-        and 0 <= info.begin < info.end
-        and info.begin % info.layout.block_size == 0
-        and all(rank.addresses for rank in info.ranks)
-        and all(ADDRESS.fullmatch(address) and int(address.rpartition(":")[2]) < 65536 for address in addresses)
-    )
-    if info.transport != "tcp" or not well_formed:
-        raise BadRequest("kv_addr_info: not one that prep_recv returned", "kv_addr_info")
 
 
 def _usage(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:

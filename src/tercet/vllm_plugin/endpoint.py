@@ -18,6 +18,7 @@ from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
+    ConnectCall,
     PrepRecvCall,
     ReleaseAnswer,
     ReleaseCall,
@@ -120,14 +121,25 @@ async def remote_send(request: Request) -> Response:
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
 async def start_generate(request: Request) -> Response:
-    """Prefill `prompt[begin:]` and decode; a stream of server-sent events, or one answer with `stream: false`."""
+    """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `door`'s stream."""
     call = decode_call(await request.body(), StartGenerateCall)
+    if call.door is not None:
+        await _edge(request).stream_generate(call, call.door)
+        return _json({"accepted": True})
     outputs = _edge(request).start_generate(call)
     if not call.stream:
         return _json(await _unless_disconnected(request, _collect(outputs)))
     # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
     first = await _unless_disconnected(request, anext(outputs))
     return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
+
+
+@router.post("/connect", openapi_extra=_body(ConnectCall))
+async def connect(request: Request) -> Response:
+    """Connect to a front door; token streams and reports of load go there."""
+    door = decode_call(await request.body(), ConnectCall).door
+    await _edge(request).speaker.connect(door.address, door.key)
+    return _json({"connected": True})
 
 
 @router.post("/abort", openapi_extra=_body(AbortCall))

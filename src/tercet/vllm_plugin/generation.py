@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from tercet.protocol import BadRequest, EngineError, Output, TokenLogprob
+from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob
 from tercet.protocol.types import FinishReason
 from tercet.vllm_plugin.messages import TercetParams
 from tercet.vllm_plugin.sampling import first_token_only, to_vllm
 
 if TYPE_CHECKING:
+    from vllm import TokensPrompt
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -39,11 +40,15 @@ class Generation:
         self._num_output = num_output
         self._request_id = f"tercet-{uuid.uuid4().hex}"
         self._aborting: asyncio.Task[None] | None = None
+        self._submitting = False
+        self._aborted = False
         self.num_cached = 0
 
     def abort(self) -> None:
         """End the request; its stream then closes with the finish reason ``abort``."""
-        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
+        self._aborted = True
+        if not self._submitting:  # an abort that overtakes the request would end nothing
+            self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
 
     async def first(self) -> Output:
         """Compute the prompt and sample one token.
@@ -65,16 +70,59 @@ class Generation:
         """Outputs until one has a finish reason."""
         return self._run(self._sampling_params)
 
-    async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
+    async def start(self, take: Callable[[Output | TercetError], None]) -> None:
+        """Submit the request; from then on ``take`` gets its outputs, or the error that ends it, on the event loop.
+
+        Relies on ``AsyncLLM.add_request`` returning a collector whose ``put``, looked up on the instance, is called
+        with each ``RequestOutput`` and with the exception that ends everything; so there is no task per request, and
+        no switch to one per token. Raises :class:`~tercet.protocol.BadRequest`.
+        """
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        def put(item: Any) -> None:
+            if isinstance(item, Exception):
+                take(EngineError(f"the engine failed: {item}"))
+                return
+            self.num_cached = item.num_cached_tokens or self.num_cached
+            take(_output_of(item))
+
+        vllm_params = to_vllm(self._sampling_params, self._params.to_kv_transfer_params(), self._num_output)
+        self._submitting = True
+        try:
+            queue = await self._client.add_request(
+                self._request_id, self._prompt(), vllm_params, priority=self._priority
+            )  # fmt: skip
+        except (VLLMClientError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+        except EngineDeadError as error:
+            raise EngineError(f"the engine failed: {error}") from error
+        except BaseException:
+            self._aborted = True
+            raise
+        finally:
+            self._submitting = False
+            if self._aborted:
+                self.abort()
+        already = queue.output  # what came while the request was being submitted
+        queue.put = put  # type: ignore[method-assign]
+        if already is not None:
+            put(already)
+
+    def _prompt(self) -> TokensPrompt:
         from vllm import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=self._tokens)
+        if self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
+        return prompt
+
+    async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         vllm_params = to_vllm(sampling_params, self._params.to_kv_transfer_params(), self._num_output)
-        prompt = TokensPrompt(prompt_token_ids=self._tokens)
-        if self._cache_salt is not None:
-            prompt["cache_salt"] = self._cache_salt
-        stream = self._client.generate(prompt, vllm_params, self._request_id, priority=self._priority)
+        stream = self._client.generate(self._prompt(), vllm_params, self._request_id, priority=self._priority)
         try:
             async for item in stream:
                 self.num_cached = item.num_cached_tokens or self.num_cached

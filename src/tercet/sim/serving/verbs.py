@@ -84,7 +84,7 @@ class Verbs:
         """Connect to a front door; token streams and reports go there."""
         door = decode_call(await http.read(), ConnectCall).door
         await self.relay.speaker.connect(door.address, door.key)
-        return json_of({"engine": self._engine.name})
+        return json_of({"connected": True})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:
         """End whatever the engine does for a sequence."""

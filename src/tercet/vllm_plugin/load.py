@@ -1,0 +1,66 @@
+"""How busy the engine is, as its API server's process knows it: no question to the engine's core."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from tercet.protocol import EngineLoad
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import SchedulerStats
+
+# Weight of the newest step in the mean of step times.
+NEWEST = 0.2
+
+
+class LoadMeter:
+    """Listens to the scheduler's statistics, which come with every step's outputs.
+
+    Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
+    the instance for each step, and on them being there unless vLLM runs with ``--disable-log-stats``.
+    """
+
+    def __init__(self, client: AsyncLLM) -> None:
+        self._client = client
+        self._stats: SchedulerStats | None = None
+        self._step_at: float | None = None
+        self._step_time: float | None = None
+        processor = client.output_processor
+        update = processor.update_scheduler_stats
+
+        def listen(stats: SchedulerStats | None) -> None:
+            update(stats)
+            if stats is not None:
+                self._step(stats, time.monotonic())
+
+        processor.update_scheduler_stats = listen  # type: ignore[method-assign]
+
+    def load(self) -> EngineLoad | None:
+        """The load now; None if this vLLM keeps no statistics.
+
+        Requests that the core has not seen yet count as waiting, and those that it has lost since its last step do not
+        count any more. ``tokens`` are the prompts that have no first token yet.
+        """
+        if not self._client.log_stats:
+            return None
+        processor = self._client.output_processor
+        requests = processor.get_num_unfinished_requests()
+        running = min(self._stats.num_running_reqs, requests) if self._stats is not None else 0
+        return EngineLoad(
+            waiting=requests - running,
+            running=running,
+            kv_usage=self._stats.kv_cache_usage if self._stats is not None else 0.0,
+            tokens=processor.get_num_queued_tokens(),
+            step_time=self._step_time,
+        )
+
+    def _step(self, stats: SchedulerStats, now: float) -> None:
+        if self._step_at is not None:
+            seconds = now - self._step_at
+            before = seconds if self._step_time is None else self._step_time
+            self._step_time = before + NEWEST * (seconds - before)
+        # Between the last step of some requests and the first of others nothing ran.
+        self._step_at = now if stats.num_running_reqs else None
+        self._stats = stats
