@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 import msgspec
@@ -13,11 +12,11 @@ import msgspec
 from tercet.fleet import Fleet, Member, Role
 from tercet.protocol import BadRequest, Conflict, Engine, EngineStatus, EngineUnreachable, TercetError
 from tercet.router.config import EngineAddress
+from tercet.router.connections import Connect
 
 logger = logging.getLogger("tercet.router")
 ASK_AGAIN_SECONDS = 0.5
 READY_SECONDS = 600.0
-Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
 
 
 class Membership:

@@ -13,10 +13,10 @@ import logging
 import signal
 from typing import Any, cast
 
-from tercet.client import HttpEngine
 from tercet.fleet import Fleet
 from tercet.router import admin
 from tercet.router.config import RouterConfig
+from tercet.router.connections import connecting
 from tercet.router.context import ContextMiddleware
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
@@ -24,6 +24,7 @@ from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
 from tercet.router.service import Service
+from tercet.streams import Listener
 
 
 def serve(config: RouterConfig) -> None:
@@ -37,7 +38,7 @@ def serve(config: RouterConfig) -> None:
 async def _serve(config: RouterConfig) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     fleet = Fleet(())
-    async with Membership(fleet, HttpEngine) as membership:
+    async with Listener() as listener, Membership(fleet, connecting(fleet, listener)) as membership:
         await membership.start(config.engines)
         metrics = Metrics()
         service = Service(
