@@ -18,6 +18,7 @@ from tercet.router.keys import require_key
 from tercet.router.membership import Membership
 from tercet.router.plan import Plan
 from tercet.router.routing import Version
+from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 
 
@@ -27,12 +28,19 @@ class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
 
 
+class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``PUT /tercet/v1/scheduling``: a path on the front door's machine."""
+
+    file: str
+
+
 @dataclass(frozen=True)
 class State:
     """What the routes work on. Callers must show one of ``keys``, if there are any."""
 
     service: Service
     membership: Membership
+    scheduling: SchedulingFile
     keys: Sequence[str] = ()
 
 
@@ -107,6 +115,23 @@ def _version(version: Version) -> dict[str, Any]:
     return {"version": version.number, **one, **msgspec.to_builtins(plan)}
 
 
+# ---- scheduling ----------------------------------------------------------------------------------------------
+
+
+@router.get("/scheduling")
+async def scheduling(request: Request) -> Response:
+    """The scheduling file in use, and the profiles in it."""
+    return _json(_state(request).scheduling.describe())
+
+
+@router.put("/scheduling")
+async def set_scheduling(request: Request) -> Response:
+    """Another scheduling file for picks from now on, or the same one anew."""
+    found = _state(request).scheduling
+    await found.use(decode_call(await request.body(), SchedulingCall).file)
+    return _json(found.describe())
+
+
 # ---- engines -------------------------------------------------------------------------------------------------
 
 
@@ -156,4 +181,5 @@ def _engine(member: Member) -> dict[str, Any]:
         "reachable": member.reachable,
         "draining": member.draining,
         "in_flight": member.in_flight,
+        "labels": dict(member.labels),
     }

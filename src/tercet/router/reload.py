@@ -1,13 +1,15 @@
-"""Development mode: a program is loaded anew when its file changes."""
+"""Development mode: programs and the scheduling file are loaded anew when their files change."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
 from tercet.protocol import TercetError
 from tercet.router.plan import Plan
+from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 
 logger = logging.getLogger("tercet.router")
@@ -16,7 +18,7 @@ Stamp = tuple[int, int]
 
 
 class FileWatch:
-    """Notices changes of the files that the programs of a plan come from; asks the file system each time.
+    """Notices changes of files; asks the file system each time.
 
     A file that is gone is no change: editors replace files, and there is nothing to load.
     """
@@ -24,10 +26,10 @@ class FileWatch:
     def __init__(self) -> None:
         self._seen: dict[Path, Stamp] = {}
 
-    def changed(self, plan: Plan) -> list[Path]:
-        """Files of ``plan`` that changed since they were looked at last."""
+    def changed(self, files: Iterable[Path]) -> list[Path]:
+        """Those that changed since they were looked at last."""
         found: list[Path] = []
-        for file in files_of(plan):
+        for file in files:
             stamp = _stamp(file)
             if stamp is not None and self._seen.setdefault(file, stamp) != stamp:
                 self._seen[file] = stamp
@@ -41,25 +43,32 @@ def files_of(plan: Plan) -> list[Path]:
     return [Path(path).expanduser() for path in dict.fromkeys(paths) if path]
 
 
-async def reload_on_change(service: Service, every: float = LOOK_SECONDS) -> None:
-    """Use the plan that was asked for last anew, each time that a file of it changes; until cancelled.
+async def reload_on_change(
+    service: Service, scheduling: SchedulingFile | None = None, every: float = LOOK_SECONDS
+) -> None:
+    """Use the plan and the scheduling file that were asked for last anew, each time that a file of theirs changes.
 
-    A file that does not load is reported, and what runs goes on as it is.
+    Until cancelled. What does not load is reported, and what runs goes on as it is.
     """
-    watch = FileWatch()
-    watch.changed(service.wanted)
+    programs, plugins = FileWatch(), FileWatch()
+    programs.changed(files_of(service.wanted))
+    plugins.changed(scheduling.files if scheduling else ())
     while True:
         await asyncio.sleep(every)
-        files = watch.changed(service.wanted)
-        if not files:
-            continue
-        names = ", ".join(map(str, files))
-        try:
-            version = await service.use(service.wanted)
-        except TercetError as error:
-            logger.error("programs: %s changed and is not used: %s", names, error.message)
-        else:
-            logger.warning("programs: %s changed and is used now, as version %d", names, version.number)
+        if files := programs.changed(files_of(service.wanted)):
+            await _use("programs", files, service.use(service.wanted))
+        if scheduling and scheduling.path and (files := plugins.changed(scheduling.files)):
+            await _use("scheduling", files, scheduling.use(scheduling.path))
+
+
+async def _use(what: str, files: Sequence[Path], using: Awaitable[object]) -> None:
+    names = ", ".join(map(str, files))
+    try:
+        await using
+    except TercetError as error:
+        logger.error("%s: %s changed and is not used: %s", what, names, error.message)
+    else:
+        logger.warning("%s: %s changed and is used now", what, names)
 
 
 def _stamp(file: Path) -> Stamp | None:

@@ -5,7 +5,7 @@ A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :
 
 from tercet.scheduling.decision import Decision, Knowledge, Role
 from tercet.scheduling.engines import Engines, EngineView
-from tercet.scheduling.loading import load_scheduling
+from tercet.scheduling.loading import files_of, load_scheduling
 from tercet.scheduling.pickers import PICKERS, Candidate, least_loaded, round_robin
 from tercet.scheduling.plugin import Decider, Filter, Picker, Scorer
 from tercet.scheduling.profile import Profile
@@ -26,6 +26,7 @@ __all__ = [
     "Role",
     "Scheduling",
     "Scorer",
+    "files_of",
     "least_loaded",
     "load_scheduling",
     "round_robin",

@@ -24,6 +24,12 @@ def load_scheduling(path: Path) -> Scheduling:
     return build(read_config(path), path.parent)
 
 
+def files_of(path: Path) -> list[Path]:
+    """The scheduling file and the files of the user's own plugins in it. Raises as :func:`load_scheduling` does."""
+    kinds = (plugin.type.rpartition(":")[0] for plugin in read_config(path).plugins)
+    return [path, *dict.fromkeys(path.parent / Path(kind).expanduser() for kind in kinds if kind)]
+
+
 def build(config: SchedulingConfig, beside: Path) -> Scheduling:
     """As :func:`load_scheduling`, of what is read already."""
     plugins = _plugins(config.plugins, beside)

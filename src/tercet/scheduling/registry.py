@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from tercet.protocol import BadRequest
 from tercet.scheduling.choosers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
@@ -19,6 +18,7 @@ from tercet.scheduling.filters import (
     SaturationFilter,
 )
 from tercet.scheduling.handlers import DisaggProfileHandler, SingleProfileHandler
+from tercet.scheduling.modules import load_module
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.scheduling.scorers import (
     ActiveRequestScorer,
@@ -82,7 +82,7 @@ def plugin_class(kind: str, beside: Path, field: str) -> type[Plugin]:
     file = beside / Path(path).expanduser()
     if not file.is_file():
         raise BadRequest(f"{field}: there is no file {path}", field)
-    return _checked(getattr(_module(file, field), name, None), kind, field)
+    return _checked(getattr(load_module(file, field), name, None), kind, field)
 
 
 def _checked(found: object, kind: str, field: str) -> type[Plugin]:
@@ -93,20 +93,3 @@ def _checked(found: object, kind: str, field: str) -> type[Plugin]:
             return found
     bases = ", ".join(base.__name__ for base in _TO_WRITE)
     raise BadRequest(f"{field}: {kind} is not a class made from one of tercet.scheduling's {bases}", field)
-
-
-def _module(file: Path, field: str) -> ModuleType:
-    # Not through the import system, which may answer from its cache what a file contained before.
-    name = f"tercet_scheduling_{file.absolute().as_posix()}"
-    module, before = ModuleType(name), sys.modules.get(name)
-    module.__file__ = str(file)
-    sys.modules[name] = module  # type hints look their module up
-    try:
-        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
-        raise BadRequest(f"{field}: {file} failed to load: {type(error).__name__}: {error}", field) from error
-    return module

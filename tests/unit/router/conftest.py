@@ -19,6 +19,7 @@ from tercet.router import admin
 from tercet.router.config import EngineAddress
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
+from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 
 from ..fakes import FakeEngine
@@ -106,6 +107,7 @@ class Door:
         self.fleet = Fleet(())
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, program, {}, metrics, return_after)
+        self.scheduling = SchedulingFile(self.fleet)
         self.number = 0
 
     @asynccontextmanager
@@ -139,7 +141,7 @@ class Door:
 
     def client(self, *keys: str) -> httpx.AsyncClient:
         app = FastAPI()
-        admin.install(app, admin.State(self.service, self.membership, keys))
+        admin.install(app, admin.State(self.service, self.membership, self.scheduling, keys))
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
 
     async def has_everything_back(self) -> bool:

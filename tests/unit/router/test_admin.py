@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,45 @@ async def test_with_a_key_all_is_open(door: Door, key: str) -> None:
         client.headers["authorization"] = f"Bearer {key}"
         assert (await client.put("/program", json={"program": "balanced"})).status_code == 200
         assert (await client.delete("/engines/d")).status_code == 200
+
+
+# ---- scheduling ----------------------------------------------------------------------------------------------
+
+FILE = """
+plugins: [{type: queue-scorer}, {type: decode-filter}]
+schedulingProfiles: [{name: mine, plugins: [{pluginRef: decode-filter}, {pluginRef: queue-scorer, weight: 2}]}]
+"""
+
+
+async def test_a_scheduling_file_is_shown_and_changed(door: Door, tmp_path: Path) -> None:
+    (tmp_path / "scheduling.yaml").write_text(FILE)
+    async with door.client() as client:
+        assert (await client.get("/scheduling")).json()["file"] is None
+        answer = await client.put("/scheduling", json={"file": str(tmp_path / "scheduling.yaml")})
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == (await client.get("/scheduling")).json()
+    assert answer.json()["profiles"] == {
+        "mine": {"filters": ["DecodeFilter"], "scorers": {"QueueScorer": 2.0}, "picker": "MaxScorePicker"}
+    }
+    with door.fleet.pick(by="mine") as engine:
+        assert engine.name == "d"
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("plugins: [{type: nonsense}]\nschedulingProfiles: [{name: a}]", "plugins[0].type"),
+        ("plugins: []\nschedulingProfiles: [{name: a}]\nsurprise: 1", "surprise"),
+        (None, "scheduling"),
+    ],
+)
+async def test_a_scheduling_file_that_does_not_load_changes_nothing(
+    door: Door, tmp_path: Path, text: str | None, field: str
+) -> None:
+    if text is not None:
+        (tmp_path / "scheduling.yaml").write_text(text)
+    before = door.fleet.scheduling
+    async with door.client() as client:
+        answer = await client.put("/scheduling", json={"file": str(tmp_path / "scheduling.yaml")})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert door.fleet.scheduling is before

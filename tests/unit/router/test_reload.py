@@ -15,6 +15,17 @@ from tercet.router.reload import FileWatch, files_of, reload_on_change
 
 from .conftest import Door
 
+SCHEDULING = """
+plugins: [{{type: queue-scorer}}, {{type: "mine.py:Mine"}}]
+schedulingProfiles: [{{name: {}, plugins: [{{pluginRef: queue-scorer}}, {{pluginRef: "mine.py:Mine"}}]}}]
+"""
+PLUGIN = """
+from tercet.scheduling import Scorer
+
+class Mine(Scorer, frozen=True):
+    def score(self, decision, engines):
+        return [{}] * len(engines)
+"""
 TEXT = "from tercet.protocol import Output\nasync def main(request, fleet):\n    yield Output(({},), 'stop')\n"
 
 
@@ -99,12 +110,36 @@ def test_files_of_a_plan() -> None:
 
 def test_a_file_that_is_gone_is_no_change(tmp_path: Path) -> None:
     file, watch = tmp_path / "mine.py", FileWatch()
-    plan = Plan(program=f"{file}:main")
-    assert watch.changed(plan) == []
+    assert watch.changed([file]) == []
     file.write_text("1")
-    assert watch.changed(plan) == []
+    assert watch.changed([file]) == []
     file.unlink()
-    assert watch.changed(plan) == []
+    assert watch.changed([file]) == []
     file.write_text("12")
-    assert watch.changed(plan) == [file]
-    assert watch.changed(plan) == []
+    assert watch.changed([file]) == [file]
+    assert watch.changed([file]) == []
+
+
+async def test_a_changed_scheduling_file_is_used_and_so_is_a_changed_plugin(
+    door: Door, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, plugin = tmp_path / "scheduling.yaml", tmp_path / "mine.py"
+    file.write_text(SCHEDULING.format("first"))
+    plugin.write_text(PLUGIN.format(0.5))
+    await door.scheduling.use(str(file))
+    watching = asyncio.ensure_future(reload_on_change(door.service, door.scheduling, every=0.01))
+    await asyncio.sleep(0)
+    try:
+        file.write_text(SCHEDULING.format("another"))
+        await until(lambda: list(door.fleet.scheduling.profiles) == ["another"])
+        before = door.fleet.scheduling
+        plugin.write_text(PLUGIN.format(0.25))
+        await until(lambda: door.fleet.scheduling is not before)
+        before = door.fleet.scheduling
+        file.write_text("plugins: nonsense")
+        await until(lambda: "scheduling.yaml changed and is not used" in caplog.text)
+        assert door.fleet.scheduling is before
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -195,6 +196,20 @@ def test_without_a_session_nobody_is_preferred() -> None:
     assert bench.scores(SessionAffinityScorer(), request_of(1)) == [0, 0]
     assert bench.scores(SessionAffinityScorer(), None) == [0, 0]
     assert sum(bench.scores(SessionAffinityScorer(header="x-user"), request_of(1, x_user="u"))) == 1
+
+
+def test_the_openai_user_is_a_session_where_no_header_is() -> None:
+    bench = Bench(View("a"), View("b"), View("c"))
+    plain = request_of(1)
+    for user in ("ann", "bob"):
+        by_user = bench.scores(SessionAffinityScorer(), msgspec.structs.replace(plain, user=user))
+        assert by_user == bench.scores(SessionAffinityScorer(), request_of(1, x_session_token=user))
+    both = msgspec.structs.replace(request_of(1, x_session_token="ann"), user="bob")
+    assert bench.scores(SessionAffinityScorer(), both) == bench.scores(
+        SessionAffinityScorer(), request_of(1, x_session_token="ann")
+    )
+    nobody = bench.scores(SessionAffinityScorer(by_user=False), msgspec.structs.replace(plain, user="ann"))
+    assert not any(nobody)
 
 
 # ---- new prompts ---------------------------------------------------------------------------------------------------
