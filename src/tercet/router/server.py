@@ -23,6 +23,7 @@ from tercet.router.gate import Gate
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
+from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.streams import Listener
 
@@ -46,13 +47,16 @@ async def _serve(config: RouterConfig) -> None:
             config.request_timeout,
         )  # fmt: skip
         gate = Gate(config.limits, fleet, metrics)
+        scheduling = SchedulingFile(fleet)
+        if config.scheduling is not None:
+            await scheduling.use(config.scheduling)
         _import_vllm()  # seconds, well spent while engines are still loading
         shortest = await membership.until_ready()
         background = [asyncio.create_task(membership.watch())]
         if config.dev:
-            background.append(asyncio.create_task(reload_on_change(service)))
+            background.append(asyncio.create_task(reload_on_change(service, scheduling)))
         try:
-            await _serve_openai(config, service, membership, gate, shortest)
+            await _serve_openai(config, service, membership, scheduling, gate, shortest)
         finally:
             for task in background:
                 task.cancel()
@@ -68,7 +72,12 @@ def _interrupt(*_: object) -> None:
 
 
 async def _serve_openai(
-    config: RouterConfig, service: Service, membership: Membership, gate: Gate, max_model_len: int
+    config: RouterConfig,
+    service: Service,
+    membership: Membership,
+    scheduling: SchedulingFile,
+    gate: Gate,
+    max_model_len: int,
 ) -> None:  # fmt: skip
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -81,8 +90,10 @@ async def _serve_openai(
         tasks = await engine_client.get_supported_tasks()
         app = build_app(args, tasks, engine_client.model_config)
         keys = _api_keys(args)
-        admin.install(app, admin.State(service, membership, keys))
-        app.add_middleware(Entrance, gate=gate, keys=keys, max_bytes=config.max_request_bytes)
+        admin.install(app, admin.State(service, membership, scheduling, keys))
+        # Around the whole stack, which vLLM's SageMaker layer has closed to further middleware.
+        inner = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = Entrance(inner, gate, keys, config.max_request_bytes)
         await init_app_state(engine_client, app.state, args, tasks)
         shutdown = await serve_http(
             app, sock=sock, enable_ssl_refresh=False, host=args.host, port=args.port,
