@@ -10,7 +10,7 @@ import numpy as np
 
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Request
-from tercet.scheduling import Decision, Engines, EngineView, Profile, Role, Scheduling
+from tercet.scheduling import Decider, Decision, Engines, EngineView, Profile, Role, Scheduling
 from tercet.scheduling.engines import Integers
 from tercet.scheduling.prefixes import block_hashes
 
@@ -88,9 +88,9 @@ class Choice:
             if row is not None and hashes and not self.knowledge.stored:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
-    def disaggregates(self, request: Request, decode: str, by: str | None) -> bool:
+    def disaggregates(self, request: Request, decode: str, by: str | Decider | None) -> bool:
         """See :meth:`tercet.fleet.Fleet.disaggregates`."""
-        decider = self.scheduling.decider_called(by)
+        decider = by if isinstance(by, Decider) else self.scheduling.decider_called(by)
         prefill = self.candidates("prefill")
         prefill = prefill.where([engine.name != decode for engine in prefill])
         if not len(prefill):

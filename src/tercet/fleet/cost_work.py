@@ -176,13 +176,15 @@ class EngineWork:
             self._line_seconds -= job.seconds
             self._served_until = now
         if not job.output:
-            return
-        if job.stage == "decode":
+            pass
+        elif job.stage == "decode":
             self.decoding -= 1
             self._contexts -= job.context
             self._expected_ends -= job.expected_end
         else:
             self.coming -= 1
+        if not self._jobs:  # sums of floats, which drift
+            self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
 
     def _enter(self, seq_id: str, job: Job) -> None:
         self._jobs[seq_id] = job

@@ -17,7 +17,7 @@ from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine
 from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, Request, TercetError, UnknownEngine
-from tercet.scheduling import PICKERS, Role, Scheduling
+from tercet.scheduling import PICKERS, Decider, Role, Scheduling
 
 
 @dataclass
@@ -103,6 +103,11 @@ class Fleet:
     def knowledge(self) -> FleetKnowledge:
         """What is known of the engines; whoever hears from them tells it."""
         return self._choice.knowledge
+
+    @property
+    def costs(self) -> Costs:
+        """What serving costs here, as far as it was seen, and the work that is under way."""
+        return self._costs
 
     @property
     def scheduling(self) -> Scheduling:
@@ -240,11 +245,11 @@ class Fleet:
         if self._failed is not None and not isinstance(error, BadRequest):
             self._failed.add(member.name)
 
-    def disaggregates(self, request: Request, decode: Engine, by: str | None = None) -> bool:
+    def disaggregates(self, request: Request, decode: Engine, by: str | Decider | None = None) -> bool:
         """Whether another engine shall prefill for ``decode``, which was picked for this request.
 
-        ``by`` names a decider of :attr:`scheduling`; None is its handler's. False if there is no other engine to
-        prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
+        ``by`` is a decider, or names one of :attr:`scheduling`; None is its handler's. False if there is no other
+        engine to prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
         """
         return self._choice.disaggregates(request, decode.name, by)
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from tercet.fleet import Fleet
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
+from tercet.programs.cache_bypass import cache_bypass
+from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Output, Request
+from tercet.scheduling.modules import load_module
 
 Program = Callable[[Request, Fleet], AsyncIterator[Output]]
 BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
     "auto": auto,
     "balanced": balanced,
+    "cache_bypass": cache_bypass,
+    "conditional": conditional,
     "data_parallel": data_parallel,
     "disaggregated": disaggregated,
 }
@@ -31,7 +34,8 @@ BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
 def load_program(name: str, args: Mapping[str, str] | None = None) -> Program:
     """The program called ``name``: a built-in one, or ``path/to/file.py:function``.
 
-    ``args`` are its keyword parameters, as text; they are converted to the types in its signature. Raises
+    ``args`` are its keyword parameters, as text; they are converted to the types in its signature, functions from
+    ``file.py:function``. Raises
     :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a parameter.
     """
     function = BUILT_IN.get(name) or _from_file(name)
@@ -48,31 +52,11 @@ def _from_file(name: str) -> Callable[..., AsyncIterator[Output]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise BadRequest(f"program: there is no file {path}", "program")
-    module = _import(file)
+    module = load_module(file, "program")
     function = getattr(module, function_name, None)
     if function is None:
         raise BadRequest(f"program: {path} has no function {function_name}", "program")
     return function
-
-
-def _import(file: Path) -> ModuleType:
-    """The file's module, from its text of now.
-
-    Not through the import system: that may answer from its cache what a file contained less than a second ago.
-    """
-    name = f"tercet_program_{file.absolute().as_posix()}"
-    module, before = ModuleType(name), sys.modules.get(name)
-    module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and type hints look their module up
-    try:
-        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
-        raise BadRequest(f"program: {file} failed to load: {type(error).__name__}: {error}", "program") from error
-    return module
 
 
 def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -> dict[str, Any]:
@@ -85,8 +69,16 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -
             raise BadRequest(
                 f"program: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "program"
             )
+        if _is_function(hints.get(key)):
+            converted[key] = _from_file(value)
+            continue
         try:
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
         except msgspec.ValidationError as error:
             raise BadRequest(f"program: {name}: {key}={value}: {error}", "program") from error
     return converted
+
+
+def _is_function(hint: Any) -> bool:
+    """Whether a parameter is annotated as a function, or a function or None: then its value is file.py:function."""
+    return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))
