@@ -16,6 +16,7 @@ from tercet.transport.session import MAX_STREAMS
 
 SECRET_VARIABLE = "TERCET_SECRET"
 MAX_PORT = 65535
+MAX_CPUS = 8192  # what Linux can be built for
 # With one port given, the ranks of this machine take the next ones; so many are tried.
 PORTS_TRIED = 64
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -33,6 +34,9 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     or a range ``first-last``; 0 picks free ones. ``streams``: connections per peer when KV travels through them.
     ``secret``, or better the environment variable ``TERCET_SECRET``: what every engine of the fleet knows, so that no
     other process can push. ``send_timeout``: seconds without progress after which a push fails.
+
+    ``agent_cpus``: CPUs on which the process that moves KV runs, such as ``3`` or ``0-1,6``; empty lets it use all that
+    the engine may. Give it one that does not compute, and decode steps do not notice what is received.
     """
 
     lease_ttl: Seconds = 60.0
@@ -43,6 +47,11 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
     secret: str = ""
     send_timeout: Seconds = 30.0
+    agent_cpus: str | int = ""
+
+    def cpus(self) -> frozenset[int]:
+        """``agent_cpus`` as numbers; raises ``ValueError`` for what is no list of CPUs."""
+        return _cpus(str(self.agent_cpus))
 
     def transport_settings(self) -> TransportSettings:
         """These settings as the transport takes them; raises ``ValueError`` naming the one that is wrong."""
@@ -58,6 +67,7 @@ def parse_config(extra: Mapping[str, Any]) -> PluginConfig:
     try:
         config = msgspec.convert(dict(extra), PluginConfig, strict=False)
         config.transport_settings()
+        config.cpus()
     except (msgspec.ValidationError, ValueError) as error:
         raise BadRequest(f"kv_connector_extra_config: {error}", "kv_connector_extra_config") from error
     return config
@@ -86,3 +96,15 @@ def _ports(text: str) -> tuple[int, ...]:
     if not 1 <= begin < end <= MAX_PORT + 1:
         raise ValueError(f"port is {text!r}; give one from 1 to {MAX_PORT}, or a range first-last of these")
     return tuple(range(begin, end))
+
+
+def _cpus(text: str) -> frozenset[int]:
+    found: set[int] = set()
+    for item in filter(None, text.split(",")):
+        first, dash, last = item.strip().partition("-")
+        bounds = first, last if dash else first
+        numbers = [int(bound) for bound in bounds if bound.isascii() and bound.isdecimal()]
+        if len(numbers) < 2 or not numbers[0] <= numbers[1] < MAX_CPUS:
+            raise ValueError(f"agent_cpus is {text!r}; give numbers of CPUs and ranges, such as 0-1,6")
+        found.update(range(numbers[0], numbers[1] + 1))
+    return frozenset(found)

@@ -34,7 +34,7 @@ class WorkerSide:
         self._layout = layout
         kv = planes.share()
         try:
-            settings, cpus = self._config.transport_settings(), _cpus_of_agent()
+            settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
             self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, cpus, _block_of(layout))
         finally:
             os.close(kv.fd)  # the agent has its own; the mapping stays
@@ -89,6 +89,6 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
     return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
 
 
-def _cpus_of_agent() -> set[int]:
+def _cpus_of_engine() -> set[int]:
     """CPUs that this engine may use: the scheduler's process, our parent, has them all; we have those that compute."""
     return os.sched_getaffinity(os.getppid())

@@ -1,0 +1,50 @@
+"""The plugin's settings: what is taken, and what is refused with its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.protocol import BadRequest
+from tercet.vllm_plugin.config import MAX_CPUS, parse_config
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"lease": 3}, "lease"),
+    ({"lease_ttl": 0}, "lease_ttl"),
+    ({"lease_ttl": "soon"}, "lease_ttl"),
+    ({"max_lease_share": 1.5}, "max_lease_share"),
+    ({"transport": "pigeon"}, "pigeon"),
+    ({"host": "example.org"}, "host"),
+    ({"host": "0.0.0.0"}, "host"),
+    ({"port": "http"}, "port"),
+    ({"port": 70000}, "port"),
+    ({"port": "9000-8000"}, "port"),
+    ({"streams": 0}, "streams"),
+    ({"send_timeout": -1}, "send_timeout"),
+    ({"agent_cpus": "one"}, "agent_cpus"),
+    ({"agent_cpus": "3-1"}, "agent_cpus"),
+    ({"agent_cpus": "-1"}, "agent_cpus"),
+    ({"agent_cpus": "1-"}, "agent_cpus"),
+    ({"agent_cpus": f"0-{10**12}"}, "agent_cpus"),
+]
+
+
+@pytest.mark.parametrize(("extra", "named"), BAD, ids=str)
+def test_a_wrong_setting_is_refused_by_name(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        parse_config(extra)
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus"), [("", set[int]()), (3, {3}), ("3", {3}), ("0-2, 5", {0, 1, 2, 5}), ("1,1-1", {1})]
+)
+def test_cpus_of_the_agent(given: str | int, cpus: set[int]) -> None:
+    assert parse_config({"agent_cpus": given}).cpus() == cpus
+
+
+@given(st.sets(st.integers(0, MAX_CPUS - 1), min_size=1, max_size=20))
+def test_any_cpus_can_be_listed(cpus: set[int]) -> None:
+    assert parse_config({"agent_cpus": ",".join(map(str, cpus))}).cpus() == cpus
