@@ -17,6 +17,7 @@ from tercet.cli.engines import engines
 from tercet.cli.profile import app as profile
 from tercet.cli.program import program
 from tercet.cli.router import router
+from tercet.cli.scheduling import scheduling
 from tercet.cli.sim import app as sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
@@ -36,6 +37,7 @@ app.command()(router)
 app.command()(demo)
 app.add_typer(program, name="program")
 app.add_typer(engines, name="engines")
+app.add_typer(scheduling, name="scheduling")
 app.add_typer(bench, name="bench")
 app.add_typer(sim, name="sim")
 app.add_typer(profile, name="profile")
@@ -59,7 +61,7 @@ def tercet(
 
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program` and `tercet engines` change both while traffic flows.
+    - `tercet program`, `tercet scheduling` and `tercet engines` change them while traffic flows.
     """
 
 

@@ -9,9 +9,25 @@ from typing import Annotated, Any
 import typer
 
 from tercet.cli.fleet_run import run_fleet, say
-from tercet.cli.options import VLLMArgs, key_values, vllm_flags
+from tercet.cli.options import (
+    MaxInFlight,
+    MaxInFlightPerEngine,
+    MaxInFlightTokens,
+    MaxInFlightTokensPerEngine,
+    MaxQueued,
+    MaxRequestBytes,
+    QueueTimeout,
+    RequestTimeout,
+    Retries,
+    RetryWithin,
+    Scheduling,
+    VLLMArgs,
+    key_values,
+    vllm_flags,
+)
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.spec import UpConfig, load_up_config
+from tercet.scheduling import load_scheduling
 from tercet.sim import load_profile
 
 
@@ -42,6 +58,17 @@ def up(
     dev: Annotated[
         bool | None, typer.Option("--dev", help="Load the program anew when its file changes.", show_default=False)
     ] = None,
+    scheduling: Scheduling = None,
+    retries: Retries = None,
+    retry_within: RetryWithin = None,
+    max_in_flight: MaxInFlight = None,
+    max_in_flight_per_engine: MaxInFlightPerEngine = None,
+    max_in_flight_tokens: MaxInFlightTokens = None,
+    max_in_flight_tokens_per_engine: MaxInFlightTokensPerEngine = None,
+    max_queued: MaxQueued = None,
+    queue_timeout: QueueTimeout = None,
+    request_timeout: RequestTimeout = None,
+    max_request_bytes: MaxRequestBytes = None,
     dtype: Annotated[
         str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
     ] = None,
@@ -83,6 +110,12 @@ def up(
     flags: dict[str, Any] = {
         "model": model, "prefill": prefill, "decode": decode, "both": both, "port": port, "host": host,
         "program": program, "dev": dev, "dtype": dtype,
+        "scheduling": scheduling, "retries": retries, "retry-within": retry_within,
+        "max-in-flight": max_in_flight, "max-in-flight-per-engine": max_in_flight_per_engine,
+        "max-in-flight-tokens": max_in_flight_tokens,
+        "max-in-flight-tokens-per-engine": max_in_flight_tokens_per_engine,
+        "max-queued": max_queued, "queue-timeout": queue_timeout,
+        "request-timeout": request_timeout, "max-request-bytes": max_request_bytes,
         "model-aliases": model_alias or None,
         "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib, "log-dir": log_dir,
         "program-args": key_values(program_arg, "--program-arg") or None,
@@ -90,6 +123,8 @@ def up(
         "options": key_values(option, "--option") or None,
     }  # fmt: skip
     parsed = load_up_config(config, {key: value for key, value in flags.items() if value is not None})
+    if parsed.scheduling is not None:
+        load_scheduling(Path(parsed.scheduling).expanduser())
     if parsed.simulate is not None:
         load_profile(parsed.simulate)
     run_fleet(parsed, lambda fleet: _stay(parsed, fleet))

@@ -18,7 +18,7 @@ from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, r
 from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.pinning import split_cores, split_devices, visible_devices
 from tercet.cluster.process import Process, StartFailed, describe_exit
-from tercet.cluster.spec import UpConfig
+from tercet.cluster.spec import DOOR_FIELDS, UpConfig
 from tercet.fleet import Role
 from tercet.protocol import BadRequest
 
@@ -152,6 +152,10 @@ def router_argv(config: UpConfig, model: str, port: int, engines: Sequence[Runni
         argv += ["--program-arg", f"{key}={value}"]
     for alias in config.model_aliases:
         argv += ["--model-alias", alias]
+    for name in DOOR_FIELDS:
+        value = getattr(config, name)
+        if value is not None:
+            argv += [f"--{name.replace('_', '-')}", str(value)]
     if config.dev:
         argv.append("--dev")
     return [*argv, "--", *config.router_args] if config.router_args else argv

@@ -18,13 +18,22 @@ from tercet.protocol import BadRequest
 Count = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+# Fields that are flags of `tercet router`.
+DOOR_FIELDS = (
+    "scheduling", "retries", "retry_within", "max_in_flight", "max_in_flight_per_engine", "max_in_flight_tokens",
+    "max_in_flight_tokens_per_engine", "max_queued", "queue_timeout", "request_timeout", "max_request_bytes",
+)  # fmt: skip
+
 
 class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
     """A local fleet: ``prefill``, ``decode`` and ``both`` engines and one front door.
 
     ``engine-args`` go to every vLLM engine, ``router-args`` to the front door's vLLM layer, as on their command lines.
     ``kv-cache-gib`` is the KV memory of each CPU engine. ``port`` is the front door's, 0 picks a free one. With
-    ``dev``, a program is loaded anew when its file changes. With ``simulate``, a profile, engines compute nothing at
+    ``dev``, a program or the ``scheduling`` file is loaded anew when it changes. The fields from ``scheduling`` to
+    ``max-request-bytes`` are flags of ``tercet router``. With ``simulate``, a profile, engines compute nothing at
     its pace; ``options`` are theirs.
     """
 
@@ -39,6 +48,17 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     program: str = "disaggregated"
     program_args: Mapping[str, str] = {}
     dev: bool = False
+    scheduling: str | None = None
+    retries: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    retry_within: Seconds | None = None
+    max_in_flight: AtLeastOne | None = None
+    max_in_flight_per_engine: AtLeastOne | None = None
+    max_in_flight_tokens: AtLeastOne | None = None
+    max_in_flight_tokens_per_engine: AtLeastOne | None = None
+    max_queued: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    queue_timeout: Seconds | None = None
+    request_timeout: Seconds | None = None
+    max_request_bytes: AtLeastOne | None = None
     dtype: str = "bfloat16"
     kv_cache_gib: Annotated[int, msgspec.Meta(ge=1)] = 1
     log_dir: str | None = None

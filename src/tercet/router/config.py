@@ -25,7 +25,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(pattern=r"^[^/\s]+$", max_length=256)]
     url: str
     role: Role = "both"
-    labels: Mapping[str, str] = {}
+    labels: Mapping[Annotated[str, msgspec.Meta(min_length=1)], str] = {}
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

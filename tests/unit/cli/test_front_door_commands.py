@@ -225,3 +225,24 @@ def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, bo
 def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app._run(line.split()) == 0
     assert len(capsys.readouterr().out) > 200
+
+
+# ---- scheduling ----------------------------------------------------------------------------------------------
+
+
+def test_a_scheduling_file_is_set_and_shown(
+    front_door: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "plugins: [{type: queue-scorer}]\n"
+        "schedulingProfiles: [{name: short, plugins: [{pluginRef: queue-scorer, weight: 2}]}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert app._run(["scheduling", "show", "--url", front_door.url]) == 0
+    assert capsys.readouterr().out.startswith("no scheduling file")
+    assert app._run(["scheduling", "set", "mine.yaml", "--url", front_door.url]) == 0
+    said = capsys.readouterr().out
+    assert str(tmp_path / "mine.yaml") in said
+    assert "short (prefill, decode, both): QueueScorer x 2, MaxScorePicker" in said
+    assert app._run(["scheduling", "set", "nowhere.yaml", "--url", front_door.url]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
