@@ -101,18 +101,27 @@ def _prefill_stats(prompt_len: int, usage: Usage) -> PrefillStats:
 
 
 def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
-    width = max((len(position) for position in positions), default=1)
+    """vLLM's arrays: the sampled token in column 0 and the token of rank *i* in column *i*.
+
+    The engine's answer names each token once, so a sampled one that is among the top ones has to be put there again.
+    """
+    width = 1 + max((_depth(position) for position in positions), default=0)
     token_ids = np.zeros((len(positions), width), dtype=np.int64)
     values = np.full((len(positions), width), -np.inf, dtype=np.float32)
     ranks = np.zeros(len(positions), dtype=np.int64)
     for row, position in enumerate(positions):
-        ranks[row] = position[0].rank or 0
-        for column, found in enumerate(position):
+        sampled, by_rank = position[0], {found.rank: found for found in position}
+        ranks[row] = sampled.rank or 0
+        for column in range(width):
+            found = by_rank.get(column, sampled) if column else sampled
             token_ids[row, column], values[row, column] = found.token_id, found.logprob
-        # The engine's answer names each token once; vLLM's own has the sampled one again among the top ones.
-        for column in range(len(position), width):
-            token_ids[row, column], values[row, column] = position[0].token_id, position[0].logprob
     return LogprobsLists(token_ids, values, ranks)
+
+
+def _depth(position: Sequence[TokenLogprob]) -> int:
+    """The highest rank among the top ones; the sampled token may be one of them."""
+    sampled, *top = (found.rank or 0 for found in position)
+    return max([*top, sampled if sampled <= len(position) else 0])
 
 
 def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> LogprobsTensors:
