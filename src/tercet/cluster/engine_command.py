@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ from tercet.protocol import BadRequest
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"
+KV_EVENTS = "--kv-events-config"
+_PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
+_IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
@@ -78,7 +82,7 @@ def engine_argv(spec: EngineSpec) -> list[str]:
         "--host", spec.host, "--port", str(spec.port), "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
           for part in (flag, value) if part),
-        KV_TRANSFER, kv_transfer_config(spec.extra_args),
+        KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
         *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
 
@@ -96,6 +100,21 @@ def kv_transfer_config(args: Sequence[str]) -> str:
         if given.get(key, needed) != needed:
             raise BadRequest(f"{KV_TRANSFER}: {key} must be {needed}, not {given[key]}", KV_TRANSFER)
     return json.dumps({**KV_TRANSFER_CONFIG, **given}, separators=(",", ":"))
+
+
+def kv_events_flag(spec: EngineSpec) -> list[str]:
+    """vLLM's KV events at ports that the system chooses; front doors find them in the engine's status.
+
+    None where the caller has settings of his own, where there are several data-parallel ranks, which need ports with
+    numbers, or where vLLM's publisher cannot listen: it wants an IPv4 address.
+    """
+    host = _PUBLISHERS.get(spec.host, spec.host)
+    own = any(value_of(spec.extra_args, flag) is not None for flag in (KV_EVENTS, "--data-parallel-size", "-dp"))
+    if own or not (host == "*" or _IPV4.fullmatch(host)):
+        return []
+    address = f"tcp://{host}:*"
+    config = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
+    return [KV_EVENTS, json.dumps(config, separators=(",", ":"))]
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:

@@ -25,7 +25,7 @@ from tercet.protocol.errors import (
     from_wire,
 )
 from tercet.protocol.ranges import resolve_range
-from tercet.protocol.types import EngineLoad, EngineStatus, Output, Request, Sent, TokenLogprob, Usage
+from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
     "BadRequest",
@@ -38,6 +38,7 @@ __all__ = [
     "EngineUnreachable",
     "FrontDoorUnreachable",
     "KVAddrInfo",
+    "KVEvents",
     "KVLayout",
     "LayoutMismatch",
     "LeaseEnded",

@@ -93,10 +93,24 @@ class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
     first: Output | None = None
 
 
+class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine says which blocks it stores and drops: vLLM's own events, by ZeroMQ.
+
+    ``endpoint`` is its publisher's address and ``replay`` that of the one that repeats events, if there is one; a host
+    of ``0.0.0.0`` or ``[::]`` stands for the engine's own. ``epoch`` is another one after each start of the engine.
+    """
+
+    endpoint: str
+    replay: str | None = None
+    topic: str = ""
+    epoch: str = ""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: who it is, how loaded it is, and what it holds for others.
 
-    ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included.
+    ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None
+    for an engine that publishes none.
     """
 
     engine: str
@@ -113,6 +127,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     sends: int
     counters: Mapping[str, int] = {}
+    kv_events: KVEvents | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

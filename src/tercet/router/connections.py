@@ -1,25 +1,34 @@
-"""Connections to engines: the verbs by HTTP, tokens and reports by the engine's stream."""
+"""Connections to engines: the verbs by HTTP, tokens and reports by the engine's stream, KV events by their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tercet.client import HttpEngine
 from tercet.fleet import EngineLoad, Fleet
 from tercet.protocol import Engine
+from tercet.router.kv_events import follow_cache
 from tercet.streams import Listener
 
 Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
 
 
 def connecting(fleet: Fleet, listener: Listener) -> Connect:
-    """How to connect to an engine by its name and URL, so that ``fleet`` hears its reports."""
+    """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports."""
 
-    def connect(name: str, url: str) -> AbstractAsyncContextManager[Engine]:
+    @asynccontextmanager
+    async def connect(name: str, url: str) -> AsyncGenerator[Engine]:
         def report(load: EngineLoad) -> None:
             fleet.report(name, load)
 
-        return HttpEngine(name, url, listener=listener, on_load=report)
+        async with HttpEngine(name, url, listener=listener, on_load=report) as engine:
+            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
+            try:
+                yield engine
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
 
     return connect

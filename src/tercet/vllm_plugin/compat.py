@@ -53,6 +53,7 @@ def _relied_on() -> list[tuple[str, bool]]:
         ("KVCacheManager.get_computed_blocks", hasattr(KVCacheManager, "get_computed_blocks")),
         ("KVCacheManager.cache_blocks", hasattr(KVCacheManager, "cache_blocks")),
         ("KVCacheManager.record_blocks_for_zeroing", hasattr(KVCacheManager, "record_blocks_for_zeroing")),
+        ("KVCacheManager.take_events", hasattr(KVCacheManager, "take_events")),
         ("BlockPool.touch and free_blocks", hasattr(BlockPool, "touch") and hasattr(BlockPool, "free_blocks")),
         ("Scheduler._inflight_prefill_reserved_blocks", hasattr(Scheduler, "_inflight_prefill_reserved_blocks")),
         ("Scheduler._holds_kv_blocks", hasattr(Scheduler, "_holds_kv_blocks")),

@@ -16,6 +16,7 @@ import msgspec
 from tercet.protocol import EngineError, TercetError
 from tercet.transport.agent.messages import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.kv_events import publish_now, published_at
 from tercet.vllm_plugin.messages import SendParams
 from tercet.vllm_plugin.reservations import FILLER_TOKEN
 
@@ -67,6 +68,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
         "token": connector.token,
         "lease_ttl": connector.config.lease_ttl,
         "total_blocks": _scheduler(core).kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        "kv_events": published_at(_scheduler(core)),
     }
 
 
@@ -82,12 +84,15 @@ def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: 
 def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
     """Make received KV findable in the prefix cache."""
     _connector(core).reservations.commit(lease, valid_end)  # type: ignore[union-attr]
+    publish_now(_scheduler(core))
 
 
 @_answers
 def tercet_release(core: EngineCore, lease: str) -> int:
     """End a lease; returns how far its KV was valid."""
-    return _connector(core).reservations.release(lease)  # type: ignore[union-attr]
+    valid_end = _connector(core).reservations.release(lease)  # type: ignore[union-attr]
+    publish_now(_scheduler(core))
+    return valid_end
 
 
 @_answers

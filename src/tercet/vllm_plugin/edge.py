@@ -23,6 +23,7 @@ from tercet.protocol import (
     EngineError,
     EngineStatus,
     KVAddrInfo,
+    KVEvents,
     KVLayout,
     LeaseEnded,
     Output,
@@ -84,12 +85,15 @@ class Edge:
         self._transports: list[list[str]] = []
         self._lease_ttl = 0.0
         self._token = ""
+        self._kv_events: KVEvents | None = None
 
     async def start(self) -> None:
         """Attach to the engine; raises if it runs without the connector."""
         found = await self._core("tercet_describe")
         self._layout = msgspec.convert(found["layout"], KVLayout)
         self._transports, self._lease_ttl, self._token = found["transports"], found["lease_ttl"], found["token"]
+        if found["kv_events"] is not None:
+            self._kv_events = KVEvents(**found["kv_events"], epoch=uuid.uuid4().hex)
         self._inbox.start(len(self._transports))
         metrics.export([(address, secret) for address, secret in found["agents"]])
 
@@ -242,6 +246,7 @@ class Edge:
             vllm_version=vllm_version(),
             block_size=self.layout.block_size,
             max_model_len=config.model_config.max_model_len,
+            kv_events=self._kv_events,
             **found,
         )
 

@@ -1,0 +1,121 @@
+"""Subscribes to the KV events of engines that publish them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tercet.fleet import FleetKnowledge
+from tercet.protocol import Engine, KVEvents, TercetError
+from tercet.router.kv_inbox import KVInbox
+
+logger = logging.getLogger("tercet.router")
+ASK_AGAIN_SECONDS = 5.0
+REPLAY_SECONDS = 5.0
+# As vLLM's publisher: what it may queue for a subscriber that is slow. Past that batches are lost, and asked for again.
+MOST_UNREAD = 100_000
+NUMBER_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+async def follow_cache(name: str, url: str, engine: Engine, knowledge: FleetKnowledge) -> None:
+    """Keep ``knowledge`` of the engine's cache up to date while it publishes KV events, until cancelled.
+
+    Where it publishes is part of its status, which is asked for every few seconds: after a restart it is another place.
+    """
+    following: asyncio.Task[None] | None = None
+    current: KVEvents | None = None
+    try:
+        while True:
+            found = await _published(engine, current)
+            if found != current or (following is not None and following.done()):
+                await _end(following)
+                current, following = found, None
+                knowledge.cleared(name)
+                if found is not None:
+                    following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+    finally:
+        await _end(following)
+
+
+def at(events: KVEvents, url: str) -> KVEvents:
+    """The addresses as they are reached from here; ``url`` is the engine's."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    bracketed = f"[{host}]" if ":" in host else host
+
+    def reached(address: str) -> str:
+        for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
+            address = address.replace(anywhere, f"//{bracketed}:")
+        return address
+
+    replay = None if events.replay is None else reached(events.replay)
+    return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
+
+
+async def _published(engine: Engine, before: KVEvents | None) -> KVEvents | None:
+    try:
+        return (await engine.status()).kv_events
+    except (TercetError, msgspec.MsgspecError):
+        return before  # it may be back soon, with its cache; another epoch says if it lost that
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _follow(events: KVEvents, inbox: KVInbox) -> None:
+    context = zmq.asyncio.Context.instance()
+    with ExitStack() as stack:
+        live: Any = stack.enter_context(context.socket(zmq.SUB))
+        live.setsockopt(zmq.LINGER, 0)
+        live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
+        live.setsockopt(zmq.IPV6, 1)
+        live.setsockopt(zmq.SUBSCRIBE, events.topic.encode())
+        live.connect(events.endpoint)
+        try:
+            await _replay(events, inbox)  # what was stored before anybody listened
+            while True:
+                number, payload = _numbered(await live.recv_multipart())
+                if inbox.take(number, payload):
+                    await _replay(events, inbox)
+                    inbox.take_replayed(number, payload)
+        except (msgspec.MsgspecError, ValueError, zmq.ZMQError) as error:
+            logger.warning("KV events from %s: %s; they are followed anew", events.endpoint, error)
+
+
+async def _replay(events: KVEvents, inbox: KVInbox) -> None:
+    """Ask for all batches from the one that is due; without a replay address, or an answer, there are none."""
+    if events.replay is None:
+        return
+    context = zmq.asyncio.Context.instance()
+    with context.socket(zmq.DEALER) as asking:
+        socket: Any = asking
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(events.replay)
+        await socket.send_multipart([b"", inbox.expected.to_bytes(NUMBER_BYTES, "big")])
+        try:
+            async with asyncio.timeout(REPLAY_SECONDS):
+                while True:
+                    _, *rest = await socket.recv_multipart()
+                    if rest[1:2] == [END_OF_REPLAY]:
+                        return
+                    inbox.take_replayed(*_numbered(rest))
+        except TimeoutError:
+            logger.warning("KV events: %s repeats nothing", events.replay)
+
+
+def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
+    if len(parts) != 3 or len(parts[1]) != NUMBER_BYTES:
+        raise ValueError(f"not a KV event: {len(parts)} parts")
+    return int.from_bytes(parts[1], "big"), parts[2]

@@ -1,0 +1,84 @@
+"""Keeps what a fleet knows of one engine's cache in step with the engine's KV events. Decides without I/O."""
+
+from __future__ import annotations
+
+from tercet.fleet import FleetKnowledge
+from tercet.router.kv_messages import BlockRemoved, BlockStored, EventBatch, decode_batch
+
+FIRST_GROUPS = (None, 0)
+
+
+class KVInbox:
+    """Applies each numbered batch once and in order.
+
+    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for anybody, and repeats the last
+    ones when asked. ``name`` is the engine's in the fleet.
+    """
+
+    def __init__(self, name: str, knowledge: FleetKnowledge) -> None:
+        self._name = name
+        self._knowledge = knowledge
+        self._next = 0
+        self._last_live = -1
+
+    @property
+    def expected(self) -> int:
+        """The number of the batch that is due: a replay must begin there."""
+        return self._next
+
+    def reset(self) -> None:
+        """The engine was started anew: nothing that was known of its cache holds."""
+        self._knowledge.cleared(self._name)
+        self._next, self._last_live = 0, -1
+
+    def take(self, number: int, payload: bytes) -> bool:
+        """A batch as it was published; whether batches before it are missing, so that a replay is needed.
+
+        Raises ``msgspec.MsgspecError`` for what is no batch.
+        """
+        batch = decode_batch(payload)
+        if number <= self._last_live:
+            self.reset()  # a publisher's numbers only grow, so this is another one
+        self._last_live = number
+        if number > self._next:
+            return True
+        self._apply(number, batch)
+        return False
+
+    def take_replayed(self, number: int, payload: bytes) -> None:
+        """A batch as it was repeated, or one that had to wait for those before it.
+
+        If even the replay lacks batches, blocks may have been dropped unheard: then nothing of before is believed.
+        """
+        batch = decode_batch(payload)
+        if number > self._next:
+            self._knowledge.cleared(self._name)
+            self._next = number
+        self._apply(number, batch)
+
+    def _apply(self, number: int, batch: EventBatch) -> None:
+        if number != self._next:
+            return  # it was applied already
+        self._next += 1
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                if event.group_idx in FIRST_GROUPS and event.ownership is None:
+                    self._knowledge.unstore(self._name, event.block_hashes)
+            else:
+                self._knowledge.cleared(self._name)
+
+    def _store(self, event: BlockStored) -> None:
+        if event.group_idx not in FIRST_GROUPS or event.ownership is not None or event.lora_name is not None:
+            return
+        keys = [key for block in event.extra_keys or () for key in block or ()]
+        salt = None
+        if keys:
+            # Only a salt is a single word in a chain's first block; other keys are no prompt's that is text alone.
+            if event.parent_block_hash is not None or len(keys) != 1 or not isinstance(keys[0], str):
+                return
+            salt = keys[0]
+        self._knowledge.store(
+            self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt
+        )

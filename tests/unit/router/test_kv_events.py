@@ -1,0 +1,287 @@
+"""What a fleet knows of an engine's cache follows the engine's KV events, over real sockets and through losses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.fleet import FleetKnowledge
+from tercet.protocol import EngineUnreachable, KVEvents, Request
+from tercet.router import kv_events
+from tercet.router.kv_events import at, follow_cache
+from tercet.router.kv_inbox import KVInbox
+from tercet.router.kv_messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+SIZE = 4
+
+
+def payload(*events: BlockStored | BlockRemoved | AllBlocksCleared) -> bytes:
+    return msgspec.msgpack.encode(EventBatch(0.0, list(events)))
+
+
+def stored(index: int, **fields: Any) -> BlockStored:
+    """Block ``index`` of one prompt, whose token at each position is the position."""
+    tokens = list(range(index * SIZE, (index + 1) * SIZE))
+    parent = bytes([index - 1]) if index else None
+    return BlockStored([bytes([index])], parent, tokens, SIZE, **fields)
+
+
+def request(blocks: int = 8, salt: str | None = None) -> Request:
+    return Request(seq_id="r", prompt=tuple(range(blocks * SIZE)), cache_salt=salt)
+
+
+def known() -> FleetKnowledge:
+    knowledge = FleetKnowledge(lambda: 0.0)
+    knowledge.add("e")
+    return knowledge
+
+
+def cached(knowledge: FleetKnowledge, salt: str | None = None) -> int:
+    return knowledge.cached_tokens("e", request(salt=salt)) // SIZE
+
+
+# ---- the state machine -------------------------------------------------------------------------------------------
+
+
+def test_blocks_come_and_go() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    assert not inbox.take(0, payload(stored(0), stored(1)))
+    assert cached(knowledge) == 2
+    assert not inbox.take(1, payload(BlockRemoved([bytes([1])])))
+    assert cached(knowledge) == 1
+    assert not inbox.take(2, payload(stored(1), stored(2)))
+    assert cached(knowledge) == 3
+    assert not inbox.take(3, payload(AllBlocksCleared()))
+    assert cached(knowledge) == 0
+
+
+@given(st.lists(st.integers(0, 7), max_size=20))
+def test_a_replay_that_overlaps_is_applied_once(repeated: list[int]) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    for number in range(8):
+        inbox.take_replayed(number, payload(stored(number)))
+    for number in sorted(set(repeated)):  # what the publisher had in its queue for us meanwhile
+        assert not inbox.take(number, payload(stored(number)))
+    assert cached(knowledge) == 8
+
+
+def test_a_gap_asks_for_a_replay_and_loses_nothing_if_there_is_one() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0)))
+    assert inbox.take(2, payload(stored(2)))
+    assert inbox.expected == 1
+    inbox.take_replayed(1, payload(stored(1)))
+    inbox.take_replayed(2, payload(stored(2)))
+    assert cached(knowledge) == 3
+
+
+def test_a_gap_that_stays_forgets_what_may_have_gone_unheard() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0)))
+    assert inbox.take(5, payload(stored(1)))
+    inbox.take_replayed(5, payload(stored(1)))
+    assert cached(knowledge) == 0
+    assert not inbox.take(6, payload(stored(0)))
+    assert cached(knowledge) == 1
+
+
+def test_numbers_that_start_again_are_an_engine_that_did() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    for number in range(4):
+        inbox.take(number, payload(stored(number)))
+    assert inbox.take(2, payload(stored(0))), "batches 0 and 1 of the new engine are missing"
+    assert cached(knowledge) == 0
+    inbox.take_replayed(0, payload())
+    inbox.take_replayed(1, payload())
+    inbox.take_replayed(2, payload(stored(0)))
+    assert cached(knowledge) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"group_idx": 1},
+        {"lora_name": "adapter", "extra_keys": [["adapter"]]},
+        {"ownership": "disk"},
+        {"extra_keys": [[["picture", 0]]]},
+        {"extra_keys": [["salt", ["picture", 0]]]},
+    ],
+)
+def test_blocks_that_no_plain_prompt_would_find_are_left_out(fields: dict[str, Any]) -> None:
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(stored(0, **fields)))
+    assert cached(knowledge) == 0
+
+
+def test_salted_blocks_are_found_with_their_salt() -> None:
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(stored(0, extra_keys=[["salt"]]), stored(1, extra_keys=[None])))
+    assert cached(knowledge) == 0
+    assert cached(knowledge, "salt") == 2
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_an_error_and_changes_nothing(garbage: bytes) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0)))
+    with suppress(msgspec.MsgspecError):
+        inbox.take(1, garbage)
+    assert cached(knowledge) <= 1
+
+
+def test_anywhere_is_where_the_engine_is() -> None:
+    found = at(KVEvents("tcp://0.0.0.0:5557", "tcp://[::]:5558", "t"), "http://10.0.0.5:8000")
+    assert (found.endpoint, found.replay) == ("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558")
+    assert at(KVEvents("tcp://10.1.1.1:5557"), "http://h:1").endpoint == "tcp://10.1.1.1:5557"
+
+
+# ---- over sockets ------------------------------------------------------------------------------------------------
+
+
+class Publisher:
+    """An engine that publishes, as vLLM does; ``quietly`` makes a batch that only a replay has."""
+
+    def __init__(self, epoch: str = "a") -> None:
+        context = zmq.asyncio.Context.instance()
+        self._live: Any = context.socket(zmq.PUB)
+        self._replay: Any = context.socket(zmq.ROUTER)
+        for socket in (self._live, self._replay):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind("tcp://127.0.0.1:*")
+        self.address = KVEvents(
+            self._live.getsockopt_string(zmq.LAST_ENDPOINT),
+            self._replay.getsockopt_string(zmq.LAST_ENDPOINT),
+            epoch=epoch,
+        )
+        self._numbers = itertools.count()
+        self._batches: list[tuple[bytes, bytes]] = []
+        self._repeating = asyncio.create_task(self._repeat())
+
+    def quietly(self, *events: Any) -> tuple[bytes, bytes]:
+        batch = next(self._numbers).to_bytes(8, "big"), payload(*events)
+        self._batches.append(batch)
+        return batch
+
+    async def publish(self, *events: Any) -> None:
+        await self._live.send_multipart([b"", *self.quietly(*events)])
+
+    async def _repeat(self) -> None:
+        while True:
+            client, _, start = await self._replay.recv_multipart()
+            for number, batch in self._batches:
+                if number >= start:
+                    await self._replay.send_multipart([client, b"", b"", number, batch])
+            await self._replay.send_multipart([client, b"", b"", kv_events.END_OF_REPLAY, b""])
+
+    async def close(self) -> None:
+        self._repeating.cancel()
+        await asyncio.wait({self._repeating})
+        self._live.close()
+        self._replay.close()
+
+
+class Engine:
+    """As much of an engine as is asked."""
+
+    def __init__(self, found: KVEvents | None) -> None:
+        self.found = found
+        self.down = False
+
+    async def status(self) -> Any:
+        if self.down:
+            raise EngineUnreachable("down")
+        return type("Status", (), {"kv_events": self.found})
+
+
+@asynccontextmanager
+async def followed(engine: Engine, knowledge: FleetKnowledge) -> AsyncGenerator[None]:
+    task = asyncio.create_task(follow_cache("e", "http://127.0.0.1:1", engine, knowledge))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "ASK_AGAIN_SECONDS", 0.05)
+
+
+async def test_what_was_stored_before_and_what_is_lost_on_the_way_is_replayed() -> None:
+    publisher, knowledge = Publisher(), known()
+    publisher.quietly(stored(0))
+    async with followed(Engine(publisher.address), knowledge):
+        await until(lambda: cached(knowledge) == 1)
+        publisher.quietly(stored(1))
+
+        async def heard(blocks: int, *events: Any) -> None:
+            while cached(knowledge) < blocks:  # a subscription takes its time to be known to the publisher
+                await publisher.publish(*events)
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(heard(3, stored(2)), 20)
+        publisher.quietly(stored(3))
+        await asyncio.wait_for(heard(5, stored(4)), 20)
+    await publisher.close()
+
+
+async def test_a_restart_forgets_and_follows_the_new_one() -> None:
+    old, new, knowledge = Publisher("a"), Publisher("b"), known()
+    old.quietly(stored(0), stored(1))
+    new.quietly(stored(0))
+    engine = Engine(old.address)
+    async with followed(engine, knowledge):
+        await until(lambda: cached(knowledge) == 2)
+        engine.down = True
+        await old.close()
+        engine.found, engine.down = new.address, False
+        await until(lambda: cached(knowledge) == 1)
+        engine.found = None
+        await until(lambda: cached(knowledge) == 0)
+    await new.close()
+
+
+async def test_an_engine_that_publishes_nothing_is_left_alone() -> None:
+    knowledge = known()
+    knowledge.store("e", SIZE, [b"x"], None, list(range(SIZE)))
+    async with followed(Engine(None), knowledge):
+        await asyncio.sleep(0.2)
+    assert cached(knowledge) == 1
+
+
+async def test_garbage_on_the_socket_starts_over() -> None:
+    publisher, knowledge = Publisher(), known()
+    publisher.quietly(stored(0))
+    async with followed(Engine(publisher.address), knowledge):
+        await until(lambda: cached(knowledge) == 1)
+        for _ in range(20):
+            await publisher._live.send_multipart([b"", b"not a number"])  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.01)
+        publisher.quietly(stored(1))
+        await publisher._live.send_multipart([b"", b"not a number"])  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: cached(knowledge) == 2)
+    await publisher.close()
