@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from tercet.fleet import Trace
@@ -23,6 +23,7 @@ from tercet.protocol import EngineError, Request, TercetError, Usage
 from tercet.router.context import RequestContext, current
 from tercet.router.convert import to_core_output, to_request
 from tercet.router.service import Service
+from tercet.router.streaming import PlainStream, StreamStats, current_stream
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -46,14 +47,16 @@ class ProgramClient(EngineCoreClient):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
         self._output_processor: OutputProcessor | None = None
+        self._stream_stats = StreamStats(None)
         # Set once what get_output_async returned last, or will return next, is in its requests' streams.
         self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
         self.resources = Resources()
 
-    def report_errors_to(self, output_processor: OutputProcessor) -> None:
-        """Where a failed request's error goes, so that its client gets the status and the message."""
+    def attach(self, output_processor: OutputProcessor, stats: StreamStats) -> None:
+        """Where requests' errors go, so that clients get the status and the message; and counts of streamed tokens."""
         self._output_processor = output_processor
+        self._stream_stats = stats
 
     # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
 
@@ -76,7 +79,7 @@ class ProgramClient(EngineCoreClient):
             if self._output_processor is not None:
                 self._output_processor.abort_requests((request.request_id,), internal=True)
             raise
-        task = asyncio.get_running_loop().create_task(self._run(sequence, context))
+        task = asyncio.get_running_loop().create_task(self._run(sequence, context, self._stream_of(sequence)))
         self._tasks[sequence.seq_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(sequence.seq_id, None))
 
@@ -105,7 +108,7 @@ class ProgramClient(EngineCoreClient):
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, request: Request, context: RequestContext) -> None:
+    async def _run(self, request: Request, context: RequestContext, stream: PlainStream | None) -> None:
         trace = Trace()
         context.traces.append(trace)
         with self._errors_reach_the_client(request.seq_id):
@@ -115,12 +118,28 @@ class ProgramClient(EngineCoreClient):
                 aclosing(self._service.run(request, trace, context.asked.model)) as outputs,
             ):
                 async for output in outputs:
+                    if stream is not None and stream.takes(output):
+                        stop = stream.write(output.token_ids)
+                        if stop is not None:
+                            self._ready.put_nowait(_stopped_by(request.seq_id, stop))
+                            return
+                        if stream.is_full:
+                            await stream.has_room()
+                        continue
                     usage = _prompt_usage(trace, output.usage) if first else None
                     self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))
-                    if first:
+                    if first and not output.finished:
                         # The client has its first token before the program goes on to what the second one needs.
-                        await self._next_batch.wait()
+                        await (self._next_batch.wait() if stream is None else stream.settled())
                     first = False
+
+    def _stream_of(self, request: Request) -> PlainStream | None:
+        """The short way to the client, if the request may go it."""
+        stream = current_stream()
+        state = self._output_processor.request_states.get(request.seq_id) if self._output_processor else None
+        if stream is None or state is None or not stream.attach(state, self._stream_stats):
+            return None
+        return stream
 
     @contextmanager
     def _errors_reach_the_client(self, seq_id: str) -> Generator[None]:
@@ -142,6 +161,13 @@ class ProgramClient(EngineCoreClient):
             return
         state.queue.put(_http_error(error))
         processor.abort_requests((seq_id,), internal=True)
+
+
+def _stopped_by(seq_id: str, stop: str) -> EngineCoreOutput:
+    """The end of a stream whose text had a stop string in it; its tokens have been seen."""
+    return EngineCoreOutput(
+        request_id=seq_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
+    )  # fmt: skip
 
 
 def _prompt_usage(trace: Trace, usage: Usage | None) -> Usage:

@@ -83,6 +83,8 @@ async def _serve_openai(
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 
+    from tercet.router.streaming import StreamingProtocol, stream_directly
+
     args = _vllm_args(config, max_model_len)
     _, sock = setup_server(args, reuse_port=False)
     engine_client = _engine_client(args, service)
@@ -95,8 +97,9 @@ async def _serve_openai(
         inner = app.middleware_stack or app.build_middleware_stack()
         app.middleware_stack = Entrance(inner, gate, keys, config.max_request_bytes)
         await init_app_state(engine_client, app.state, args, tasks)
+        stream_directly(app.state, args)
         shutdown = await serve_http(
-            app, sock=sock, enable_ssl_refresh=False, host=args.host, port=args.port,
+            app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
             log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
         )  # fmt: skip
         await shutdown
@@ -136,6 +139,7 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     from vllm.v1.executor import Executor
 
     from tercet.router.core_client import ProgramClient
+    from tercet.router.streaming import StreamStats
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
@@ -156,5 +160,5 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
         )  # fmt: skip
     finally:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
-    client.report_errors_to(engine_client.output_processor)
+    client.attach(engine_client.output_processor, StreamStats(engine_client.logger_manager))
     return engine_client

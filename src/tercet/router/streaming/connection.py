@@ -1,0 +1,66 @@
+"""The client's end of a request: uvicorn's connection, which the short way writes to.
+
+Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
+has ``transport``, ``flow``, ``disconnected`` and ``chunked_encoding``, and whole chunks may be written between its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+# A client that reads nothing for so long, with the socket's buffers full, has its connection closed.
+UNREAD_SECONDS = 60.0
+
+
+class Connection:
+    """Where the answer to one request goes."""
+
+    def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
+        self._cycle = cycle
+        self._unread_seconds = unread_seconds
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the answer has begun, in chunks."""
+        return bool(self._cycle.chunked_encoding)
+
+    def write(self, frame: bytes) -> None:
+        """Send one whole chunk; nothing happens if the client is gone."""
+        if not self._cycle.disconnected:
+            self._cycle.transport.write(frame)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is waiting for the client than it should."""
+        return self._cycle.flow.write_paused and not self._cycle.disconnected
+
+    async def has_room(self) -> None:
+        """Wait until the client has read enough; a client that does not read is disconnected."""
+        try:
+            async with asyncio.timeout(self._unread_seconds):
+                await self._cycle.flow.drain()
+        except TimeoutError:
+            self._cycle.transport.abort()
+
+
+_current: ContextVar[Connection | None] = ContextVar("tercet_connection", default=None)
+
+
+def current_connection() -> Connection | None:
+    """The connection of the request being served; None under another server."""
+    return _current.get()
+
+
+class StreamingProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which lets each request's task know its connection."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        token = _current.set(Connection(cycle))
+        try:
+            super()._start_asgi_task(cycle, app)  # the task starts with a copy of this context
+        finally:
+            _current.reset(token)

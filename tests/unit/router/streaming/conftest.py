@@ -1,0 +1,183 @@
+"""vLLM's serving layer over an engine that says what it is told to, behind two doors: the short way and vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import httpx
+import prometheus_client
+import pytest
+
+from tercet.cluster.model import resolve_model
+from tercet.fleet import Fleet, Member
+from tercet.protocol import BadRequest, Output, Request
+from tercet.router import RouterConfig, admin
+from tercet.router.config import EngineAddress
+from tercet.router.membership import Membership
+from tercet.router.metrics import Metrics
+from tercet.router.scheduling_file import SchedulingFile
+from tercet.router.service import Service
+
+from ...fakes import FakeEngine
+
+CREATED = re.compile(r'"created":\d+')
+Step = list[int] | str
+
+
+class ScriptedEngine(FakeEngine):
+    """Says what is in ``scripts`` under the request's id: lists of tokens, then a finish reason, or ``error``.
+
+    After the first, each output waits until the client has let it go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("scripted")
+        self.scripts: dict[str, Sequence[Step]] = {}
+        self.gates: dict[str, asyncio.Semaphore] = {}
+        self.ended: dict[str, threading.Event] = {}
+        self.said: dict[str, int] = {}
+
+    def expect(self, name: str, script: Sequence[Step]) -> None:
+        """A request of this name is about to come."""
+        self.scripts[name], self.gates[name] = script, asyncio.Semaphore(0)
+
+    def gate(self, name: str) -> asyncio.Semaphore:
+        return self.gates[name]
+
+    async def start_generate(
+        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    ) -> AsyncGenerator[Output, None]:
+        name = request.headers["x-request-id"]
+        *steps, last = self.scripts[name]
+        self.running += 1
+        try:
+            for index, step in enumerate(steps):
+                is_last = index == len(steps) - 1 and last != "error"
+                self.said[name] = index + 1
+                yield Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
+                await self.gate(name).acquire()
+            raise BadRequest("the engine broke")  # an error that no other engine can help with
+        finally:
+            self.running -= 1
+            self.ended.setdefault(name, threading.Event()).set()
+
+
+class Doors:
+    """Two ports of one front door: ``short`` writes plain streams from templates, ``stock`` has vLLM do everything."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: ScriptedEngine, service: Service) -> None:
+        self.loop, self.engine, self.service = loop, engine, service
+        self.urls: dict[str, str] = {}
+        self.servers: dict[str, Any] = {}
+        self.number = 0
+        self.tokenizer: Any = None
+        self.processor: Any = None
+
+    def tokens(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def full(self) -> bool:
+        """Whether a client of the short way reads less than is written."""
+        return any(connection.flow.write_paused for connection in self.servers["short"].server_state.connections)
+
+    def let_go(self, name: str, count: int = 1) -> None:
+        gate = self.engine.gate(name)  # of this request: the next one may have the same name
+        for _ in range(count):
+            self.loop.call_soon_threadsafe(gate.release)
+
+    def ask(
+        self, door: str, path: str, body: dict[str, Any], script: Sequence[Step], **headers: str
+    ) -> tuple[int, str]:
+        """Status and events of one stream; each output is let go when the client has the one before."""
+        self.number += 1
+        name = headers.pop("x-request-id", f"r{self.number}")
+        self.engine.expect(name, script)
+        given = {"x-request-id": name, **headers}
+        events: list[str] = []
+        with httpx.stream("POST", self.urls[door] + path, json=body, headers=given, timeout=30) as answer:
+            if answer.status_code != 200:
+                return answer.status_code, answer.read().decode()
+            for line in answer.iter_lines():
+                if not line:
+                    continue
+                events.append(CREATED.sub('"created":0', line))
+                if '"role"' not in line:
+                    self.let_go(name)
+        return answer.status_code, "\n".join(events)
+
+
+async def _serve(doors: Doors, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    from tercet.router import server
+    from tercet.router.streaming import StreamingProtocol, stream_directly
+
+    config = RouterConfig(
+        model=resolve_model("smollm2", lambda _: None), served_model_name="say \"text\":1", program="data_parallel",
+        engines=(EngineAddress("scripted", "http://nowhere"),),
+    )  # fmt: skip
+    args = server._vllm_args(config, 512)
+    client = server._engine_client(args, doors.service)
+    app = build_app(args, await client.get_supported_tasks(), client.model_config)
+    admin.install(app, admin.State(doors.service, membership, SchedulingFile(doors.service.fleet)))
+    await init_app_state(client, app.state, args, await client.get_supported_tasks())
+    assert stream_directly(app.state, args)
+    doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor
+    running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
+    with ExitStack() as stack:
+        for name, protocol in (("short", StreamingProtocol), ("stock", HttpToolsProtocol)):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a client can fall behind
+            sock.bind(("127.0.0.1", 0))
+            doors.urls[name] = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            web = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="warning", lifespan="off"))
+            doors.servers[name] = web
+            running.append((web, asyncio.create_task(web.serve([sock]))))
+        while not all(web.started for web, _ in running):
+            await asyncio.sleep(0.01)
+        ready.set()
+        await stop.wait()
+        for web, _ in running:
+            web.should_exit = True
+        await asyncio.gather(*(task for _, task in running))
+        client.shutdown()
+
+
+@pytest.fixture(scope="module")
+def doors() -> Iterator[Doors]:
+    loop = asyncio.new_event_loop()
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    engine = ScriptedEngine()
+    fleet = Fleet([Member("scripted", "http://nowhere", "both", engine)])
+    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, Metrics()))
+    membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
+    ready, stop = threading.Event(), asyncio.Event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(_serve(doors, membership, ready, stop))
+        except BaseException as error:
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait(120)
+    if failed:
+        raise failed[0]
+    yield doors
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+    assert not failed

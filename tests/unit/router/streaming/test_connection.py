@@ -1,0 +1,134 @@
+"""Clients that leave and clients that do not read, at the door that writes to sockets itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tercet.router.streaming.connection import Connection
+
+from .conftest import Doors, Step
+
+MODEL = 'say "text":1'
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def connect(doors: Doors, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:
+    body = json.dumps({"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 400}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    doors.engine.expect(name, script)
+    client = socket.socket()
+    client.settimeout(20)
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect(("127.0.0.1", int(doors.urls["short"].rpartition(":")[2])))
+    client.sendall(head.encode() + body)
+    return client
+
+
+def read_until(client: socket.socket, wanted: bytes) -> bytes:
+    found = b""
+    while wanted not in found:
+        data = client.recv(65536)
+        assert data
+        found += data
+    return found
+
+
+def test_a_client_that_leaves_ends_its_sequence(doors: Doors) -> None:
+    ended = doors.engine.ended["leaves"] = threading.Event()
+    client = connect(doors, "leaves", [*[[token] for token in doors.tokens("one two three four")], "stop"])
+    read_until(client, b'"text":"one"')
+    doors.let_go("leaves")
+    read_until(client, b'"text":" two"')
+    client.close()
+    assert ended.wait(20)
+    until(lambda: not doors.processor.request_states)
+    assert not doors.engine.running
+
+
+def test_the_first_token_is_on_the_socket_before_the_program_goes_on(doors: Doors) -> None:
+    tokens = doors.tokens("one two more and more")
+    client = connect(doors, "first", [*[[token] for token in tokens], "stop"])
+    doors.let_go("first", 10)
+    found = read_until(client, b"[DONE]")
+    places = [found.index(b'"text":"%b"' % doors.tokenizer.decode([token]).encode()) for token in tokens[:3]]
+    assert places == sorted(places)
+    assert found.index(b'"finish_reason":"stop"') > places[-1]
+    client.close()
+
+
+def test_a_client_that_does_not_read_pauses_its_program(doors: Doors) -> None:
+    """Each output has much text, so that buffers are full long before the script's end."""
+    word = doors.tokens(" international")
+    script: list[Step] = [list(word * 60) for _ in range(300)]
+    ended = doors.engine.ended["slow"] = threading.Event()
+    # Fewer bytes than the script says fit into the socket's buffers and ours.
+    client = connect(doors, "slow", [*script, "length"], receive_buffer=4096)
+    until(lambda: "slow" in doors.engine.said)
+    doors.let_go("slow", 300)
+    until(doors.full)
+    said = doors.engine.said["slow"]
+    assert said < len(script)
+    assert not ended.is_set()
+    found = b""
+    while b"[DONE]" not in found:
+        found += client.recv(65536)
+    assert found.count(b" international") == 60 * 300
+    client.close()
+
+
+class Cycle:
+    """What of uvicorn's cycle a connection uses."""
+
+    def __init__(self, full: bool) -> None:
+        self.disconnected, self.chunked_encoding = False, True
+        self.written, self.aborted = list[bytes](), False
+        self.room = asyncio.Event()
+        self.flow = SimpleNamespace(write_paused=full, drain=self.room.wait)
+        self.transport = SimpleNamespace(write=self.written.append, abort=self._abort)
+
+    def _abort(self) -> None:
+        self.aborted = True
+
+
+async def test_a_client_that_never_reads_is_disconnected() -> None:
+    cycle = Cycle(full=True)
+    connection = Connection(cast(Any, cycle), unread_seconds=0.01)
+    assert connection.is_full
+    await connection.has_room()
+    assert cycle.aborted
+
+
+async def test_a_client_that_reads_in_time_stays() -> None:
+    cycle = Cycle(full=True)
+    waiting = asyncio.create_task(Connection(cast(Any, cycle), unread_seconds=60).has_room())
+    await asyncio.sleep(0)
+    cycle.room.set()
+    await waiting
+    assert not cycle.aborted
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_nothing_is_written_to_a_client_that_is_gone(gone: bool) -> None:
+    cycle = Cycle(full=False)
+    cycle.disconnected = gone
+    Connection(cast(Any, cycle)).write(b"x")
+    assert cycle.written == ([] if gone else [b"x"])

@@ -1,0 +1,154 @@
+"""The short way and vLLM's own, fed with the same outputs: the same events, to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from .conftest import Doors, Step
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODEL = 'say "text":1'
+TEXT = (
+    'Once "upon" a\ttime\n\\ there was a <b>r\u00f6uter</b> \U0001f680\U0001f469\u200d\U0001f4bb '
+    'that \u4f60\u597d "text":"x" \x7f\x01 end'
+)
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    prompt = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hello"}]}
+    return {"model": MODEL, "stream": True, "max_tokens": 100, **prompt, **more}
+
+
+def both(doors: Doors, path: str, script: Sequence[Step], **more: Any) -> str:
+    name = f"same{doors.number}"
+    short, stock = (
+        doors.ask(door, path, body(path, **more), script, **{"x-request-id": name}) for door in ("short", "stock")
+    )
+    assert short == stock
+    assert short[0] == 200
+    return short[1]
+
+
+def text_of(events: str) -> str:
+    found = ""
+    for line in events.splitlines():
+        if line == "data: [DONE]":
+            continue
+        for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+            found += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return found
+
+
+def singly(doors: Doors, text: str) -> list[Step]:
+    return [[token] for token in doors.tokens(text)]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_text_and_chunks_are_the_same(doors: Doors, path: str) -> None:
+    events = both(doors, path, [*singly(doors, TEXT), "length"])
+    assert text_of(events) == TEXT
+    assert '"finish_reason":"length"' in events
+    assert events.endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_short_way_is_the_one_that_was_gone(doors: Doors, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tercet.router.streaming.stream import PlainStream
+
+    written: list[Any] = []
+    write = PlainStream.write
+    monkeypatch.setattr(PlainStream, "write", lambda self, ids: (written.append(ids), write(self, ids))[1])
+    script = [*singly(doors, "one two three four five"), "stop"]
+    both(doors, path, script)
+    # All but the first and the last output.
+    assert [list(ids) for ids in written] == script[1:-2]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_usage_counts_the_tokens_that_went_the_short_way(doors: Doors, path: str) -> None:
+    script = [*singly(doors, "a b c d e f g"), "stop"]
+    events = both(doors, path, script, stream_options={"include_usage": True})
+    usage = json.loads(events.splitlines()[-2].removeprefix("data: "))["usage"]
+    assert usage["completion_tokens"] == len(script) - 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "stop", [["wolf"], [" far aw"], ["x", "y bou"], ["Once"], ["never there"], ["wolf", "time, a w"]]
+)
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_across_tokens(doors: Doors, path: str, stop: list[str], include: bool) -> None:
+    script = [*singly(doors, "Once upon a time, a wolf lived in a country bound and far away from here"), "length"]
+    events = both(
+        doors, path, script, stop=stop, include_stop_str_in_output=include, stream_options={"include_usage": True}
+    )
+    assert events.endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("stop", [None, ["wolf lived"], ["time"], ["d a"]])
+@pytest.mark.parametrize("width", [2, 3, 7])
+def test_several_tokens_in_one_output(doors: Doors, stop: list[str] | None, width: int) -> None:
+    tokens = doors.tokens("Once upon a time, a wolf lived behind a hill, and had a red hat.")
+    script: list[Step] = [tokens[at : at + width] for at in range(0, len(tokens), width)]
+    both(doors, COMPLETIONS, [*script, "length"], stop=stop, stream_options={"include_usage": True})
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("spaces", [False, True])
+def test_special_tokens(doors: Doors, skip: bool, spaces: bool) -> None:
+    ends, hello = doors.tokenizer.eos_token_id, doors.tokens("hello there")
+    script: list[Step] = [[ends], [hello[0]], [ends], [ends], [hello[1]], [1], [ends]]
+    both(
+        doors, COMPLETIONS, [*script, "stop"], skip_special_tokens=skip, spaces_between_special_tokens=spaces
+    )  # fmt: skip
+
+
+def test_min_tokens_holds_stop_strings_back(doors: Doors) -> None:
+    both(doors, COMPLETIONS, [*singly(doors, "a wolf and a wolf and a wolf"), "length"], stop=["wolf"], min_tokens=5)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_error_in_mid_stream_is_an_event(doors: Doors, path: str) -> None:
+    events = both(doors, path, [*singly(doors, "it went well until"), "error"])
+    assert "the engine broke" in events
+    assert text_of(events) == "it went well until"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_one_token_and_no_token(doors: Doors, path: str) -> None:
+    both(doors, path, [[doors.tokens("x")[0]], "length"])
+    both(doors, path, [[], "stop"])
+    both(doors, path, [doors.tokens("a b"), [], doors.tokens(" c"), [], "stop"], stream_options={"include_usage": True})
+
+
+OTHER = [
+    (COMPLETIONS, {"echo": True}),
+    (COMPLETIONS, {"return_token_ids": True}),
+    (COMPLETIONS, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (CHAT, {"return_token_ids": True}),
+    (CHAT, {"echo": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "more"), OTHER)
+def test_what_is_no_plain_stream_goes_vllms_way(
+    doors: Doors, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tercet.router.streaming.stream import PlainStream
+
+    monkeypatch.setattr(PlainStream, "write", lambda *_: pytest.fail("it went the short way"))
+    both(doors, path, [*singly(doors, "one two three"), "stop"], **more)
+
+
+def test_a_trace_comes_before_the_end(doors: Doors) -> None:
+    _, events = doors.ask(
+        "short", COMPLETIONS, body(COMPLETIONS), [*singly(doors, "one two three"), "stop"], **{"x-tercet-trace": "1"}
+    )
+    *_, traced, done = events.splitlines()
+    assert json.loads(traced.removeprefix("data: "))["tercet"]["program"] == "data_parallel"
+    assert done == "data: [DONE]"
