@@ -1,8 +1,9 @@
 """What one connection of a sender may say, and what follows: a state machine without I/O.
 
 The shell around it reads a header, then what :meth:`Inbound.begin` says comes next, into the buffers given, and calls
-:meth:`Inbound.end`. Pieces go from the socket straight into KV; that, too, only by :meth:`Inbound.receive`, which holds
-the lease while bytes are taken that have arrived already.
+:meth:`Inbound.end`; before it waits for a header, :meth:`Inbound.settle`. Pieces go from the socket straight into KV;
+that, too, only by :meth:`Inbound.receive`, which holds the lease while bytes are taken that have arrived already.
+References that come together are read together, which libraries are faster at.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tercet.transport.frames import (
 from tercet.transport.grants import Claim, Piece
 from tercet.transport.greeting import Holds, greet
 from tercet.transport.recut import BlockShape, place
-from tercet.transport.references import batches, copies
+from tercet.transport.references import Referred, batches, copies
 from tercet.transport.rules import Rules
 from tercet.transport.session import Answer, Session
 from tercet.transport.threads import Turn
@@ -52,6 +53,7 @@ class Inbound:
         self._scratch = memoryview(bytearray(64 * 1024))
         self._staging = memoryview(b"")
         self._turn = Turn()
+        self._referred = Referred()
         self.session: Session | None = None
 
     def challenge(self) -> bytes:
@@ -71,6 +73,7 @@ class Inbound:
             if header.nbytes > self._scratch.nbytes:
                 self._scratch = memoryview(bytearray(header.nbytes))
             return Body(header, Vector.of(self._scratch[: header.nbytes]))
+        self.settle()
         self._unless_refused(header, self._claim)
         return None
 
@@ -98,7 +101,7 @@ class Inbound:
                 if not body.dropped:
                     self._unless_refused(header, self._arrived if self._joined.block is None else self._place)
             case Kind.REFERENCE:
-                self._unless_refused(header, self._fetch)
+                self._unless_refused(header, self._refer)
             case _:
                 self._greet(decode(self._scratch[: header.nbytes], Greeting))
 
@@ -241,24 +244,40 @@ class Inbound:
         self._rules.counters.count(claims_accepted=1)
         self._joined.answer(ack(header.send))
 
-    def _fetch(self, header: Header) -> None:
+    def _refer(self, header: Header) -> None:
         reference = decode(self._scratch[: header.nbytes], Reference)
         session, rules = self._joined, self._rules
         if session.reader is None or session.shape is None:
             raise ProtocolViolation("REFERENCE, though this session has no reader")
         blocks = rules.grants.locate(header.lease, self._piece_of(header))
         wanted = copies(header, self._part_bytes(header), reference, session.shape, rules.region.shape, blocks)
+        if self._referred and not self._referred.takes(header):
+            self.settle()
+        self._referred.add(header, wanted)
+
+    def settle(self) -> None:
+        """Copy what was referred to: nothing more has come for now."""
+        if self._referred:
+            referred, self._referred = self._referred, Referred()
+            self._unless_refused(referred.headers[0], lambda _: self._fetch(referred))
+
+    def _fetch(self, referred: Referred) -> None:
+        session, rules = self._joined, self._rules
+        assert session.reader is not None
+        assert session.shape is not None
+        lease, send = referred.headers[0].lease, referred.headers[0].send
         try:
-            for some, nbytes in batches(wanted):
-                with rules.grants.writing(header.lease):
+            for some, nbytes in batches(referred.copies, session.reader.at_a_time):
+                with rules.grants.writing(lease):
                     session.reader.read(some)
                 self._turn.took(nbytes)
-            live = session.reader.word(session.shape.word(header.send)) == header.send
+            live = session.reader.word(session.shape.word(send)) == send
         except OSError as error:
             raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
         if not live:
             raise TransferFailed("the sender gave this piece up")
-        self._arrived(header, by_reference=True)
+        for header in referred.headers:
+            self._arrived(header, by_reference=True)
 
     @property
     def _joined(self) -> Session:

@@ -178,6 +178,7 @@ class Stream:
             try:
                 count = self._connection.recv_into(into, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
+                self._inbound.settle()
                 self._wait()
                 continue
             if not count:

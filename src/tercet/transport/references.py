@@ -12,8 +12,9 @@ from tercet.transport.backends import Copies
 from tercet.transport.frames import Header, Reference
 from tercet.transport.region import RegionShape
 
-# Copied while a lease is held at a time, so that its revocation need not wait longer than for this.
+# Neighbours are joined up to here.
 MAX_COPY_BYTES = 1024 * 1024
+MAX_REFERRED_ROWS = 65536
 Numbers = NDArray[np.int64]
 _ZERO = np.zeros(1, dtype=np.int64)
 
@@ -68,13 +69,41 @@ def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
     return np.repeat(first, cuts) + within * limit, np.minimum(np.repeat(counts, cuts) - within * limit, limit)
 
 
-def batches(copies: Copies) -> Iterator[tuple[Copies, int]]:
-    """As many copies at a time as a lease may be held for, at least one; and their bytes."""
+def batches(copies: Copies, limit: int) -> Iterator[tuple[Copies, int]]:
+    """Copies of up to ``limit`` bytes together, at least one at a time; and their bytes."""
     # A loop: what numpy needs for this is out of the caches each time, after copying megabytes.
     first = held = 0
     for at, size in enumerate(copies[:, 0].tolist()):
-        if held + size > MAX_COPY_BYTES and at > first:
+        if held + size > limit and at > first:
             yield copies[first:at], held
             first, held = at, 0
         held += size
     yield copies[first:], held
+
+
+class Referred:
+    """References of one send under one lease that are to be copied together."""
+
+    def __init__(self) -> None:
+        self.headers: list[Header] = []
+        self._copies: list[Copies] = []
+        self._rows = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.headers)
+
+    def takes(self, header: Header) -> bool:
+        """Whether there is room for one more, and it is of the same send."""
+        first = self.headers[0]
+        return (first.send, first.lease) == (header.send, header.lease) and self._rows < MAX_REFERRED_ROWS
+
+    def add(self, header: Header, copies: Copies) -> None:
+        """One more."""
+        self.headers.append(header)
+        self._copies.append(copies)
+        self._rows += len(copies)
+
+    @property
+    def copies(self) -> Copies:
+        """What is to be copied for all of them."""
+        return self._copies[0] if len(self._copies) == 1 else np.concatenate(self._copies)

@@ -46,6 +46,8 @@ class FakeReader:
         self.reads: list[list[tuple[int, int, int]]] = []
         self.closed = 0
 
+    at_a_time = 1024
+
     def read(self, copies: Copies) -> None:
         self.before()
         self.reads.append([(size, there, here) for size, there, here in copies.tolist()])
@@ -168,6 +170,7 @@ class Conversation:
         self._data += data
         while self._step():
             pass
+        self.inbound.settle()
         return [(header.kind, header.send) for header, _ in self.answers[before:]]
 
     def _step(self) -> bool:

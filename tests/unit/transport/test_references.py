@@ -23,6 +23,7 @@ from tests.unit.transport.builders import (
     LAYERS,
     LEASE,
     SENTINEL,
+    SIZE,
     Conversation,
     FakeBackend,
     FakeReader,
@@ -125,6 +126,19 @@ def test_a_reader_that_fails_refuses_its_send_only(reading: Reading, error: Exce
     assert reading.say(reference(0, 0, [1], send=2)) == []
 
 
+def test_references_that_come_together_are_read_together(reading: Reading) -> None:
+    said = reference(0, 0, [1, 3]) + reference(1, 0, [1, 3]) + fin(0, 2 * SIZE, 2)
+    assert reading.say(said) == [(Kind.ACK, 1)]
+    assert len(reading.reader.reads) == 1
+    assert len(reading.receiving.touched()) == 4
+
+
+def test_references_of_two_sends_are_read_apart(reading: Reading) -> None:
+    reading.theirs.begin(2)
+    assert reading.say(reference(0, 0, [1]) + reference(0, 1, [2], send=2)) == []
+    assert [len(copies) for copies in reading.reader.reads] == [1, 1]
+
+
 def test_an_ended_lease_is_not_read_for(reading: Reading) -> None:
     reading.receiving.grants.revoke(LEASE)
     assert reading.say(reference(0, 0, [1, 2, 3])) == [(Kind.REFUSED, 1)]
@@ -134,7 +148,7 @@ def test_an_ended_lease_is_not_read_for(reading: Reading) -> None:
 
 def test_a_lease_that_ends_between_two_batches(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation waits for one batch at most; it comes from another thread, as soon as the lease is let go."""
-    monkeypatch.setattr(module, "MAX_COPY_BYTES", BLOCK_BYTES)
+    reading.reader.at_a_time = BLOCK_BYTES
     grants = reading.receiving.grants
     ended, end_writing = list[int](), grants.end_writing
 
@@ -216,13 +230,16 @@ def test_hostile_references_stay_inside_the_lease(said: list[bytes], end_at: int
     reading.theirs.close()
 
 
-@given(st.lists(st.integers(1, 3 * 1024 * 1024), min_size=1, max_size=20))
+LIMIT = 1024
+
+
+@given(st.lists(st.integers(1, 3 * LIMIT), min_size=1, max_size=20))
 def test_batches_are_the_copies_and_no_larger_than_needed(sizes: list[int]) -> None:
     copies = np.array([(size, number, number) for number, size in enumerate(sizes)])
-    found = list(batches(copies))
+    found = list(batches(copies, LIMIT))
     assert np.array_equal(np.concatenate([batch for batch, _ in found]), copies)
     assert all(nbytes == batch[:, 0].sum() for batch, nbytes in found)
-    assert all(len(batch) == 1 or 0 < nbytes <= module.MAX_COPY_BYTES for batch, nbytes in found)
+    assert all(len(batch) == 1 or 0 < nbytes <= LIMIT for batch, nbytes in found)
 
 
 @given(

@@ -17,6 +17,8 @@ class CountingReader:
     def __init__(self) -> None:
         self.closed = 0
 
+    at_a_time = 1024
+
     def read(self, copies: Copies) -> None:
         raise AssertionError("nobody reads here")
 

@@ -36,7 +36,15 @@ class Sender:
 
 
 class Reader(Protocol):
-    """Reads one sender's region. Belongs to one thread at a time."""
+    """Reads one sender's region. Belongs to one thread at a time.
+
+    ``at_a_time``: bytes that it is best given at a time. A lease's revocation waits until they are in place.
+    """
+
+    @property
+    def at_a_time(self) -> int:
+        """See above."""
+        ...
 
     def read(self, copies: Copies) -> None:
         """Copy each row's bytes in; all is in place when this returns.

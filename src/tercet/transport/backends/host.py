@@ -84,6 +84,8 @@ def _extents(fd: int, size: int) -> Iterator[range]:
 class HostReader:
     """See :class:`~tercet.transport.backends.base.Reader`."""
 
+    at_a_time = 1024 * 1024
+
     def __init__(self, ours: memoryview, theirs: mmap.mmap, filled: Sequence[range]) -> None:
         self._ours = ours
         self._map = theirs

@@ -11,6 +11,8 @@ from tercet.transport.backends.base import BackendUnavailable, Reader
 from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion
 
 INFINIBAND = "/sys/class/infiniband"
+# Each request to a library has its price, so they are large.
+READ_BYTES = 32 * 1024 * 1024
 
 
 class Placed:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tercet.protocol import TransferFailed
 from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
-from tercet.transport.backends.memory import Placed, WordSlots, has_rdma
+from tercet.transport.backends.memory import READ_BYTES, Placed, WordSlots, has_rdma
 from tercet.transport.region import WORD_BYTES, KVRegion
 
 REMEDY = (
@@ -132,6 +132,8 @@ class ReadEngine:
 
 class MooncakeReader:
     """See :class:`~tercet.transport.backends.base.Reader`."""
+
+    at_a_time = READ_BYTES
 
     def __init__(self, reads: ReadEngine, slots: WordSlots, offer: _Offer) -> None:
         self._reads = reads

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
 from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
-from tercet.transport.backends.memory import Placed, WordSlots
+from tercet.transport.backends.memory import READ_BYTES, Placed, WordSlots
 from tercet.transport.region import WORD_BYTES, KVRegion
 
 REMEDY = "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12"
@@ -137,6 +137,8 @@ class NixlAgent:
 
 class NixlReader:
     """See :class:`~tercet.transport.backends.base.Reader`."""
+
+    at_a_time = READ_BYTES
 
     def __init__(self, nixl: Any, placed: Placed, slots: WordSlots, offer: _Offer) -> None:
         self._nixl = nixl
