@@ -1,0 +1,213 @@
+"""The whole front door but its socket: the entrance, vLLM's serving layer and the service, over engines in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+import pytest_asyncio
+
+from tercet.cluster.model import resolve_model
+from tercet.fleet import Fleet, Member
+from tercet.protocol import EngineUnreachable, NoSpace, Request
+from tercet.router import RouterConfig, admin
+from tercet.router.admission import Limits
+from tercet.router.config import EngineAddress
+from tercet.router.entrance import Entrance
+from tercet.router.gate import Gate
+from tercet.router.membership import Membership
+from tercet.router.metrics import Metrics
+from tercet.router.scheduling_file import SchedulingFile
+from tercet.router.service import Service
+
+from ..fakes import FakeEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SECONDS = 0.5
+PROMPT = list(range(1000, 1100))
+BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+ANSWER = [1100, 1101, 1102, 1103, 1104, 1105]
+
+
+class House:
+    """The application, its engines, and a client of it."""
+
+    def __init__(self) -> None:
+        self.engines = {name: FakeEngine(name) for name in "pd"}
+        roles: dict[str, Any] = {"p": "prefill", "d": "decode"}
+        self.fleet = Fleet([Member(name, f"http://{name}", roles[name], e) for name, e in self.engines.items()])
+        self.metrics = Metrics()
+        self.service = Service(self.fleet, "disaggregated", {}, self.metrics, request_timeout=SECONDS)
+        self.gate = Gate(Limits(in_flight=2, queued=0), self.fleet, self.metrics)
+        self.app: Any = None
+
+    async def build(self) -> Any:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        from tercet.router import server
+
+        config = RouterConfig(
+            model=resolve_model("smollm2", lambda _: None), served_model_name="m",
+            engines=(EngineAddress("p", "http://p"),), vllm_args=("--api-key", "secret"),
+        )  # fmt: skip
+        args = server._vllm_args(config, 512)
+        client = server._engine_client(args, self.service)
+        tasks = await client.get_supported_tasks()
+        self.app = build_app(args, tasks, client.model_config)
+        membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
+        keys = server._api_keys(args)
+        admin.install(self.app, admin.State(self.service, membership, SchedulingFile(self.fleet), keys))
+        self.app.middleware_stack = Entrance(self.app.middleware_stack, self.gate, keys, 10_000)
+        await init_app_state(client, self.app.state, args, tasks)
+        return client
+
+    def client(self, key: str = "secret") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://door", headers=headers)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        async with self.client() as client:
+            return await client.post("/v1/completions", json={**BODY, **fields})
+
+    async def events(self, **fields: Any) -> list[dict[str, Any]]:
+        answer = await self.complete(stream=True, **fields)
+        assert answer.status_code == 200, answer.text
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def mend(self) -> None:
+        for engine in self.engines.values():
+            engine.pause.set()
+            engine.failures.clear()
+            engine.fail_after, engine.on_request = None, lambda _: None
+        for member in self.fleet.members:
+            member.reachable = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(engine.running or engine.leases for engine in self.engines.values()) and not any(
+            member.in_flight for member in self.fleet.members
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def built() -> AsyncIterator[House]:
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    house = House()
+    client = await house.build()
+    yield house
+    client.shutdown()
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def house(built: House) -> AsyncIterator[House]:
+    built.mend()
+    yield built
+    built.mend()
+    async with asyncio.timeout(10):
+        while not built.is_empty:
+            await asyncio.sleep(0.01)
+
+
+def tokens_of(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+async def test_an_answer(house: House) -> None:
+    assert tokens_of(await house.complete()) == ANSWER
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+async def test_a_decode_engine_that_dies_costs_no_token(house: House, after: int) -> None:
+    expected = [event["choices"][0]["text"] for event in await house.events()]
+    house.engines["d"].fail_after, house.engines["d"].failures["stream"] = after, EngineUnreachable("gone")
+    assert tokens_of(await house.complete()) == ANSWER
+    house.fleet.member("d").reachable = True
+    assert "".join(e["choices"][0]["text"] for e in await house.events()) == "".join(expected)
+
+
+async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: House) -> None:
+    for engine in house.engines.values():
+        engine.failures["start_generate"] = NoSpace("full")
+    house.engines["d"].failures["prep_recv"] = NoSpace("full")
+    answer = await house.complete()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "full")
+
+
+async def test_a_request_that_takes_too_long(house: House) -> None:
+    house.engines["d"].pause.clear()
+    answer = await house.complete()
+    assert answer.status_code == 504
+    assert "0.5 s" in answer.json()["error"]["message"]
+    *_, last = await house.events()
+    assert last["error"]["code"] == 504
+
+
+async def test_a_saturated_fleet(house: House) -> None:
+    house.engines["d"].pause.clear()
+    others = [asyncio.create_task(house.complete(prompt=PROMPT[:40])) for _ in range(2)]
+    while house.fleet.member("d").in_flight < 2:
+        await asyncio.sleep(0)
+    refused = await house.complete()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "saturated")
+    assert int(refused.headers["retry-after"]) >= 1
+    async with house.client() as client:
+        assert (await client.get("/v1/models")).status_code == 200  # costs no engine anything
+    house.engines["d"].pause.set()
+    for other in others:
+        assert len(tokens_of(await other)) == 6
+    assert tokens_of(await house.complete()) == ANSWER
+
+
+async def test_the_key(house: House) -> None:
+    for path in ("/v1/models", "/tokenize", "/tercet/v1/program", "/openapi.json"):
+        async with house.client("wrong") as client:
+            answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+    async with house.client("wrong") as client:
+        for path in ("/health", "/version", "/metrics"):
+            assert (await client.get(path, follow_redirects=True)).status_code == 200
+
+
+async def test_a_body_that_is_too_large(house: House) -> None:
+    answer = await house.complete(prompt="x" * 10_001)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_user_and_priority_reach_the_program(house: House) -> None:
+    seen: list[Request] = []
+    house.engines["d"].on_request = seen.append
+    assert tokens_of(await house.complete(user="ann", priority=-4)) == ANSWER
+    assert [(request.user, request.priority) for request in seen] == [("ann", -4)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"model": "another", "prompt": "x"}, 404),
+        ("/v1/completions", {"model": "m", "prompt": [7] * 600}, 400),
+        ("/v1/completions", {"model": "m"}, 400),
+        ("/v1/completions", {"model": "m", "prompt": "x", "temperature": -1}, 400),
+        ("/v1/completions", {"model": "m", "prompt": "x", "suffix": "y"}, 400),
+        ("/v1/chat/completions", {"model": "m", "messages": [PICTURE]}, 400),
+        ("/v1/embeddings", {"model": "m", "input": "x"}, 404),
+        ("/v1/nothing", {}, 404),
+    ],
+)
+async def test_refusals(house: House, path: str, body: dict[str, Any], status: int) -> None:
+    async with house.client() as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json().get("error") or answer.json().get("detail")
+    assert not any(engine.running for engine in house.engines.values())
