@@ -8,15 +8,13 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, cast
-
-import msgspec
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, TercetError
+from tercet.router.attempts import BrokenOff, ProgramFault, again, checked, one_engine
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
@@ -120,7 +118,7 @@ class Service:
         attempt = chosen.program(request, fleet)
         while True:
             try:
-                async with aclosing(_checked(attempt)) as outputs:
+                async with aclosing(checked(attempt)) as outputs:
                     async for output in outputs:
                         recovery.note(output, time.monotonic())
                         if output.finished and not recovery.attempts:
@@ -139,7 +137,7 @@ class Service:
                     raise
             await asyncio.sleep(pause)
             trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
-            attempt = _one_engine(_again(request, recovery), fleet, recovery.tokens)
+            attempt = one_engine(again(request, recovery), fleet, tuple(recovery.tokens))
 
     def _next_attempt(self, chosen: Chosen, error: BaseException, recovery: Recovery) -> float | None:
         """Seconds until the next attempt after ``error``, or None if there shall be none."""
@@ -175,7 +173,7 @@ class Service:
     def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
             # Every prompt position must be computed on the engine that answers.
-            return Chosen(NO_VERSION, ONE_ENGINE, _one_engine)
+            return Chosen(NO_VERSION, ONE_ENGINE, one_engine)
         wanted = request.headers.get(PROGRAM_HEADER)
         if wanted is not None:
             return self.program_called(wanted)
@@ -194,35 +192,6 @@ class Service:
                 "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
                 returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,
             )  # fmt: skip
-
-
-class ProgramFault(Exception):
-    """A program broke the rules for programs."""
-
-
-class BrokenOff(EngineError):
-    """An engine ended the sequence before its end, and nobody here had asked it to; ``output`` tells how."""
-
-    def __init__(self, output: Output) -> None:
-        super().__init__(f"the engine ended the sequence: {output.finish_reason}")
-        self.output = output
-
-
-async def _checked(attempt: AsyncIterator[Any]) -> AsyncGenerator[Output, None]:
-    """The outputs up to the last one; an error if they are none, or if that one is missing or was not the end."""
-    outputs = cast("AsyncGenerator[Any, None]", attempt)
-    async with aclosing(outputs):
-        async for output in outputs:
-            if not isinstance(output, Output):
-                raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
-            if output.broken_off:
-                if output.token_ids:
-                    yield msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
-                raise BrokenOff(Output((), output.finish_reason, output.stop_reason))
-            yield output
-            if output.finished:
-                return
-    raise ProgramFault("it ended before its sequence did")
 
 
 def _load(plan: Plan) -> dict[str, Program]:
@@ -260,23 +229,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, ProgramFault):
         return str(error)
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
-
-
-def _again(request: Request, recovery: Recovery) -> Request:
-    """The request of another attempt: under an id of its own, so that nothing late of an earlier one is taken for it.
-
-    Log probabilities of the prompt came with the first token.
-    """
-    params = request.sampling_params
-    if recovery.answered:
-        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
-    return msgspec.structs.replace(request, seq_id=f"{request.seq_id}.{recovery.attempts}", sampling_params=params)
-
-
-async def _one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> AsyncIterator[Output]:
-    with fleet.pick(by="least_loaded", request=request) as engine:
-        async for more in engine.start_generate(request, output=output):
-            yield more
 
 
 def _time(trace: Trace, started: float, first_at: float, num_tokens: int) -> None:

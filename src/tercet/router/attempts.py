@@ -1,0 +1,60 @@
+"""What is tried for a sequence: its program first, then one engine that goes on from the tokens so far."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import msgspec
+
+from tercet.fleet import Fleet
+from tercet.protocol import EngineError, Output, Request
+from tercet.router.recovery import Recovery
+
+
+class ProgramFault(Exception):
+    """A program broke the rules for programs."""
+
+
+class BrokenOff(EngineError):
+    """An engine ended the sequence before its end, and nobody here had asked it to; ``output`` tells how."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(f"the engine ended the sequence: {output.finish_reason}")
+        self.output = output
+
+
+async def checked(attempt: AsyncIterator[Any]) -> AsyncGenerator[Output, None]:
+    """The outputs up to the last one; an error if they are none, or if that one is missing or was not the end."""
+    outputs = cast("AsyncGenerator[Any, None]", attempt)
+    async with aclosing(outputs):
+        async for output in outputs:
+            if not isinstance(output, Output):
+                raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+            if output.broken_off:
+                if output.token_ids:
+                    yield msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
+                raise BrokenOff(Output((), output.finish_reason, output.stop_reason))
+            yield output
+            if output.finished:
+                return
+    raise ProgramFault("it ended before its sequence did")
+
+
+def again(request: Request, recovery: Recovery) -> Request:
+    """The request of another attempt: under an id of its own, so that nothing late of an earlier one is taken for it.
+
+    Log probabilities of the prompt came with the first token.
+    """
+    params = request.sampling_params
+    if recovery.answered:
+        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
+    return msgspec.structs.replace(request, seq_id=f"{request.seq_id}.{recovery.attempts}", sampling_params=params)
+
+
+async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> AsyncIterator[Output]:
+    """The least loaded engine serves the request, after ``output`` that there is already."""
+    with fleet.pick(by="least_loaded", request=request) as engine:
+        async for more in engine.start_generate(request, output=output):
+            yield more
