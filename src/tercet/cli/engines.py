@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="The front door's answer as i
 
 @engines.command("list")
 def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Name, role, state, sequences under way, and URL of each engine."""
+    """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
     found: list[dict[str, Any]] = ask(url, api_key, "GET", "/engines")
     if as_json:
         say(json.dumps(found, indent=2))
@@ -78,4 +78,14 @@ def _path(name: str) -> str:
 
 def _line(engine: dict[str, Any], width: int = 0) -> str:
     state = "draining" if engine["draining"] else "serving" if engine["reachable"] else "unreachable"
-    return f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}"
+    return (
+        f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
+        f"{_report(engine['report'])}"
+    )
+
+
+def _report(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return "no report"
+    busy = f"{report['running']} running, {report['waiting']} waiting"
+    return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"

@@ -65,6 +65,21 @@ class LoadTable:
             value: float | None = getattr(load, field)
             column[row] = math.nan if value is None else value
 
+    def last(self, name: str) -> tuple[EngineLoad, float] | None:
+        """An engine's last report, however old, and its age in seconds; None if it has said nothing."""
+        row = self._rows.get(name)
+        if row is None or not math.isfinite(self._at[row]):
+            return None
+        found = {field: float(column[row]) for field, column in self._columns.items()}
+        load = EngineLoad(
+            waiting=int(found["waiting"]),
+            running=int(found["running"]),
+            kv_usage=found["kv_usage"],
+            tokens=None if math.isnan(found["tokens"]) else int(found["tokens"]),
+            step_time=None if math.isnan(found["step_time"]) else found["step_time"],
+        )
+        return load, self._clock() - float(self._at[row])
+
     def column(self, name: str, rows: Integers) -> Floats:
         """See :class:`tercet.scheduling.engines.Reports`."""
         age = self._clock() - self._at[rows]

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
-from tercet.fleet import Member, Role
+from tercet.fleet import Fleet, Member, Role
 from tercet.protocol import TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.config import EngineAddress
@@ -137,43 +137,48 @@ async def set_scheduling(request: Request) -> Response:
 
 @router.get("/engines")
 async def engines(request: Request) -> Response:
-    """Every engine: name, url, role, and the sequences that this front door runs on it."""
-    return _json([_engine(member) for member in _state(request).service.fleet.members])
+    """Every engine: name, url, role, what this front door runs on it, and its last report with the age in seconds."""
+    return _json([_engine(member, _fleet(request)) for member in _fleet(request).members])
 
 
 @router.post("/engines")
 async def add_engine(request: Request) -> Response:
     """One more engine, once it has answered; the body is an :class:`~tercet.router.config.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
-    return _json(_engine(await _state(request).membership.add(address)), 201)
+    return _json(_engine(await _state(request).membership.add(address), _fleet(request)), 201)
 
 
 @router.delete("/engines/{name}")
 async def remove_engine(request: Request, name: str) -> Response:
     """Forget an engine; what runs on it finishes."""
-    return _json(_engine(_state(request).membership.remove(name)))
+    return _json(_engine(_state(request).membership.remove(name), _fleet(request)))
 
 
 @router.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
     """Pick it for nothing new; what runs on it finishes."""
-    return _json(_engine(_state(request).membership.drain(name)))
+    return _json(_engine(_state(request).membership.drain(name), _fleet(request)))
 
 
 @router.delete("/engines/{name}/drain")
 async def undrain_engine(request: Request, name: str) -> Response:
     """Pick it again."""
-    return _json(_engine(_state(request).membership.drain(name, draining=False)))
+    return _json(_engine(_state(request).membership.drain(name, draining=False), _fleet(request)))
 
 
 @router.put("/engines/{name}/role")
 async def set_role(request: Request, name: str) -> Response:
     """Another role for an engine."""
     role = decode_call(await request.body(), RoleCall).role
-    return _json(_engine(_state(request).membership.set_role(name, role)))
+    return _json(_engine(_state(request).membership.set_role(name, role), _fleet(request)))
 
 
-def _engine(member: Member) -> dict[str, Any]:
+def _fleet(request: Request) -> Fleet:
+    return _state(request).service.fleet
+
+
+def _engine(member: Member, fleet: Fleet) -> dict[str, Any]:
+    last = fleet.knowledge.loads.last(member.name)
     return {
         "name": member.name,
         "url": member.url,
@@ -181,5 +186,6 @@ def _engine(member: Member) -> dict[str, Any]:
         "reachable": member.reachable,
         "draining": member.draining,
         "in_flight": member.in_flight,
+        "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels),
     }

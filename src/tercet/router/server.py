@@ -14,7 +14,7 @@ import signal
 from typing import Any, cast
 
 from tercet.fleet import Fleet
-from tercet.router import admin
+from tercet.router import admin, engine_metrics
 from tercet.router.config import RouterConfig
 from tercet.router.connections import connecting
 from tercet.router.context import ContextMiddleware
@@ -42,6 +42,7 @@ async def _serve(config: RouterConfig) -> None:
     async with Listener() as listener, Membership(fleet, connecting(fleet, listener)) as membership:
         await membership.start(config.engines)
         metrics = Metrics()
+        engine_metrics.export(fleet)
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
             config.request_timeout,

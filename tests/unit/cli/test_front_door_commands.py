@@ -169,8 +169,8 @@ def test_bad_input(front_door: Running, tercet: Any, line: str, names: str) -> N
 
 def test_engines(front_door: Running, tercet: Any) -> None:
     assert tercet("engines", "list").splitlines() == [
-        "p  prefill  serving         0  http://p",
-        "d  decode   serving         0  http://d",
+        "p  prefill  serving         0  http://p  no report",
+        "d  decode   serving         0  http://d  no report",
     ]
     assert tercet("engines", "add", "new", "http://new/", "--role", "decode").startswith("new  decode ")
     assert "draining" in tercet("engines", "drain", "d")

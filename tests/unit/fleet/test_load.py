@@ -91,3 +91,19 @@ def test_a_status_says_what_a_report_needs() -> None:
         sends=0,
     )
     assert EngineLoad.of(status) == EngineLoad(waiting=4, running=3, kv_usage=0.5)
+
+
+def test_the_last_report_stays_to_be_looked_at_with_its_age() -> None:
+    clock = Clock()
+    table = LoadTable(clock, stale_after=1.0)
+    assert table.last("a") is None
+    table.add("a")
+    assert table.last("a") is None
+    table.report("a", busy())
+    clock.now += 30
+    assert table.last("a") == (busy(), 30.0)
+    quiet = EngineLoad(waiting=0, running=0, kv_usage=0.0)
+    table.report("a", quiet)
+    assert table.last("a") == (quiet, 0.0)
+    table.remove("a")
+    assert table.last("a") is None
