@@ -19,6 +19,8 @@ from tercet.fleet.cost_fit import Fit
 
 UNTOLD_OUTPUT = 256
 PACE_LIMIT = math.log(16)
+ALIKE = 0.05
+SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class Pace:
@@ -30,14 +32,35 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """1 is the fleet's own."""
-        return math.exp(self._log)
+        """1 is the fleet's own; what is hardly different counts as equal, since the fit is off by as much."""
+        return math.exp(self._log * min(1.0, (self._log / ALIKE) ** 2))
 
     def observe(self, seconds: float, predicted: float) -> None:
         """``seconds`` were seen where the fleet's fit says ``predicted``."""
         self._count += 1
         ratio = max(-PACE_LIMIT, min(PACE_LIMIT, math.log(max(seconds, 1e-6) / max(predicted, 1e-6))))
         self._log += (ratio - self._log) * max(0.05, 1 / (self._count + 10))
+
+
+class Tempo:
+    """How often prefills begin on an engine of the fleet, and so how far back one must look to know how busy it is."""
+
+    def __init__(self) -> None:
+        self.engines = 0
+        self._gap = 0.0
+        self._last: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Seconds in which an engine has about ten prefills, at least ten seconds."""
+        return max(SHORT_MEMORY, PREFILLS_REMEMBERED * self._gap * self.engines)
+
+    def note(self, now: float) -> None:
+        """A prefill begins somewhere."""
+        if self._last is not None:
+            gap = now - self._last
+            self._gap += (gap - self._gap) * (0.1 if self._gap else 1.0)
+        self._last = now
 
 
 class CostModel:
@@ -47,6 +70,7 @@ class CostModel:
         self._prefills = Fit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
         self._steps = Fit((0.01, 1e-4, 1e-7))
         self._outputs: dict[int, tuple[int, float]] = {}
+        self.tempo = Tempo()
         self.transfers = 0
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:

@@ -62,7 +62,7 @@ class Site:
         """
         behind = self.interference * (self.waiting + seconds)
         step = self.model.step(self.batch, self.contexts) * self.work.decode_pace.factor if self.batch else 0.0
-        return max(0.0, seconds - step) * self.batch + behind
+        return self.work.stall(self.now, max(0.0, seconds - step)) + behind
 
     def decode(self, context: int, output: float) -> tuple[float, float]:
         """Seconds per token of one more decode, and by how much it makes the others end later."""

@@ -29,6 +29,7 @@ class Job:
     ``output`` are the tokens that it is expected to produce here, after the ``given`` ones from elsewhere; 0 where it
     only prefills. ``context`` is what its decode reads at first. ``seconds`` is what its
     prefill was predicted to take. ``promised``: a route leads here, and the verb has not been called yet.
+    ``ready`` is when its decode is expected to begin.
     """
 
     missing: int
@@ -41,22 +42,22 @@ class Job:
     seconds: float = 0.0
     stage: Literal["promised", "prefill", "decode"] = "promised"
     began: float = 0.0
+    ready: float = 0.0
     expected_end: float = 0.0
     marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
 
 
 class EngineWork:
-    """The jobs of one engine. Times are the clock's, in seconds; ``memory`` is that of :meth:`interference`."""
+    """The jobs of one engine. Times are the clock's, in seconds."""
 
-    def __init__(self, model: CostModel, clock: Callable[[], float], memory: float = 10.0) -> None:
+    def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
         self.prefill_pace, self.decode_pace = Pace(), Pace()
         self.decoding = 0
-        self.coming = 0
         self._model = model
         self._clock = clock
-        self._memory = memory
         self._jobs: dict[str, Job] = {}
         self._line: dict[str, Job] = {}
+        self._coming: dict[str, Job] = {}
         self._line_seconds = self._promised_seconds = 0.0
         self._contexts = 0
         self._expected_ends = 0.0
@@ -72,6 +73,11 @@ class EngineWork:
     def idle(self) -> bool:
         """Whether there is nothing."""
         return not self._jobs
+
+    @property
+    def coming(self) -> int:
+        """Decodes that will run here, and do not yet."""
+        return len(self._coming)
 
     @property
     def backlog(self) -> float:
@@ -94,10 +100,17 @@ class EngineWork:
 
     def interference(self, now: float) -> float:
         """The share of recent time in which prefills ran here: what decodes had to share the engine with."""
-        recent = self._recent * math.exp((self._at - now) / self._memory)
-        if self._line:
-            recent += self._memory * (1 - math.exp((self._at - now) / self._memory))
-        return recent / self._memory
+        faded = math.exp((self._at - now) / self._model.tempo.memory)
+        return self._recent * faded + (1 - faded if self._line else 0.0)
+
+    def stall(self, now: float, seconds: float) -> float:
+        """By how much decodes here end later, in sum, if a prefill that comes now keeps the engine for ``seconds``.
+
+        Those that are to come are held up by what is left of it when they are ready.
+        """
+        end = self.waiting(now) + seconds
+        later = (min(seconds, max(0.0, now + end - job.ready)) for job in self._coming.values())
+        return seconds * self.decoding + sum(later)
 
     def seconds_left(self, now: float) -> float:
         """How long a decode under way still lasts, on average."""
@@ -128,6 +141,8 @@ class EngineWork:
             job = found
         job.began = now
         job.stage = "prefill"
+        job.ready = max(job.ready, now + self.waiting(now) + job.seconds)
+        self._model.tempo.note(now)
         if job.missing > FEW:
             if not self._line:
                 self._served_until = now
@@ -148,7 +163,7 @@ class EngineWork:
                 self._note_prefill(took, computed, cached, sent)
             job.stage = "decode"
             if job.output:
-                self._begin_decode(job, now)
+                self._begin_decode(seq_id, job, now)
 
     def decoded(self, job: Job, tokens: int) -> None:
         """It has produced its last token, ``tokens`` here; learn from it."""
@@ -182,16 +197,17 @@ class EngineWork:
             self._contexts -= job.context
             self._expected_ends -= job.expected_end
         else:
-            self.coming -= 1
+            del self._coming[seq_id]
         if not self._jobs:  # sums of floats, which drift
             self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
 
     def _enter(self, seq_id: str, job: Job) -> None:
         self._jobs[seq_id] = job
-        self.coming += job.output > 0
+        if job.output:
+            self._coming[seq_id] = job
 
-    def _begin_decode(self, job: Job, now: float) -> None:
-        self.coming -= 1
+    def _begin_decode(self, seq_id: str, job: Job, now: float) -> None:
+        del self._coming[seq_id]
         self.decoding += 1
         self._contexts += job.context
         job.began, job.expected_end = now, now + job.output * self.pace_of_tokens(now, self.decoding, self._contexts)
@@ -222,9 +238,9 @@ class EngineWork:
     def _pass_time(self) -> float:
         """Account for the time since the last event, in which nothing changed; returns now."""
         now = self._clock()
-        passed, self._at = now - self._at, now
-        faded = math.exp(-passed / self._memory)
-        self._recent = self._recent * faded + (self._memory * (1 - faded) if self._line else 0.0)
+        passed = now - self._at
+        self._recent = self.interference(now)
+        self._at = now
         self._busy += passed if self._line else 0.0
         self._batches += passed * self.decoding
         self._contexts_read += passed * self._contexts

@@ -32,11 +32,13 @@ class Costs:
         found = self._works.get(name)
         if found is None:
             found = self._works[name] = EngineWork(self.model, self.clock)
+            self.model.tempo.engines = len(self._works)
         return found
 
     def forget(self, name: str) -> None:
         """An engine left; what still runs on it is not counted any more."""
         self._works.pop(name, None)
+        self.model.tempo.engines = len(self._works)
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class Costs:
         chosen = decision.chosen
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
+        here.ready = self.clock() + chosen.ttft
         decode = self.work(chosen.decode)
         decode.promise(request.seq_id, here)
         try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.cost import CostModel, Pace, features_of
+from tercet.fleet.cost import CostModel, Pace, Tempo, features_of
 from tercet.fleet.cost_choice import Site, Wanted, options_of
 from tercet.fleet.cost_fit import Fit
 from tercet.fleet.cost_notes import Targets
@@ -116,6 +116,25 @@ def test_a_pace_finds_a_slow_engine() -> None:
     assert pace.factor == pytest.approx(3, rel=0.05)
     pace.observe(0.0, 0.1)
     assert pace.factor > 1
+
+
+def test_decodes_to_come_are_held_up_by_what_is_left_when_they_are_ready() -> None:
+    work = EngineWork(CostModel(), Clock())
+    work.promise("r", Job(0, output=10, ready=3.0))
+    assert work.stall(0.0, 2.0) == 0
+    assert work.stall(0.0, 4.0) == pytest.approx(1.0)
+    assert work.stall(5.0, 4.0) == pytest.approx(4.0)
+
+
+def test_how_busy_an_engine_is_counts_over_about_ten_prefills() -> None:
+    tempo = Tempo()
+    tempo.engines = 2
+    for number in range(100):
+        tempo.note(number / 10)
+    assert tempo.memory == 10
+    for number in range(100):
+        tempo.note(10 + number * 5)
+    assert tempo.memory == pytest.approx(100, rel=0.05)
 
 
 # ---- the work of an engine -----------------------------------------------------------------------------------

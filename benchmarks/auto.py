@@ -1,0 +1,185 @@
+"""`auto` beside the static programs: mean JCT over rates and prompt mixes, one of which changes half-way.
+
+    python benchmarks/auto.py --simulate smollm2-135m-cpu [--fleet both=2] [--seeds 3]
+    python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,long,change] [--rounds 2] [--requests 20]
+
+With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
+fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
+left with the plan that it gets here. A mix is prompts and answers of these lengths, in tokens, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from tercet.bench.simulated.run import run_requests
+from tercet.bench.simulated.spec import parse_fleet
+from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.programs import load_program
+from tercet.protocol import BadRequest, Request
+from tercet.sim import EngineOptions
+
+WARM_UP = 40
+ALLOWED = 1.05
+
+
+class Mix(NamedTuple):
+    """Phases as (prompt tokens, answer tokens), and the rates to try, in requests per second."""
+
+    phases: tuple[tuple[int, int], ...]
+    rates: tuple[float, ...]
+
+
+PROGRAMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "data_parallel": ("data_parallel", {}),
+    "least_loaded": ("data_parallel", {"pick": "least_loaded"}),
+    "disaggregated": ("disaggregated", {}),
+    "balanced": ("balanced", {}),
+    "auto": ("auto", {}),
+}
+CPU = {
+    "short": Mix(((64, 200),), (0.3, 0.8, 1.5, 2.5)),
+    "long": Mix(((1500, 16),), (0.1, 0.3, 0.45)),
+    "change": Mix(((64, 200), (1500, 16)), (0.1, 0.3, 0.45)),
+}
+ACCELERATOR = {
+    "short": Mix(((200, 400),), (2, 8, 16)),
+    "long": Mix(((3000, 50),), (2, 6, 10)),
+    "change": Mix(((200, 400), (3000, 50)), (2, 6, 10)),
+}
+MEASURED = {
+    "short": Mix(((64, 100),), (0.8,)),
+    "long": Mix(((1000, 16),), (0.45,)),
+    "change": Mix(((64, 100), (1000, 16)), (0.5,)),
+}
+
+
+def main() -> None:
+    """Run it; exits with 1 if `auto` is too far behind somewhere."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--simulate", metavar="PROFILE")
+    where.add_argument("--url", help="of a front door")
+    parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
+    parser.add_argument("--mix", default="short,long,change")
+    parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
+    parser.add_argument("--requests", type=int, help="per run")
+    parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="of simulated engines")
+    given = parser.parse_args()
+    try:
+        worst = max(_report(given, mix) for mix in given.mix.split(","))
+    except BadRequest as error:
+        sys.exit(f"auto: {error}")
+    print(f"\nauto at worst: {worst:.3f} of the best static program")
+    sys.exit(worst > ALLOWED)
+
+
+def _report(given: argparse.Namespace, name: str) -> float:
+    """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
+    mixes = MEASURED if given.url else CPU if "cpu" in given.simulate else ACCELERATOR
+    if name not in mixes:
+        raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
+    mix, ratios = mixes[name], list[float]()
+    phases = ", then ".join(f"{prompt} in, {answer} out" for prompt, answer in mix.phases)
+    print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(PROGRAMS)} | auto / best |")
+    print("| ---: |" + " ---: |" * (len(PROGRAMS) + 1))
+    for rate in mix.rates:
+        found = _measured(given, mix, rate) if given.url else _simulated(given, mix, rate)
+        ratios.append(found["auto"] / min(jct for program, jct in found.items() if program != "auto"))
+        print(f"| {rate:g} | {' | '.join(f'{found[name]:.3f}' for name in PROGRAMS)} | {ratios[-1]:.3f} |", flush=True)
+    return max(ratios)
+
+
+# ---- in simulation -------------------------------------------------------------------------------------------
+
+
+def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, float]:
+    tokens = given.max_num_batched_tokens or (512 if "cpu" in given.simulate else 8192)
+    options, fleet = EngineOptions(max_num_batched_tokens=tokens), parse_fleet(given.fleet)
+    found: dict[str, float] = {}
+    for label, (program, args) in PROGRAMS.items():
+        means: list[float] = []
+        for seed in range(given.seeds):
+            arrivals = _arrivals(mix, rate, given.requests or 600, seed)
+            outcome = run_requests(load_program(program, args), fleet, given.simulate, options, arrivals, WARM_UP, seed)
+            if outcome.failures:
+                raise BadRequest(f"{label} failed {outcome.failures.total()} requests: {outcome.first_error}")
+            means.append(fmean(end - sent for end, sent in zip(outcome.ended, outcome.sent, strict=True)))
+        found[label] = fmean(means)
+    return found
+
+
+def _arrivals(mix: Mix, rate: float, requests: int, seed: int) -> Iterator[tuple[float, Request]]:
+    began = when = 0.0
+    for number, (prompt, answer) in enumerate(mix.phases):
+        workload = SyntheticWorkload(
+            rate=rate,
+            requests=requests // len(mix.phases),
+            input_mean=prompt,
+            input_dev=prompt / 10,
+            output_mean=answer,
+            output_dev=answer / 10,
+        )
+        for after, request in requests_of(workload, 100 * seed + number):
+            when = began + after
+            yield when, msgspec.structs.replace(request, seq_id=f"{number}-{request.seq_id}")
+        began = when
+
+
+# ---- on a running fleet --------------------------------------------------------------------------------------
+
+
+def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, float]:
+    _plan(given.url)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        line = [
+            sys.executable,
+            "-m",
+            "tercet.cli",
+            "bench",
+            "compare",
+            "--base-url",
+            given.url,
+            "--result",
+            str(result),
+        ]
+        line += ["--request-rate", str(rate), "--rounds", str(given.rounds), "--num-warmups", "4"]
+        line += ["--num-prompts", str(given.requests or 20)]
+        line += [item for label in PROGRAMS for item in ("--program", label)]
+        for prompt, answer in mix.phases:
+            line += ["--workload", f"random,input_len={prompt},output_len={answer}"]
+        subprocess.run(line, check=True, stdout=sys.stderr)
+        points = json.loads(result.read_bytes())["points"]
+    if any(point["errors"] for point in points):
+        raise BadRequest("some requests failed")
+    rounds = {label: [point for point in points if point["label"] == label] for label in PROGRAMS}
+    return {label: fmean(point["metrics"]["mean_e2el_ms"] / 1e3 for point in found) for label, found in rounds.items()}
+
+
+def _plan(url: str) -> None:
+    """Every program under its label, for requests that ask for it."""
+    rules = [
+        {"header": "x-benchmark", "value": label, "program": program, "args": args, "name": label}
+        for label, (program, args) in PROGRAMS.items()
+    ]
+    body = json.dumps({"program": "auto", "rules": rules}).encode()
+    request = urllib.request.Request(f"{url}/tercet/v1/program", body, method="PUT")
+    with urllib.request.urlopen(request, timeout=30):
+        pass
+
+
+if __name__ == "__main__":
+    main()
