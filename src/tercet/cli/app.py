@@ -76,7 +76,9 @@ def _run(argv: list[str]) -> int:
     try:
         return app(argv, prog_name="tercet", standalone_mode=False) or 0
     except _CommandLineError as error:
-        return _complain(f"{error.format_message().rstrip('.')}; see {_help_of(argv)}", 2)
+        message = error.format_message().rstrip(".")
+        # Of a command that was given without any argument the help is printed already, and there is nothing to add.
+        return _complain(f"{message}; see {_command_of(error)} --help", 2) if message else 2
     except BadRequest as error:
         return _complain(error.message, 2)
     except TercetError as error:
@@ -90,9 +92,9 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def _help_of(argv: list[str]) -> str:
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    return f"tercet {argv[0]} --help" if argv and argv[0] in known else "tercet --help"
+def _command_of(error: Any) -> str:
+    """The command whose line was wrong, as it is typed."""
+    return error.ctx.command_path if error.ctx is not None else "tercet"
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
