@@ -38,7 +38,7 @@ from tercet.transport.mapping import Strip
 from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, by_reference, by_value, next_number, units
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
-from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune
+from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -172,6 +172,7 @@ class Peer:
         try:
             with self._connect(0) as sock:
                 self._transport = self._agree(sock)
+                self._settle(sock)
                 self._start_thread("tercet-acks", self._read_all, sock.dup())
                 if self._transport == TCP:
                     for stream in range(1, self._origin.streams):
@@ -184,6 +185,7 @@ class Peer:
         try:
             with self._connect(stream) as sock:
                 self._greet(sock, stream, 0)
+                self._settle(sock)
                 self._write_all(sock)
         except Exception as error:
             self._break(error)
@@ -199,6 +201,10 @@ class Peer:
         tune(sock)
         sock.settimeout(self._origin.timeout)
         return sock
+
+    def _settle(self, sock: socket.socket) -> None:
+        # Reading wakes up now and then to look at the oldest claim's age.
+        wait_in_calls(sock, self._origin.timeout, self._origin.timeout / 4)
 
     def _agree(self, sock: socket.socket) -> str:
         """Begin the session; returns how KV is to travel."""
@@ -300,8 +306,6 @@ class Peer:
 
     def _read_all(self, sock: socket.socket) -> None:
         try:
-            # A timeout is how often the oldest claim's age is looked at; the duplicate has one of its own.
-            sock.settimeout(self._origin.timeout / 4)
             with sock:
                 while True:
                     self._answered(*read_frame(sock, MAX_TEXT_BYTES, self._require_progress))

@@ -6,7 +6,6 @@ import errno
 import logging
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from tercet.transport.backends.host import held_by
 from tercet.transport.frames import HEADER_BYTES, ProtocolViolation, refused
 from tercet.transport.inbound import Inbound
 from tercet.transport.rules import Rules
-from tercet.transport.sockets import shut, tune
+from tercet.transport.sockets import shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
 from tercet.transport.vectors import Vector
 
@@ -26,9 +25,8 @@ GREETING_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.2
 # A sender that does not read its answers for so long is given up.
 ANSWER_SECONDS = 10.0
-# How long the kernel waits for more of a body, as SO_RCVTIMEO: seconds and microseconds. To wait in the call that
-# receives is faster than to ask first; the lease is held meanwhile, and a revocation waits for as long as this.
-PATIENCE = struct.pack("ll", 0, 5000)
+# How long a call waits for more of a body: the lease is held meanwhile, and its revocation waits, too.
+PATIENCE_SECONDS = 0.005
 # Each connection costs a thread. Who has not shown yet that it belongs here makes room for who comes later.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 
@@ -150,7 +148,7 @@ class Stream:
 
     def converse(self) -> None:
         """Until the sender goes away or breaks the protocol."""
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
+        wait_in_calls(self._connection, ANSWER_SECONDS, PATIENCE_SECONDS)
         header = memoryview(bytearray(HEADER_BYTES))
         self._deadline = time.monotonic() + GREETING_SECONDS
         self._answer(self._inbound.challenge())

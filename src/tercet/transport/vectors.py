@@ -74,8 +74,8 @@ class Vector:
         return self._places[self._first :]
 
     def send(self, connection: socket.socket) -> int | None:
-        """Send what goes now; the number of bytes, or ``None`` if nothing does. Raises ``OSError``."""
-        return self._move(_sendmsg, connection, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        """Send some; the number of bytes, or ``None`` if nothing goes within ``SO_SNDTIMEO``. Raises ``OSError``."""
+        return self._move(_sendmsg, connection, socket.MSG_NOSIGNAL)
 
     def receive(self, connection: socket.socket) -> int | None:
         """Fill from what is there, or comes within the connection's ``SO_RCVTIMEO``.
