@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
+from tercet import protocol
 from tercet.fleet import Fleet, Member, Role
+from tercet.programs import migrate_context
 from tercet.protocol import TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.config import EngineAddress
@@ -32,6 +35,15 @@ class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``PUT /tercet/v1/scheduling``: a path on the front door's machine."""
 
     file: str
+
+
+class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/migrate_context``: token ids, and the names of two engines."""
+
+    prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    source: str
+    destination: str
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,20 @@ async def set_scheduling(request: Request) -> Response:
     found = _state(request).scheduling
     await found.use(decode_call(await request.body(), SchedulingCall).file)
     return _json(found.describe())
+
+
+# ---- contexts ------------------------------------------------------------------------------------------------
+
+
+@router.post("/migrate_context")
+async def move_context(request: Request) -> Response:
+    """Have a prefix in another engine's cache; answers with what was sent, the range and the bytes."""
+    call = decode_call(await request.body(), MigrateCall)
+    prefix = protocol.Request(seq_id=f"context-{uuid.uuid4().hex}", prompt=call.prompt, cache_salt=call.cache_salt)
+    sent = await migrate_context(_fleet(request), prefix, call.source, call.destination)
+    if sent is None:
+        return _json({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
+    return _json({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})
 
 
 # ---- engines -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.fleet import Trace
 from tercet.protocol import TercetError
+from tercet.router.route_metrics import RouteMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -17,7 +18,9 @@ class Metrics:
     """Counters of programs and verbs. Times are in seconds."""
 
     def __init__(self) -> None:
-        self._running = Gauge("tercet_sequences_running", "Sequences that this front door is serving.")
+        self._running = Gauge(
+            "tercet_sequences_running", "Sequences that this front door is serving.", multiprocess_mode="livesum"
+        )
         self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
         self._fallbacks = Counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
@@ -30,8 +33,12 @@ class Metrics:
         self._verb = Histogram(
             "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
         )
-        self._admitted = Gauge("tercet_requests_in_flight", "HTTP requests that the gate has let in.")
-        self._queued = Gauge("tercet_requests_queued", "HTTP requests that wait at the gate.")
+        self._admitted = Gauge(
+            "tercet_requests_in_flight", "HTTP requests that the gate has let in.", multiprocess_mode="livesum"
+        )
+        self._queued = Gauge(
+            "tercet_requests_queued", "HTTP requests that wait at the gate.", multiprocess_mode="livesum"
+        )
         self._waited = Histogram(
             "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
         )
@@ -40,8 +47,16 @@ class Metrics:
         self._returns = Counter(
             "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
         )
-        self._version = Gauge("tercet_program_version", "The version of the programs in use.")
+        self._version = Gauge(
+            "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
+        )
+        self._workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
+        self._routes = RouteMetrics()
+
+    def serving(self) -> None:
+        """This process accepts requests from now on."""
+        self._workers.set(1)
 
     @contextmanager
     def sequence(self) -> Generator[None]:
@@ -55,6 +70,7 @@ class Metrics:
     def finished(self, trace: Trace) -> None:
         """A sequence was served to its end."""
         self._sequences.labels(trace.program).inc()
+        self._routes.finished(trace)
         if trace.ttft is not None:
             self._ttft.labels(trace.program).observe(trace.ttft)
         for event in trace.events:

@@ -1,0 +1,54 @@
+"""Context migration over HTTP, and the metrics of routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.fleet import RouteDecision, RouteOption, Trace, TraceEvent
+from tercet.router.metrics import Metrics
+
+from .conftest import Door, counted
+
+
+async def test_a_context_moves_between_engines(door: Door) -> None:
+    first, second = (member.name for member in door.fleet.members[:2])
+    async with door.client() as client:
+        body = {"prompt": list(range(64)), "source": first, "destination": second}
+        answer = await client.post("/migrate_context", json=body)
+    assert answer.status_code == 200
+    assert (answer.json()["begin"], answer.json()["end"]) == (0, 64)
+    assert [member.in_flight for member in door.fleet.members] == [0] * len(door.fleet.members)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": "text"}, 400, "prompt"),
+        ({"source": "nobody"}, 404, "name"),
+        ({"destination": None}, 400, "destination"),
+        ({"cachesalt": "x"}, 400, None),
+    ],
+)
+async def test_what_cannot_move_is_refused(
+    door: Door, change: dict[str, object], status: int, param: str | None
+) -> None:
+    first, second = (member.name for member in door.fleet.members[:2])
+    body = {"prompt": [1, 2], "source": first, "destination": second, **change}
+    async with door.client() as client:
+        answer = await client.post("/migrate_context", json=body)
+    assert answer.status_code == status
+    assert param is None or param in answer.text
+
+
+def test_routes_are_counted_with_how_wrong_they_were(metrics: Metrics) -> None:
+    option = RouteOption("d", ttft=0.5, tpot=0.01, cost=1.0)
+    events = [TraceEvent("start_generate", "d")]
+    metrics.finished(Trace(events=events, ttft=1.0, tpot=0.01, decision=RouteDecision("alone", option)))
+    elsewhere = [TraceEvent("start_generate", "e")]
+    metrics.finished(Trace(events=elsewhere, ttft=9.0, tpot=1.0, decision=RouteDecision("pair", option, explored=True)))
+    metrics.finished(Trace(ttft=1.0))
+    assert counted("tercet_routes_total", kind="alone", why="cheapest") == 1
+    assert counted("tercet_routes_total", kind="pair", why="to_learn") == 1
+    assert counted("tercet_route_prediction_ratio_sum", what="ttft") == pytest.approx(2.0)
+    assert counted("tercet_route_prediction_ratio_count", what="tpot") == 1
