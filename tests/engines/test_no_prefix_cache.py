@@ -1,0 +1,79 @@
+"""A decode engine without prefix caching: what is pushed to it is used once, rightly, and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tercet.client import HttpEngine
+from tercet.protocol import EngineUnreachable, Request
+
+from .conftest import START_SECONDS, free_port, settled
+from .prompts import BLOCK, alone, prompt_of
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An engine of its own, with the shared fleet's model and data type."""
+    port, log = free_port(), tmp_path_factory.mktemp("uncached") / "engine.log"
+    command = [
+        sys.executable, "-m", "tercet.cli", "engine", "--model", "smollm2", "--port", str(port), "--name", "uncached",
+        "--dtype", "float32", "--", "--no-enable-prefix-caching", "--max-num-batched-tokens", "256",
+    ]  # fmt: skip
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            asyncio.run(until_up(f"http://127.0.0.1:{port}", process, log))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+async def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    async with HttpEngine("uncached", url) as engine:
+        while True:
+            try:
+                await engine.status()
+            except EngineUnreachable:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(log.read_text()[-4000:])
+                await asyncio.sleep(0.5)
+            else:
+                return
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("length", [5, BLOCK, 3 * BLOCK + 40])
+async def test_pushed_kv_is_used_once(prefill: HttpEngine, url: str, length: int) -> None:
+    prompt = prompt_of(length)
+    expected = await alone(prefill.url, prompt)
+    async with HttpEngine("uncached", url) as decode:
+        for _ in range(2):
+            request = Request(
+                seq_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling_params={"temperature": 0, "max_tokens": 12}
+            )
+            async with decode.prep_recv(request) as space:
+                assert space.matched_len == 0  # the second time too
+                sent = await prefill.remote_send(request, space, 0, sample=True)
+                assert sent.first is not None
+                outputs = [o async for o in decode.start_generate(request, sent.end, sent.first.token_ids)]
+            assert outputs[0].usage is not None
+            assert (outputs[0].usage.cached, outputs[0].usage.received) == (0, length)
+            assert [*sent.first.token_ids, *(token for o in outputs for token in o.token_ids)] == expected
+            await settled(decode)
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+async def test_what_is_reserved_and_not_used_is_given_back(prefill: HttpEngine, url: str) -> None:
+    request = Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt_of(300)))
+    async with HttpEngine("uncached", url) as decode:
+        async with decode.prep_recv(request) as space:
+            await prefill.remote_send(request, space, 0)
+        await settled(decode)
