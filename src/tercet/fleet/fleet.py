@@ -239,6 +239,11 @@ class Fleet:
             if member.in_flight == 0 and member.when_idle is not None:
                 member.when_idle()
 
+    def offers(self, role: Role) -> bool:
+        """Whether there is an engine for the role that answers and has not failed this view's request."""
+        failed = self._failed or ()
+        return any(member.can(role) and member.reachable and member.name not in failed for member in self._open)
+
     def _note_failure(self, member: Member, error: TercetError) -> None:
         if isinstance(error, EngineUnreachable):
             member.reachable = False

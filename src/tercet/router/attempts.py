@@ -54,7 +54,10 @@ def again(request: Request, recovery: Recovery) -> Request:
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> AsyncIterator[Output]:
-    """The least loaded engine serves the request, after ``output`` that there is already."""
-    with fleet.pick(by="least_loaded", request=request) as engine:
+    """The least loaded engine serves the request, after ``output`` that there is already.
+
+    Of those that decode, if one is left: the others look idle, since sequences stay with them for their prompt only.
+    """
+    with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
         async for more in engine.start_generate(request, output=output):
             yield more

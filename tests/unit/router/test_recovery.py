@@ -21,13 +21,14 @@ from tercet.protocol import (
     TercetError,
     TransferFailed,
 )
+from tercet.router.config import EngineAddress
 from tercet.router.metrics import Metrics
 from tercet.router.recovery import Recovery, RetryBudget
 from tercet.router.service import Service
 from tercet.sim import SimEngine, run_virtual
 
 from ..sim.models import engines_of, is_empty, request_of
-from .conftest import Door, counted
+from .conftest import Door, Engine, counted
 
 ANSWER = [100, 101, 102]
 
@@ -166,6 +167,17 @@ async def test_another_attempt_has_an_id_of_its_own_and_asks_for_no_prompt_logpr
         await door.ask(prompt_logprobs=2, max_tokens=5)
     assert [request.seq_id for request in seen] == ["s1", "s1.1", "s1.2"]
     assert ["prompt_logprobs" in request.sampling_params for request in seen] == [True, False, False]
+
+
+async def test_of_those_that_are_left_one_that_decodes_goes_on(door: Door) -> None:
+    """Prefill engines look idle, since sequences stay with them for their prompts only."""
+    door.engine("d").failures["start_generate"] = EngineUnreachable("gone")
+    third = door.engines["http://e"] = Engine("e")
+    await door.membership.add(EngineAddress("e", "http://e", "decode"))
+    door.fleet.member("e").in_flight = 9
+    assert (await door.ask())[1] == ANSWER
+    assert "start_generate" in third.verbs
+    assert "start_generate" not in door.engine("p").verbs
 
 
 # ---- everything comes back -----------------------------------------------------------------------------------
