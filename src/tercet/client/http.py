@@ -36,7 +36,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
 )
-from tercet.streams import Line, Listener, Outputs
+from tercet.streams import Listener, Outputs
 
 T = TypeVar("T")
 DATA = b"data: "
@@ -172,22 +172,21 @@ class HttpEngine:
             priority=request.priority,
         )
         line = await self._link.ready() if self._link is not None else None
-        outputs = self._events(call) if line is None else self._streamed(line, call)
-        async with aclosing(outputs):
-            async for item in outputs:
-                self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
-                yield item
-
-    async def _streamed(self, line: Line, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
-        """The outputs by the engine's token stream; leaving early cancels the sequence there."""
+        if line is None:
+            async with aclosing(self._events(call)) as events:
+                async for output_now in events:
+                    self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
+                    yield output_now
+            return
         outputs = Outputs()
-        with line.sequence(len(call.output), outputs.put) as number:
+        with line.sequence(len(output), outputs.put) as number:  # leaving early cancels it on the engine
             door = Destination(address=line.address, key=line.key, number=number)
             await self._post("start_generate", msgspec.structs.replace(call, door=door), dict[str, Any])
             while True:
-                output = await outputs.get()
-                yield output
-                if output.finish_reason is not None:
+                output_now = await outputs.get()
+                self._held.pop(request.seq_id, None)
+                yield output_now
+                if output_now.finish_reason is not None:
                     return
 
     async def _events(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
