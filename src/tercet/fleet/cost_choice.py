@@ -23,6 +23,7 @@ from tercet.fleet.cost_notes import RouteOption, Targets
 from tercet.fleet.cost_work import EngineWork
 
 SPLITS = (1.0, 0.9, 0.75, 0.5)
+SHARPER = 2
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Engines take calls between steps: a call waits half a step on average, where decodes run."""
 
@@ -67,22 +68,35 @@ class Site:
     def decode(self, context: int, output: float) -> tuple[float, float]:
         """Seconds per token of one more decode, and by how much it makes the others end later."""
         contexts = self.contexts + context
-        tpot = self.work.pace_of_tokens(self.now, self.batch + 1, contexts)
+        tpot = self.work.pace_of_tokens(self.interference, self.batch + 1, contexts)
         if not self.batch:
             return tpot, 0.0
-        slower = tpot - self.work.pace_of_tokens(self.now, self.batch, self.contexts)
+        slower = tpot - self.work.pace_of_tokens(self.interference, self.batch, self.contexts)
         together = min(self.seconds_left / tpot, output) if self.seconds_left else output
         return tpot, slower * self.batch * together
 
 
 def options_of(sites: Sequence[Site], wanted: Wanted) -> list[RouteOption]:
     """Every route over these engines, the best first."""
+    _expect_order(sites)
     found = [_alone(site, wanted) for site in sites]
     for prefill in sites:
         for decode in sites:
             if prefill is not decode:
                 found += (_pair(prefill, decode, split, wanted) for split in _splits(decode, wanted))
     return sorted(found, key=lambda option: (option.missed, option.cost))
+
+
+def _expect_order(sites: Sequence[Site]) -> None:
+    """Expect of the engines' future that they differ more than in the recent past.
+
+    Prefills go where few decodes run, and decodes where few prefills do, so engines that differ by chance are drawn
+    apart. Predictions that take the past for the future would miss that, and leave all engines alike.
+    """
+    total = sum(site.interference for site in sites)
+    sharper = sum(site.interference**SHARPER for site in sites)
+    for site in sites:
+        site.interference = total * site.interference**SHARPER / sharper if sharper else 0.0
 
 
 def _alone(site: Site, wanted: Wanted) -> RouteOption:

@@ -116,10 +116,10 @@ class EngineWork:
         """How long a decode under way still lasts, on average."""
         return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
 
-    def pace_of_tokens(self, now: float, batch: float, contexts: float) -> float:
-        """Seconds per token of such a decode, with the prefills that are to be expected between its steps."""
+    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
+        """Seconds per token of such a decode, when prefills take this share of the time between its steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
-        return step / (1 - min(MOST_INTERFERENCE, self.interference(now)))
+        return step / (1 - min(MOST_INTERFERENCE, interference))
 
     # ---- what happens ----------------------------------------------------------------------------------------
 
@@ -210,7 +210,8 @@ class EngineWork:
         del self._coming[seq_id]
         self.decoding += 1
         self._contexts += job.context
-        job.began, job.expected_end = now, now + job.output * self.pace_of_tokens(now, self.decoding, self._contexts)
+        tpot = self.pace_of_tokens(self.interference(now), self.decoding, self._contexts)
+        job.began, job.expected_end = now, now + job.output * tpot
         job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
         self._expected_ends += job.expected_end
 
