@@ -77,6 +77,9 @@ MaxRequestBytes = Annotated[
     int | None,
     typer.Option(min=1, help="Size of a request's body; larger: 413.", show_default="64 MiB", rich_help_panel=LIMITS),
 ]
+Workers = Annotated[
+    int | None, typer.Option(min=1, max=256, help="Front-door processes that share the port.", show_default="1")
+]
 VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
 
 LABEL = "label."

@@ -26,6 +26,7 @@ from tercet.cli.options import (
     ReturnAfter,
     Scheduling,
     VLLMArgs,
+    Workers,
     checked,
     engine_address,
     key_values,
@@ -39,6 +40,7 @@ from tercet.router import RouterConfig, serve
 from tercet.router.admission import Limits
 from tercet.router.config import MAX_REQUEST_BYTES
 from tercet.router.recovery import RetryBudget
+from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
 
 
@@ -72,6 +74,7 @@ def router(
     queue_timeout: QueueTimeout = None,
     request_timeout: RequestTimeout = None,
     max_request_bytes: MaxRequestBytes = None,
+    workers: Workers = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of its log.")] = "info",
     vllm_args: VLLMArgs = None,
 ) -> None:
@@ -119,6 +122,7 @@ def router(
         limits=limits,
         request_timeout=request_timeout,
         max_request_bytes=MAX_REQUEST_BYTES if max_request_bytes is None else max_request_bytes,
+        workers=workers or 1,
         log_level=log_level,
         vllm_args=vllm_flags(vllm_args),
     )
@@ -126,4 +130,6 @@ def router(
     if scheduling is not None:
         load_scheduling(Path(scheduling).expanduser())
     require_free(host, port)
+    if config.workers > 1:
+        raise typer.Exit(supervise(config))
     serve(config)

@@ -22,6 +22,7 @@ from tercet.cli.options import (
     RetryWithin,
     Scheduling,
     VLLMArgs,
+    Workers,
     key_values,
     vllm_flags,
 )
@@ -69,6 +70,7 @@ def up(
     queue_timeout: QueueTimeout = None,
     request_timeout: RequestTimeout = None,
     max_request_bytes: MaxRequestBytes = None,
+    workers: Workers = None,
     dtype: Annotated[
         str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
     ] = None,
@@ -115,7 +117,7 @@ def up(
         "max-in-flight-tokens": max_in_flight_tokens,
         "max-in-flight-tokens-per-engine": max_in_flight_tokens_per_engine,
         "max-queued": max_queued, "queue-timeout": queue_timeout,
-        "request-timeout": request_timeout, "max-request-bytes": max_request_bytes,
+        "request-timeout": request_timeout, "max-request-bytes": max_request_bytes, "workers": workers,
         "model-aliases": model_alias or None,
         "served-model-name": served_model_name, "kv-cache-gib": kv_cache_gib, "log-dir": log_dir,
         "program-args": key_values(program_arg, "--program-arg") or None,

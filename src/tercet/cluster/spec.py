@@ -24,6 +24,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 DOOR_FIELDS = (
     "scheduling", "retries", "retry_within", "max_in_flight", "max_in_flight_per_engine", "max_in_flight_tokens",
     "max_in_flight_tokens_per_engine", "max_queued", "queue_timeout", "request_timeout", "max_request_bytes",
+    "workers",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``engine-args`` go to every vLLM engine, ``router-args`` to the front door's vLLM layer, as on their command lines.
     ``kv-cache-gib`` is the KV memory of each CPU engine. ``port`` is the front door's, 0 picks a free one. With
     ``dev``, a program or the ``scheduling`` file is loaded anew when it changes. The fields from ``scheduling`` to
-    ``max-request-bytes`` are flags of ``tercet router``. With ``simulate``, a profile, engines compute nothing at
+    ``workers`` are flags of ``tercet router``. With ``simulate``, a profile, engines compute nothing at
     its pace; ``options`` are theirs.
     """
 
@@ -59,6 +60,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_timeout: Seconds | None = None
     request_timeout: Seconds | None = None
     max_request_bytes: AtLeastOne | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
     dtype: str = "bfloat16"
     kv_cache_gib: Annotated[int, msgspec.Meta(ge=1)] = 1
     log_dir: str | None = None

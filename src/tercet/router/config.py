@@ -43,7 +43,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``retries`` is what is done for a sequence whose engine fails, ``limits`` how much may be under way. A request that
     has not ended ``request_timeout`` seconds after it was let in is ended with an error (None: never); one of more than
-    ``max_request_bytes`` bytes is refused.
+    ``max_request_bytes`` bytes is refused. ``workers`` processes share the port; limits are each one's own.
     """
 
     model: str
@@ -61,6 +61,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: Limits = Limits()
     request_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_request_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_REQUEST_BYTES
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     log_level: str = "info"
     vllm_args: tuple[str, ...] = ()
 

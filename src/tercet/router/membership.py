@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Self
 
@@ -55,7 +56,30 @@ class Membership:
         Raises :class:`~tercet.protocol.EngineUnreachable` for one that does not answer within ``seconds``.
         """
         members = list(self._fleet.members)
-        statuses = await asyncio.gather(*(_first_status(member.engine, seconds) for member in members))
+        return self._promise(await asyncio.gather(*(_first_status(member.engine, seconds) for member in members)))
+
+    async def until_some_ready(self, seconds: float = READY_SECONDS) -> int:
+        """As :meth:`until_ready` for a fleet that was served before: members that do not answer now are asked later.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
+        """
+        members = list(self._fleet.members)
+        asked = [asyncio.ensure_future(_first_status(member.engine, seconds)) for member in members]
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(asked, timeout=ASK_AGAIN_SECONDS)
+        finally:
+            for task in asked:
+                task.cancel()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        statuses = [answer for answer in answers if isinstance(answer, EngineStatus)]
+        if not statuses:
+            raise EngineUnreachable(f"no engine of this fleet answered within {seconds:.0f} s")
+        for member, answer in zip(members, answers, strict=True):
+            member.reachable = isinstance(answer, EngineStatus)
+        return self._promise(statuses)
+
+    def _promise(self, statuses: Sequence[EngineStatus]) -> int:
         self._models = {status.model for status in statuses}
         self._max_model_len = min(status.max_model_len for status in statuses)
         return self._max_model_len

@@ -11,7 +11,11 @@ import asyncio
 import importlib
 import logging
 import signal
+import socket
+from contextlib import AsyncExitStack
 from typing import Any, cast
+
+from fastapi import FastAPI
 
 from tercet.fleet import Fleet
 from tercet.router import admin, engine_metrics
@@ -25,18 +29,19 @@ from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.router.workers.sharing import Shared, Sharing, answering
 from tercet.streams import Listener
 
 
-def serve(config: RouterConfig) -> None:
-    """Run the front door until SIGINT or SIGTERM."""
+def serve(config: RouterConfig, shared: Shared | None = None) -> None:
+    """Run the front door until SIGINT or SIGTERM; as one of several workers with what they have in common."""
     import uvloop
 
     logging.basicConfig(level=config.log_level.upper())
-    uvloop.run(_serve(config))
+    uvloop.run(_serve(config, shared))
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     fleet = Fleet(())
     async with Listener() as listener, Membership(fleet, connecting(fleet, listener)) as membership:
@@ -52,12 +57,13 @@ async def _serve(config: RouterConfig) -> None:
         if config.scheduling is not None:
             await scheduling.use(config.scheduling)
         _import_vllm()  # seconds, well spent while engines are still loading
-        shortest = await membership.until_ready()
+        replaces = shared is not None and shared.replaces
+        shortest = await (membership.until_some_ready() if replaces else membership.until_ready())
         background = [asyncio.create_task(membership.watch())]
         if config.dev:
             background.append(asyncio.create_task(reload_on_change(service, scheduling)))
         try:
-            await _serve_openai(config, service, membership, scheduling, gate, shortest)
+            await _serve_openai(config, service, membership, scheduling, gate, shortest, shared, metrics)
         finally:
             for task in background:
                 task.cancel()
@@ -79,15 +85,16 @@ async def _serve_openai(
     scheduling: SchedulingFile,
     gate: Gate,
     max_model_len: int,
+    shared: Shared | None,
+    metrics: Metrics,
 ) -> None:  # fmt: skip
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 
-    from tercet.router.streaming import StreamingProtocol, stream_directly
+    from tercet.router.streaming import stream_directly
 
     args = _vllm_args(config, max_model_len)
-    _, sock = setup_server(args, reuse_port=False)
+    sock = _socket(args, shared)
     engine_client = _engine_client(args, service)
     try:
         tasks = await engine_client.get_supported_tasks()
@@ -96,17 +103,45 @@ async def _serve_openai(
         admin.install(app, admin.State(service, membership, scheduling, keys))
         # Around the whole stack, which vLLM's SageMaker layer has closed to further middleware.
         inner = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = Entrance(inner, gate, keys, config.max_request_bytes)
+        app.middleware_stack = Entrance(
+            inner if shared is None else Sharing(inner, shared.line), gate, keys, config.max_request_bytes
+        )
         await init_app_state(engine_client, app.state, args, tasks)
         stream_directly(app.state, args)
-        shutdown = await serve_http(
-            app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
-            log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
-        )  # fmt: skip
-        await shutdown
+        async with AsyncExitStack() as stack:
+            if shared is not None:
+                await stack.enter_async_context(shared.line)
+                await shared.line.serve(answering(inner, app))
+            metrics.serving()
+            await _accept(app, args, sock, shared)
     finally:
         engine_client.shutdown()
         sock.close()
+
+
+async def _accept(app: FastAPI, args: argparse.Namespace, sock: socket.socket, shared: Shared | None) -> None:
+    """Serve until told to stop; of several workers the one with the fewest connections takes the next."""
+    from vllm.entrypoints.launchers.launcher import serve_http
+
+    from tercet.router.streaming import StreamingProtocol
+
+    shutdown = await serve_http(
+        app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
+        peer_loads=None if shared is None else (cast(Any, shared.loads), shared.index),
+        log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
+    )  # fmt: skip
+    await shutdown
+
+
+def _socket(args: argparse.Namespace, shared: Shared | None) -> socket.socket:
+    """The listening socket: one of our own, or the workers' one, with the rest of what vLLM does along with it."""
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    if shared is None:
+        return setup_server(args, reuse_port=False)[1]
+    elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
+    setup_server(elsewhere, reuse_port=False)[1].close()
+    return shared.listening
 
 
 def _api_keys(args: argparse.Namespace) -> list[str]:

@@ -1,0 +1,283 @@
+"""What a streamed token costs the front door, beside vLLM's own API server behind the Rust `vllm-router`.
+
+    python benchmarks/front_door.py [--router-wheel DIR] [--json FILE]
+
+A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
+own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
+divided by the tokens that the clients received. Detokenisation and the handling of requests are in it. Then the time to
+first token at 100 requests/s, which is all the front door's as the source answers at once, and as many tokens as one
+process carries. The peer's source sits inside vLLM's API server and costs it less than a real engine's messages would,
+so the comparison is in the peer's favour. `vllm-router` is left out if it is not installed and no wheel is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+STEP = 0.02
+MODEL_NAME = "m"
+TICKS = os.sysconf("SC_CLK_TCK")
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients saw: ``ttft`` is the median time to first token in milliseconds."""
+
+    tokens: int
+    requests: int
+    seconds: float
+    ttft: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; ``cpu`` is the share of one core that the serving processes used."""
+
+    server: str
+    case: str
+    us_per_token: float
+    tokens_per_second: float
+    ttft_ms: float
+    cpu: float
+
+
+# ---- clients -------------------------------------------------------------------------------------------------
+
+
+class Stream(asyncio.Protocol):
+    """One connection that asks, counts the events of the answer, and tells when it is over; it parses nothing else."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._over = asyncio.Event()
+        self._tail = b""
+        self._began = 0.0
+        self._first = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    async def ask(self, request: bytes) -> None:
+        self._over.clear()
+        self._first, self._began = True, time.perf_counter()
+        self._transport.write(request)
+        await self._over.wait()
+
+    def data_received(self, data: bytes) -> None:
+        events = data.count(b"data: {")
+        if events and self._first:
+            self._first = False
+            self._clients.ttfts.append(time.perf_counter() - self._began)
+        self._clients.tokens += events
+        self._tail = (self._tail + data)[-24:]
+        if self._tail.endswith(b"\r\n0\r\n\r\n"):
+            self._clients.requests += 1
+            self._over.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over.set()
+
+
+class Clients:
+    """Closed (``streams`` at a time) or open (``rate`` a second) load on one port; prints a :class:`Load` as JSON."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self.tokens = self.requests = 0
+        self.ttfts: list[float] = []
+        body = json.dumps(
+            {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        )
+        self._port = port
+        self._request = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n{body}"
+        ).encode()
+
+    async def run(self, streams: int, rate: float, seconds: float) -> None:
+        """Load, with two seconds before the measurement; a line before and one after say what was counted."""
+        tasks = [asyncio.create_task(self._again(index * STEP)) for index in range(streams)]
+        tasks += [asyncio.create_task(self._open(rate))] if rate else []
+        await asyncio.sleep(2.5 if streams else 1.0)
+        tokens, requests, began = self.tokens, self.requests, time.perf_counter()
+        self.ttfts.clear()
+        print("begin", flush=True)
+        await asyncio.sleep(seconds)
+        took = time.perf_counter() - began
+        ttft = statistics.median(self.ttfts) * 1e3 if self.ttfts else 0.0
+        found = Load(self.tokens - tokens, self.requests - requests, took, ttft)
+        print(json.dumps(asdict(found)), flush=True)
+        for task in tasks:
+            task.cancel()
+
+    async def _connect(self) -> Stream:
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(lambda: Stream(self), "127.0.0.1", self._port)
+        return stream
+
+    async def _again(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        stream = await self._connect()
+        while True:
+            await stream.ask(self._request)
+
+    async def _open(self, rate: float) -> None:
+        idle: list[Stream] = []
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def one() -> None:
+            stream = idle.pop() if idle else await self._connect()
+            await stream.ask(self._request)
+            idle.append(stream)
+
+        due = time.monotonic()
+        while True:
+            due += 1 / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            task = asyncio.create_task(one())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+# ---- the measurement -----------------------------------------------------------------------------------------
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """User and system time of processes so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
+
+
+def measure(
+    server: str, case: str, port: int, pids: list[int], seconds: float, streams: int = 0, rate: float = 0.0
+) -> Row:
+    """Put load on a port and count what it cost the processes."""
+    command = [sys.executable, __file__, "--clients-of", str(port), "--streams", str(streams), "--rate", str(rate)]
+    command += ["--seconds", str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
+        assert clients.stdout is not None
+        clients.stdout.readline()
+        before = cpu_seconds(pids)
+        found = json.loads(clients.stdout.readline())
+        used = cpu_seconds(pids) - before
+    tokens, took = found["tokens"], found["seconds"]
+    row = Row(server, case, used / max(1, tokens) * 1e6, tokens / took, found["ttft"], used / took)
+    print(f"{server:24}{case:>22}{row.us_per_token:10.1f}{row.tokens_per_second:10.0f}{row.ttft_ms:8.2f}{row.cpu:7.2f}")
+    return row
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextmanager
+def process(*command: str, port: int, path: str = "/health", **env: str) -> Generator[int]:
+    """A server while entered; its process id, once it answers."""
+    import urllib.error
+    import urllib.request
+
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **env}
+    child = subprocess.Popen([sys.executable, *command], env=variables, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            if child.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(command)} did not start")
+            with suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2).close()
+                break
+            time.sleep(0.2)
+        yield child.pid
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Every case, Tercet's and the peer's in turn."""
+    from tercet.cluster.model import resolve_model
+
+    model = resolve_model("smollm2", lambda _: None)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        source_port, door, stock, proxy = (free_port() for _ in range(4))
+        this = str(Path(__file__).with_name("token_source.py"))
+        stack.enter_context(process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status"))
+        door_pid = stack.enter_context(
+            process(
+                "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
+                "data_parallel", "--port", str(door), "--model", model, "--served-model-name", MODEL_NAME,
+                "--log-level", "warning", port=door,
+            )
+        )  # fmt: skip
+        stock_pid = stack.enter_context(process(this, "peer", str(stock), model, port=stock))
+        servers = [("tercet", door, [door_pid]), ("vllm api server", stock, [stock_pid])]
+        if args.router_wheel:
+            path = os.pathsep.join(filter(None, (args.router_wheel, os.environ.get("PYTHONPATH", ""))))
+            proxy_pid = stack.enter_context(
+                process(
+                    "-m", "vllm_router.launch_router", "--worker-urls", f"http://127.0.0.1:{stock}", "--host",
+                    "127.0.0.1", "--port", str(proxy), "--log-level", "error", "--prometheus-port", str(free_port()),
+                    port=proxy, PYTHONPATH=path,
+                )
+            )  # fmt: skip
+            servers.append(("vllm-router + api server", proxy, [proxy_pid, stock_pid]))
+        print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
+        for streams in (16, 64):
+            for name, port, pids in servers:
+                rows.append(measure(name, f"{streams} streams", port, pids, args.seconds, streams=streams))
+        for name, port, pids in servers:
+            rows.append(measure(name, "100 requests/s", port, pids, args.seconds, rate=100.0))
+        rows += [
+            measure("tercet", f"{streams} streams", door, [door_pid], args.seconds, streams=streams)
+            for streams in args.many
+        ]
+    return rows
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients-of", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
+    parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
+    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    args = parser.parse_args()
+    if args.clients_of is not None:
+        import uvloop
+
+        uvloop.run(Clients(args.clients_of, args.tokens).run(args.streams, args.rate, args.seconds))
+        return
+    rows = run(args)
+    if args.json is not None:
+        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        args.json.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's front door, one inside vLLM's API server.
+
+python benchmarks/token_source.py source PORT
+python benchmarks/token_source.py peer PORT MODEL_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+
+STEP = 0.02
+MODEL_NAME = "m"
+
+
+# ---- the token source ----------------------------------------------------------------------------------------
+
+
+async def source(port: int) -> None:
+    """An engine for the front door: answers at once and says one token per stream and step."""
+    from aiohttp import web
+
+    from tercet.protocol import EngineStatus, Output, Usage
+    from tercet.protocol.wire import PREFIX, ConnectCall, StartGenerateCall, decode_call
+    from tercet.streams import Speaker, Voice
+
+    speaker = Speaker("source", lambda: None)
+    running: dict[Voice, int] = {}
+    outputs = [Output((token,)) for token in range(1000, 2000)]
+
+    async def connect(http: web.Request) -> web.Response:
+        door = decode_call(await http.read(), ConnectCall).door
+        await speaker.connect(door.address, door.key)
+        return web.json_response({"connected": True})
+
+    async def start_generate(http: web.Request) -> web.Response:
+        call = decode_call(await http.read(), StartGenerateCall)
+        assert call.door is not None
+        connection = await speaker.connect(call.door.address, call.door.key)
+        voice = connection.voice(call.door.number, 0, lambda: running.pop(voice, None))
+        running[voice] = call.sampling_params.get("max_tokens", 16) - 1
+        voice.say(Output((1000,), usage=Usage(computed=len(call.prompt))))
+        return web.json_response({"accepted": True})
+
+    async def status(_: web.Request) -> web.Response:
+        found = EngineStatus(
+            engine="source", model=MODEL_NAME, version="0", vllm_version="0", block_size=16, total_blocks=1000,
+            free_blocks=1000, running=len(running), waiting=0, kv_cache_usage=0.0, max_model_len=2048, leases=0,
+            sends=0,
+        )  # fmt: skip
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.post(f"{PREFIX}/{verb.__name__}", verb) for verb in (connect, start_generate)])
+    app.add_routes([web.get(f"{PREFIX}/status", status)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async for _ in _steps():
+        for voice, left in list(running.items()):
+            if left == 1:
+                del running[voice]
+                voice.say(Output((1000,), "length"))
+            else:
+                running[voice] = left - 1
+                voice.say(outputs[left % 1000])
+
+
+async def _steps() -> AsyncGenerator[None, None]:
+    due = time.monotonic()
+    while True:
+        due = max(due + STEP, time.monotonic())
+        await asyncio.sleep(due - time.monotonic())
+        yield
+
+
+# ---- the peer ------------------------------------------------------------------------------------------------
+
+
+async def peer(port: int, model: str) -> None:
+    """vLLM's API server as it is, over an engine client with the same tokens, at the same steps."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+    from vllm.v1.metrics.stats import PrefillStats
+
+    class Client(EngineCoreClient):
+        """Makes outputs where a real one would receive them."""
+
+        def __init__(self) -> None:
+            self.running: dict[str, int] = {}
+            self.fresh: list[EngineCoreOutput] = []
+            self.wake = asyncio.Event()
+            self.due = time.monotonic()
+            self.engine_ranks_managed = [0]
+            self.resources = type("Resources", (), {"engine_dead": False})()
+
+        async def get_output_async(self) -> EngineCoreOutputs:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, self.due - time.monotonic())):
+                        await self.wake.wait()
+                self.wake.clear()
+                outputs, self.fresh = self.fresh, []
+                if time.monotonic() >= self.due:
+                    self.due = max(self.due + STEP, time.monotonic())
+                    outputs += [self._next(name, left) for name, left in list(self.running.items())]
+                if outputs:
+                    return EngineCoreOutputs(outputs=outputs)
+
+        def _next(self, name: str, left: int) -> EngineCoreOutput:
+            if left == 1:
+                del self.running[name]
+            else:
+                self.running[name] = left - 1
+            last = FinishReason.LENGTH if left == 1 else None
+            return EngineCoreOutput(request_id=name, new_token_ids=[1000 + left % 1000], finish_reason=last)
+
+        async def add_request_async(self, request: EngineCoreRequest) -> None:
+            assert request.sampling_params is not None
+            self.running[request.request_id] = (request.sampling_params.max_tokens or 16) - 1
+            stats = PrefillStats()
+            stats.set(len(request.prompt_token_ids or ()), 0, 0)
+            self.fresh.append(
+                EngineCoreOutput(request_id=request.request_id, new_token_ids=[1000], prefill_stats=stats)
+            )
+            self.wake.set()
+
+        async def abort_requests_async(self, request_ids: list[str]) -> None:
+            for name in request_ids:
+                self.running.pop(name, None)
+
+        async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+            return ("generate",)
+
+        async def reset_mm_cache_async(self) -> None: ...
+
+        def shutdown(self, timeout: float | None = None) -> None: ...
+
+        def dp_engines_running(self) -> bool:
+            return bool(self.running)
+
+    argv = ["--model", model, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--max-model-len", "2048", "--disable-uvicorn-access-log"]
+    args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+    _, sock = setup_server(args, reuse_port=False)
+    config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
+    client = Client()
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
+    engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
+    app = build_app(args, ("generate",), engine.model_config)
+    await init_app_state(engine, app.state, args, ("generate",))
+    await (await serve_http(app, sock=sock, host="127.0.0.1", port=port, log_level="warning", access_log=False))
+
+
+def main() -> None:
+    """Serve until killed."""
+    import uvloop
+
+    part, port, *rest = sys.argv[1:]
+    uvloop.run(source(int(port)) if part == "source" else peer(int(port), rest[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What a supervisor and its workers say to each other, over a socket pair for each worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+LENGTH_BYTES = 4
+LONGEST = 64 * 1024 * 1024
+T = TypeVar("T")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A request to the front door's own routes."""
+
+    method: str
+    path: str
+    body: bytes = b""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it asks for a change, and not for an answer only."""
+        return self.method not in ("GET", "HEAD", "OPTIONS")
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to it, in JSON."""
+
+    status: int
+    body: bytes
+
+    @property
+    def is_error(self) -> bool:
+        """Whether nothing was changed."""
+        return self.status >= 400
+
+
+class Wish(msgspec.Struct, frozen=True, tag=True):
+    """A worker was asked something that concerns all; ``number`` is its own."""
+
+    number: int
+    call: Call
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The replies to a worker's wish, its own first; one alone if that is an error."""
+
+    number: int
+    replies: list[Reply]
+
+
+class Perform(msgspec.Struct, frozen=True, tag=True):
+    """A worker shall answer a call; ``number`` is the supervisor's."""
+
+    number: int
+    call: Call
+
+
+class Performed(msgspec.Struct, frozen=True, tag=True):
+    """A worker's reply to a call."""
+
+    number: int
+    reply: Reply
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """A worker's application can answer calls; it accepts connections once it was told :class:`Open`."""
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """The worker knows of every change there was."""
+
+
+ToSupervisor = Wish | Performed | Serving
+ToWorker = Granted | Perform | Open
+
+
+def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Send one message."""
+    body = msgspec.msgpack.encode(message)
+    writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+
+
+async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """The next message; None if the other side is gone. Raises ``ValueError`` for what it never sends."""
+    try:
+        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+        if length > LONGEST:
+            raise ValueError(f"a message of {length} bytes")
+        return decoder.decode(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

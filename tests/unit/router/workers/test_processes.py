@@ -1,0 +1,154 @@
+"""Two real workers behind one port, over a simulated engine: changes reach both, a lost one is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tercet.cluster.addresses import free_ports
+from tercet.cluster.model import resolve_model
+from tercet.sim import load_profile
+from tercet.sim.serving.server import ServerConfig, serving
+
+WAIT_SECONDS = 200
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+
+
+def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """One request on a connection of its own, so that any worker may get it."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"}, method=method
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+            return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+
+
+def metric(port: int, name: str) -> float:
+    found = re.search(rf"^{name}\S* (\S+)$", ask(port, "GET", "/metrics")[1], re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def serves(door: tuple[int, subprocess.Popen[bytes]], workers: int) -> bool:
+    port, process = door
+    assert process.poll() is None, "the front door has ended"
+    try:
+        return metric(port, "tercet_workers") == workers
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+    port = free_ports("127.0.0.1", 1)[0]
+    url = f"http://127.0.0.1:{port}"
+
+    async def run() -> None:
+        profile = msgspec.structs.replace(load_profile("llama-3.1-8b-h100-tp1"), max_model_len=2048)
+        async with serving(ServerConfig(name="e", profile=profile, port=port, url=url, model="m")):
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+    thread.start()
+    assert ready.wait(30)
+    yield url
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+
+
+@pytest.fixture
+def door(engine: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    port = free_ports("127.0.0.1", 1)[0]
+    command = [
+        sys.executable, "-m", "tercet.cli", "router", "--engine", f"{engine},name=e", "--port", str(port), "--model",
+        resolve_model("smollm2", lambda _: None), "--served-model-name", "m", "--program", "data_parallel",
+        "--workers", "2", "--log-level", "warning",
+    ]  # fmt: skip
+    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=env)
+    try:
+        yield port, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def said_by_all(port: int) -> set[tuple[int, str, bool]]:
+    """What is in use and whether the engine is drained, asked often enough that both workers were."""
+    found = set[tuple[int, str, bool]]()
+    for _ in range(12):
+        program, engines = ask(port, "GET", "/tercet/v1/program")[1], ask(port, "GET", "/tercet/v1/engines")[1]
+        found.add((program["version"], program["program"], engines[0]["draining"]))
+    return found
+
+
+@pytest.mark.timeout(500)
+def test_workers_are_of_one_mind_and_replaced(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+    port, process = door
+    until(lambda: serves(door, 2))
+    workers = children(process.pid)
+    assert len(workers) == 2
+    assert ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200
+
+    status, found = ask(port, "PUT", "/tercet/v1/program", {"program": "disaggregated"})
+    assert (status, found["version"]) == (200, 2)
+    assert ask(port, "PUT", "/tercet/v1/program", {"program": "nonsense"})[0] == 400
+    assert (
+        ask(port, "PUT", "/tercet/v1/program", {"program": "data_parallel", "args": {"pick": "least_loaded"}})[0] == 200
+    )
+    assert ask(port, "POST", "/tercet/v1/engines/e/drain")[0] == 200
+    assert said_by_all(port) == {(3, "data_parallel", True)}
+
+    lost = min(workers)
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: lost not in children(process.pid) and serves(door, 2))
+    assert said_by_all(port) == {(3, "data_parallel", True)}
+    assert ask(port, "DELETE", "/tercet/v1/engines/e/drain")[0] == 200
+    assert all(ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200 for _ in range(6))
+    until(lambda: metric(port, "tercet_sequences_total") >= 6)
+
+    workers = children(process.pid)
+    process.terminate()
+    assert process.wait(60) == 0
+    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+@pytest.mark.timeout(500)
+def test_workers_end_with_their_supervisor(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+    _, process = door
+    until(lambda: serves(door, 2))
+    workers = children(process.pid)
+    process.kill()
+    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
