@@ -15,6 +15,7 @@ decode on ``d``. With objectives, what misses them least goes first, and the cos
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from tercet.fleet.cost import CostModel
 from tercet.fleet.cost_notes import RouteOption, Targets
 from tercet.fleet.cost_work import EngineWork
 
-SPLITS = (1.0, 0.9, 0.75, 0.5)
+SPLITS = (0.9, 0.75, 0.5)
+PAIRED, SPLIT = 3, 2
 SHARPER = 2
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Engines take calls between steps: a call waits half a step on average, where decodes run."""
@@ -77,14 +79,42 @@ class Site:
 
 
 def options_of(sites: Sequence[Site], wanted: Wanted) -> list[RouteOption]:
-    """Every route over these engines, the best first."""
+    """The routes over these engines that are worth a look, the best first.
+
+    Every engine alone; pairs of the few that prefill at the least cost and the few that decode at the least cost; and
+    for the best of these pairs, other splits.
+    """
     _expect_order(sites)
-    found = [_alone(site, wanted) for site in sites]
-    for prefill in sites:
-        for decode in sites:
-            if prefill is not decode:
-                found += (_pair(prefill, decode, split, wanted) for split in _splits(decode, wanted))
-    return sorted(found, key=lambda option: (option.missed, option.cost))
+    alone = [_alone(site, wanted) for site in sites]
+    by_name = {site.name: site for site in sites}
+    prefills = heapq.nsmallest(PAIRED, sites, key=lambda site: _cost_of_prefill(site, wanted))
+    decodes = heapq.nsmallest(PAIRED, sites, key=lambda site: _cost_of_decode(site, wanted))
+    pairs = [
+        _pair(prefill, decode, wanted.tokens, wanted)
+        for prefill in prefills
+        for decode in decodes
+        if prefill is not decode and wanted.tokens > decode.matched
+    ]
+    splits = [
+        _pair(by_name[pair.prefill], by_name[pair.decode], split, wanted)
+        for pair in heapq.nsmallest(SPLIT, pairs, key=_rank)
+        for split in _splits(by_name[pair.decode], wanted)
+    ]
+    return sorted((*alone, *pairs, *splits), key=_rank)
+
+
+def _rank(option: RouteOption) -> tuple[float, float]:
+    return option.missed, option.cost
+
+
+def _cost_of_prefill(site: Site, wanted: Wanted) -> float:
+    seconds = site.prefill(0, wanted.tokens)
+    return site.waiting + seconds + site.delay(seconds)
+
+
+def _cost_of_decode(site: Site, wanted: Wanted) -> float:
+    tpot, slowed = site.decode(wanted.tokens, wanted.output)
+    return wanted.output * tpot + slowed - site.matched * site.prefill(0, wanted.tokens) / wanted.tokens
 
 
 def _expect_order(sites: Sequence[Site]) -> None:
@@ -134,4 +164,4 @@ def _option(
 def _splits(decode: Site, wanted: Wanted) -> Iterator[int]:
     """Where a pair may split: past what the decode engine has, each place once."""
     places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
-    return (place for place in places if place > decode.matched)
+    return (place for place in places if decode.matched < place < wanted.tokens)
