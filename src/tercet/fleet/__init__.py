@@ -2,6 +2,7 @@
 
 from tercet.fleet.cost_notes import RouteDecision, RouteOption
 from tercet.fleet.fleet import Fleet, Member, Role, Route
+from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import EngineLoad
 from tercet.fleet.trace import Trace, TraceEvent
@@ -10,6 +11,7 @@ __all__ = [
     "EngineLoad",
     "Fleet",
     "FleetKnowledge",
+    "Hearing",
     "Member",
     "Role",
     "Route",

@@ -25,6 +25,17 @@ class FleetKnowledge:
         self._stored: dict[int, StoredBlocks] = {}
         self._cold: dict[int, int] = {}
         self._turn = 0
+        self._begin: Callable[[], None] | None = None
+
+    def hear_from(self, begin: Callable[[], None]) -> None:
+        """Call ``begin`` when something is asked for the first time: from then on engines tell what they have to."""
+        self._begin = begin
+
+    def needed(self) -> None:
+        """Something is asked."""
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
 
     def add(self, name: str) -> int:
         """The row of an engine that joins."""
@@ -66,10 +77,19 @@ class FleetKnowledge:
         """An engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
-            index = self._stored.get(block_size)
-            if index is None:
-                index = self._stored[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
-            index.store(row, blocks, parent, tokens, salt)
+            self._stored_in(block_size).store(row, blocks, parent, tokens, salt)
+
+    def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
+        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.scheduling.prefixes`)."""
+        row = self.loads.row(name)
+        if row is not None:
+            self._stored_in(block_size).hold(row, hashes)
+
+    def _stored_in(self, block_size: int) -> StoredBlocks:
+        index = self._stored.get(block_size)
+        if index is None:
+            index = self._stored[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
+        return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
         """An engine's KV event: it dropped these blocks."""
@@ -86,6 +106,7 @@ class FleetKnowledge:
 
     def cached_tokens(self, name: str, request: Request) -> int:
         """How much of the prompt an engine is believed to hold now; 0 if nothing is known."""
+        self.needed()
         row = self.loads.row(name)
         if row is None:
             return 0

@@ -142,10 +142,19 @@ class StoredBlocks:
         for index, name in enumerate(names):
             begin = index * self._block_size
             place = next_hash(place, tuple(tokens[begin : begin + self._block_size]))
-            if name not in places:
-                places[name] = place
-                self._copies[row, place] = self._copies.get((row, place), 0) + 1
-                self._holders.add(row, place)
+            self._put(row, places, name, place)
+
+    def hold(self, row: int, hashes: Sequence[int]) -> None:
+        """The engine stored blocks that it calls by the hashes that are used here."""
+        places = self._places.setdefault(row, {})
+        for block in hashes:
+            self._put(row, places, block, block)
+
+    def _put(self, row: int, places: dict[Hashable, int], name: Hashable, place: int) -> None:
+        if name not in places:
+            places[name] = place
+            self._copies[row, place] = self._copies.get((row, place), 0) + 1
+            self._holders.add(row, place)
 
     def remove(self, row: int, names: Sequence[Hashable]) -> None:
         """The engine dropped blocks; names that it never announced are ignored."""

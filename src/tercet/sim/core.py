@@ -52,6 +52,7 @@ class Core:
         self._chunks: list[Chunk] = []
         self._run: Run | None = None
         self._ticks = 0
+        self.on_change: Callable[[], None] | None = None
 
     # ---- from outside ----------------------------------------------------------------------------------------
 
@@ -91,6 +92,8 @@ class Core:
         """Queue a sequence; it may join at the end of the step that is under way."""
         self._waiting.append(work)
         self._wake()
+        if self.on_change is not None:
+            self.on_change()
 
     def between_steps(self, action: Callable[[], None]) -> None:
         """Do something when no step is under way: now, or at the end of the current step."""
@@ -162,6 +165,8 @@ class Core:
             action()
         if self._timer is None:
             self._plan(now)
+        if self.on_change is not None:
+            self.on_change()
 
     def _plan(self, now: float) -> None:
         chunks = self._schedule()

@@ -35,6 +35,7 @@ from tercet.sim.network import Network
 from tercet.sim.options import EngineOptions
 from tercet.sim.pool import BlockPool
 from tercet.sim.profile import Profile, StepModel, Transfer
+from tercet.sim.reports import LoadReports, Observer
 from tercet.sim.send import Send
 from tercet.sim.work import Work
 
@@ -67,6 +68,7 @@ class SimEngine:
         self._random = random.Random(f"{seed} {name}")
         self._count = 0
         self._down = False
+        self._observer: Observer | None = None
         self._generating: dict[str, Work] = {}
         self._sends: dict[Send, str] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -79,6 +81,16 @@ class SimEngine:
         self._core = Core(self._model, self._pool, self.profile.block_size, self.options)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
+
+        if self._observer is not None:
+            self.observe(self._observer)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` this engine's load and what is in its cache, from now on."""
+        self._observer = observer
+        self._pool.observe(observer)
+        self._core.on_change = LoadReports(self._core.load, observer.load).changed
+        self._core.on_change()
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from tercet.sim.reports import Observer
+
 
 class Holding:
     """What one holder pins: ``hashes`` of its leading cached blocks in order, and ``plain`` blocks behind them."""
@@ -28,7 +30,7 @@ class Holding:
 
 
 class BlockPool:
-    """``total`` blocks. ``evicted`` counts the cached blocks that were taken back."""
+    """``total`` blocks; ``evicted`` counts the cached ones that were taken back, ``observer`` hears of cached ones."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -38,6 +40,13 @@ class BlockPool:
         # Cached blocks that nobody pins, the next one to go first; and those that several holders pin, with how many.
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._shared: dict[int, int] = {}
+        self.observer: Observer | None = None
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` which blocks can be found by their hash, now and from now on."""
+        self.observer = observer
+        observer.cleared()
+        observer.stored(list(self._cached))
 
     @property
     def free(self) -> int:
@@ -89,10 +98,12 @@ class BlockPool:
         if count > self.free:
             raise AssertionError(f"{count} blocks were taken and {self.free} are free")
         self._pinned += count
-        for _ in range(self._pinned + len(self._unused) - self.total):
-            key, _none = self._unused.popitem(last=False)
-            self._cached.remove(key)
-            self.evicted += 1
+        evicted = [self._unused.popitem(last=False)[0] for _ in range(self._pinned + len(self._unused) - self.total)]
+        if evicted:
+            self._cached.difference_update(evicted)
+            self.evicted += len(evicted)
+            if self.observer is not None:
+                self.observer.dropped(evicted)
 
     def publish(self, holding: Holding, hashes: Sequence[int]) -> None:
         """Make the holder's plain blocks findable as ``hashes``, which continue what it has published already."""
@@ -105,6 +116,8 @@ class BlockPool:
                 if key in self._cached:
                     self._pinned += self._pin(key) - 1
         self._cached.update(new)
+        if new and self.observer is not None:
+            self.observer.stored(new)
 
     def give_back(self, holding: Holding) -> None:
         """Unpin all that a holder has; what is published stays cached until its room is needed."""

@@ -17,7 +17,7 @@ import numpy as np
 from tercet.bench.simulated.spec import Fault, FleetSpec, members_of, options_from
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
-from tercet.fleet import Fleet, Member
+from tercet.fleet import Fleet, Hearing, Member
 from tercet.programs import Program, data_parallel
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual
@@ -140,7 +140,15 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         name = f"{group.role}-{index}"
         engines[name] = SimEngine(name, profiles[wanted], network, options_from(options, group.options), seed)
         members.append(Member(name, f"sim://{name}", group.role, engines[name]))
-    return _Fleet(Fleet(members, clock=asyncio.get_running_loop().time, seed=seed), engines, network)
+    # Simulated engines report what changes, so a report is as good as its last one, however old.
+    fleet = Fleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
+
+    def listen() -> None:
+        for name, engine in engines.items():
+            engine.observe(Hearing(fleet, name, engine.profile.block_size))
+
+    fleet.knowledge.hear_from(listen)  # programs that never ask need not pay for it
+    return _Fleet(fleet, engines, network)
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: Fleet) -> None:
