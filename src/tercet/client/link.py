@@ -18,6 +18,8 @@ STALE_AFTER = 1.0
 STALLED_AFTER = 15.0
 ANSWER_SECONDS = 10.0
 ASK_AGAIN_SECONDS = 30.0
+ATTEMPTS = 5
+ATTEMPT_SECONDS = 0.05
 
 
 class StreamLink:
@@ -88,7 +90,12 @@ class StreamLink:
     async def _try(self) -> None:
         try:
             self._line.address = await self._listener.address_for(self._url)
-            await self._connect(Door(address=self._line.address, key=self._line.key))
+            for _ in range(ATTEMPTS):
+                await self._connect(Door(address=self._line.address, key=self._line.key))
+                if self._line.connected:
+                    break
+                # The engine has not noticed yet that the connection before is lost.
+                await asyncio.sleep(ATTEMPT_SECONDS)
         except EngineUnreachable:
             raise
         except (TercetError, OSError) as error:

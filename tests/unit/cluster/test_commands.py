@@ -205,3 +205,22 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 def test_errors_of_the_tree_have_a_sentence() -> None:
     assert issubclass(BadRequest, TercetError)
     assert UpConfig().public_name == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "tcp://127.0.0.1:*"), ("0.0.0.0", "tcp://*:*"), ("localhost", "tcp://127.0.0.1:*")],
+)
+def test_kv_events_are_published_where_the_engine_listens(host: str, address: str) -> None:
+    config = json.loads(value_of(engine_argv(spec(host=host)), "--kv-events-config"))
+    assert config == {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
+
+
+def test_kv_events_are_left_to_callers_who_set_them_and_where_vllm_cannot_listen() -> None:
+    own = '{"enable_kv_cache_events":false}'
+    assert (
+        value_of(engine_argv(spec(host="127.0.0.1", extra_args=("--kv-events-config", own))), "--kv-events-config")
+        == own
+    )
+    for changes in ({"host": "::1"}, {"host": "gpu-7"}, {"host": "127.0.0.1", "extra_args": ("-dp", "2")}):
+        assert "--kv-events-config" not in engine_argv(spec(**changes))

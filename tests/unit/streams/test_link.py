@@ -79,8 +79,8 @@ async def test_it_connects_by_itself_and_again_after_a_loss() -> None:
         assert await link.ready() is link.line
         link.line.drop("for this test")
         assert not link.line.connected
-        await until(lambda: link.line.connected)
-        assert engine.asked == 2
+        assert await link.ready() is link.line, "even if the engine has not heard of the loss yet"
+        assert engine.asked >= 2
 
 
 async def test_many_that_need_it_ask_the_engine_once() -> None:
