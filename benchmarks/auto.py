@@ -80,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         worst = max(_report(given, mix) for mix in given.mix.split(","))
-    except BadRequest as error:
+    except (BadRequest, OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"auto: {error}")
     print(f"\nauto at worst: {worst:.3f} of the best static program")
     sys.exit(worst > ALLOWED)

@@ -6,14 +6,24 @@ from typing import Literal
 
 import msgspec
 
+from tercet.protocol import BadRequest
+
 RouteKind = Literal["alone", "pair", "split"]
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """Service level objectives, in seconds; None is no objective."""
+    """Service level objectives, in seconds; None is no objective.
+
+    Raises :class:`~tercet.protocol.BadRequest` for one that is not positive.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("ttft", self.ttft), ("tpot", self.tpot)):
+            if seconds is not None and not seconds > 0:
+                raise BadRequest(f"{name}: is {seconds}, and must be more than 0 seconds", name)
 
     def missed_by(self, ttft: float, tpot: float) -> float:
         """By what share of themselves the objectives are missed, in sum; 0 if they are met."""

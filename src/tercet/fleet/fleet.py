@@ -204,14 +204,18 @@ class Fleet:
         ``ttft`` and ``tpot`` are objectives in seconds: what meets them goes before what is cheaper. ``explore`` is the
         share of requests that may take a pair which is not the cheapest, to learn from it, while the fleet is idle.
         Engines are left out as in :meth:`pick`, their roles do not count. The decision is noted in the trace.
-        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine, and
+        :class:`~tercet.protocol.BadRequest` for an objective or a share that makes no sense.
         """
+        targets = Targets(ttft, tpot)
+        if not 0 <= explore <= 1:
+            raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
         able = [member for member in self._open if member.reachable] or self._open
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
             raise EngineUnreachable("this fleet has no engine that may be picked")
         matched = self._choice.matched(request, able)
-        decision = self._costs.decide(request, [member.name for member in able], matched, Targets(ttft, tpot), explore)
+        decision = self._costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self._costs.promised(request, decision, matched))

@@ -171,3 +171,16 @@ async def _cancel(name: str) -> bool:
         assert (member.in_flight, member.in_flight_tokens) == (0, 0)
         assert fleet.costs.work(member.name).idle
     return not any(engine.busy for engine in engines)
+
+
+def test_auto_goes_where_the_prompt_is_cached() -> None:
+    """Sixteen prefixes over four engines: each is computed about once, and not on every engine."""
+    computed: dict[str, int] = {}
+    for name in ("auto", "data_parallel"):
+        workload = SyntheticWorkload(rate=4, requests=200, input_mean=2000, output_mean=20, prefixes=16, prefix=1800)
+        outcome = run_requests(
+            load_program(name), parse_fleet("both=4"), LLAMA, EngineOptions(), requests_of(workload, 0)
+        )
+        assert not outcome.failures
+        computed[name] = outcome.counts["prefill_tokens"]
+    assert computed["auto"] < 0.8 * computed["data_parallel"]

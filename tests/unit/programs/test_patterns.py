@@ -130,6 +130,14 @@ async def test_auto_notes_its_decision(pair: Pair) -> None:
     assert decision.chosen.ttft > 0
 
 
+@pytest.mark.parametrize(("name", "value"), [("ttft", "0"), ("tpot", "-1"), ("ttft", "nan"), ("explore", "2")])
+async def test_auto_refuses_objectives_that_make_no_sense(pair: Pair, name: str, value: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        await run("auto", pair[2], None, **{name: value})
+    assert raised.value.param == name
+    assert_nothing_taken(*pair)
+
+
 async def test_auto_over_one_engine_takes_it() -> None:
     engine = FakeEngine("only")
     await run("auto", Fleet([Member("only", "", "prefill", engine)]))
