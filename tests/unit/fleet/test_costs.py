@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.fleet.cost import CostModel, Pace, Tempo, features_of
@@ -43,6 +43,7 @@ def taught(prefills: list[tuple[float, int, int, int, int]], steps: list[tuple[f
 # ---- fits ----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(PREFILLS, TOKENS, TOKENS)
 def test_more_tokens_never_cost_less_whatever_was_seen(
     seen: list[tuple[float, int, int, int, int]], one: int, other: int
@@ -54,6 +55,7 @@ def test_more_tokens_never_cost_less_whatever_was_seen(
     assert model.prefill(less) <= model.prefill(less, sent=more)
 
 
+@settings(deadline=None)
 @given(STEPS, st.floats(1, 256), st.floats(1, 256))
 def test_larger_batches_never_cost_less_whatever_was_seen(
     seen: list[tuple[float, float, float]], one: float, other: float
@@ -64,6 +66,7 @@ def test_larger_batches_never_cost_less_whatever_was_seen(
     assert model.step(less, 100) <= model.step(less, 200)
 
 
+@settings(deadline=None)
 @given(st.tuples(*[st.floats(0.1, 10)] * 3), st.floats(1e-3, 1e3), st.integers(0, 1000))
 def test_a_fit_finds_the_truth(shares: tuple[float, ...], speed: float, seed: int) -> None:
     chance, prior = random.Random(seed), (0.01, 1e-4, 1e-8)
@@ -181,6 +184,7 @@ def test_decodes_do_not_answer_for_the_prefills_between_their_steps() -> None:
     assert model.step(1, 0) == pytest.approx(0.01, rel=0.1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["promise", "begin", "first", "last", "leave", "wait"]), st.integers(0, 4))))
 def test_whatever_happens_nothing_stays_when_all_have_left(events: list[tuple[str, int]]) -> None:
     clock = Clock()
@@ -271,6 +275,7 @@ def test_objectives_go_before_cost() -> None:
     assert tight[0].ttft < cheapest.ttft
 
 
+@settings(deadline=None)
 @given(PREFILLS, STEPS, st.integers(1, 8192), st.integers(0, 8192), st.integers(1, 4000), st.integers(0, 20))
 def test_every_route_has_sane_numbers(
     prefills: list[tuple[float, int, int, int, int]],
