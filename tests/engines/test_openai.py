@@ -1,0 +1,337 @@
+"""The OpenAI API of the front door, request by request beside that of a lone engine: the same status, the same answer.
+
+The front door's program is `disaggregated`, so that each answer has crossed from one engine to another where it can.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+
+from .conftest import Fleet, free_port
+from .prompts import prompt_of
+
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+
+# Different for each request or server, and not part of the answer.
+VOLATILE = {
+    "id", "created", "created_at", "completed_at", "system_fingerprint", "kv_transfer_params", "request_id", "item_id",
+    "call_id", "tool_call_id", "metrics", "root", "permission",
+}  # fmt: skip
+TEXT = "The sea is wide and the wind is cold, and the old sailor tells the children of the ships he saw. "
+PROMPT = TEXT * 4
+QUESTION = [{"role": "system", "content": "You answer briefly."}, {"role": "user", "content": TEXT * 3 + "What is it?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+# Without `strict`, vLLM takes any JSON for a call's arguments.
+TOOL = {
+    "type": "function",
+    "function": {"name": "paint", "description": "Paints.", "parameters": SCHEMA, "strict": True},
+}
+BASE: dict[str, Any] = {"model": "smollm2", "temperature": 0, "max_tokens": 12}
+
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "several prompts": {"prompt": [PROMPT, TEXT * 2]},
+    "token ids": {"prompt": prompt_of(200), "return_token_ids": True},
+    "several choices": {"n": 3, "temperature": 0.8, "seed": 11},
+    "seeded": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 3},
+    "logprobs": {"logprobs": 3},
+    "echo": {"echo": True, "max_tokens": 4},
+    "echo with logprobs": {"echo": True, "logprobs": 2, "max_tokens": 4},
+    "echo only": {"echo": True, "max_tokens": 0, "logprobs": 1},
+    "prompt logprobs": {"prompt_logprobs": 2, "max_tokens": 2},
+    "stop": {"stop": [" and", "."], "max_tokens": 40},
+    "stop included": {"stop": [" the"], "include_stop_str_in_output": True, "max_tokens": 40},
+    "stop tokens": {"stop_token_ids": list(range(260, 360)), "max_tokens": 40},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "max_tokens": 20},
+    "logit bias": {"logit_bias": {"1000": 100}, "max_tokens": 3},
+    "allowed tokens": {"allowed_token_ids": [1000, 2000, 3000]},
+    "bad words": {"bad_words": ["the"]},
+    "at least": {"min_tokens": 10, "stop_token_ids": list(range(2000))},
+    "ignoring the end": {"ignore_eos": True},
+    "truncated": {"truncate_prompt_tokens": 20},
+    "regex": {"structured_outputs": {"regex": "[a-c]{4}"}},
+    "choice": {"structured_outputs": {"choice": ["yes indeed", "no"]}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= "ab" | "cd"'}},
+    "beams": {"use_beam_search": True, "n": 2, "max_tokens": 5},
+    "one token": {"max_tokens": 1},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "at most": {"max_completion_tokens": 5},
+    "several choices": {"n": 2, "temperature": 0.8, "seed": 11},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "stop": {"stop": " ", "max_tokens": 30},
+    "json schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}, "max_tokens": 40,
+    },
+    "json object": {"response_format": {"type": "json_object"}, "max_tokens": 20},
+    "named tool": {
+        "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "paint"}}, "max_tokens": 60,
+    },
+    "required tool": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 80},
+    "tools, none wanted": {"tools": [TOOL], "tool_choice": "none"},
+    "tools, no parser": {"tools": [TOOL], "tool_choice": "auto"},
+    "going on": {
+        "messages": [*QUESTION, {"role": "assistant", "content": "It is"}],
+        "continue_final_message": True, "add_generation_prompt": False, "echo": True,
+    },
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]},
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, Any]] = {
+    "unknown model": ("/v1/completions", {**BASE, "model": "another", "prompt": "x"}),
+    "unknown model, chat": ("/v1/chat/completions", {**BASE, "model": "another", "messages": QUESTION}),
+    "prompt too long": ("/v1/completions", {**BASE, "prompt": [7] * 5000}),
+    "empty prompt": ("/v1/completions", {**BASE, "prompt": []}),
+    "no prompt": ("/v1/completions", BASE),
+    "no messages": ("/v1/chat/completions", {**BASE, "messages": []}),
+    "token id too high": ("/v1/completions", {**BASE, "prompt": [10**6]}),
+    "temperature": ("/v1/completions", {**BASE, "prompt": "x", "temperature": -1}),
+    "top_p": ("/v1/completions", {**BASE, "prompt": "x", "top_p": 2}),
+    "n": ("/v1/completions", {**BASE, "prompt": "x", "n": 0}),
+    "max_tokens": ("/v1/completions", {**BASE, "prompt": "x", "max_tokens": -1}),
+    "type of a field": ("/v1/completions", {**BASE, "prompt": "x", "max_tokens": "many"}),
+    "too many logprobs": ("/v1/completions", {**BASE, "prompt": "x", "logprobs": 100}),
+    "suffix": ("/v1/completions", {**BASE, "prompt": "x", "suffix": "y"}),
+    "regex": ("/v1/completions", {**BASE, "prompt": "x", "structured_outputs": {"regex": "("}}),
+    "schema": (
+        "/v1/chat/completions",
+        {**BASE, "messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+    ),
+    "allowed tokens": ("/v1/completions", {**BASE, "prompt": "x", "allowed_token_ids": []}),
+    "image": (
+        "/v1/chat/completions",
+        {
+            **BASE,
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+            ],
+        },
+    ),
+    "embeddings": ("/v1/embeddings", {"model": "smollm2", "input": "x"}),
+    "rerank": ("/v1/rerank", {"model": "smollm2", "query": "x", "documents": ["y"]}),
+    "transcriptions": ("/v1/audio/transcriptions", {"model": "smollm2"}),
+    "no such route": ("/v1/nothing", {}),
+    "no JSON": ("/v1/completions", b"{nonsense"),
+}
+
+
+async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
+    """Status and parsed answer, of a stream all its events."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}{path}", data=data, headers={"content-type": "application/json"}) as response,
+    ):
+        text = await response.text()
+        if response.content_type != "text/event-stream":
+            return response.status, msgspec.json.decode(text)
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]" or path == "/v1/responses", text
+        return response.status, [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
+
+
+async def both(fleet: Fleet, path: str, body: Any) -> tuple[Any, Any]:
+    """The front door's answer and the engine's, with the same status and without what is different each time."""
+    (status, ours), (expected, theirs) = [
+        await post(url, path, body) for url in (fleet.url, fleet.engine_url("prefill"))
+    ]
+    assert status == expected, (ours, theirs)
+    return lasting(ours), lasting(theirs)
+
+
+def lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: lasting(item) for key, item in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [lasting(item) for item in value]
+    # Two engines computed what one did here: in float32 the last digits of a log probability may differ.
+    return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
+
+
+def joined(events: list[Any]) -> Any:
+    """What a stream says in all: each choice's text, finish reason and log probabilities, and the usage."""
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in events:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            whole = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "reason": None})
+            delta = choice.get("delta", {})
+            whole["text"] += choice.get("text") or delta.get("content") or ""
+            for call in delta.get("tool_calls") or ():
+                whole["text"] += call["function"].get("name") or call["function"].get("arguments") or ""
+            logprobs = choice.get("logprobs") or {}
+            whole["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs") or []
+            whole["reason"] = choice["finish_reason"] or whole["reason"]
+    return choices, usage
+
+
+@pytest.mark.parametrize("case", COMPLETIONS)
+async def test_completions(fleet: Fleet, case: str) -> None:
+    ours, theirs = await both(fleet, "/v1/completions", {**BASE, "prompt": PROMPT, **COMPLETIONS[case]})
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("case", CHATS)
+async def test_chat_completions(fleet: Fleet, case: str) -> None:
+    ours, theirs = await both(fleet, "/v1/chat/completions", {**BASE, "messages": QUESTION, **CHATS[case]})
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("case", ["greedy", "several choices", "logprobs", "stop", "echo", "several prompts", "regex"])
+async def test_streamed_completions(fleet: Fleet, case: str) -> None:
+    body = {**BASE, "prompt": PROMPT, **COMPLETIONS[case], "stream": True, "stream_options": {"include_usage": True}}
+    ours, theirs = await both(fleet, "/v1/completions", body)
+    assert joined(ours) == joined(theirs)
+    assert ours[-1]["usage"] == theirs[-1]["usage"]
+
+
+@pytest.mark.parametrize("case", ["greedy", "several choices", "logprobs", "stop", "json schema"])
+async def test_streamed_chat_completions(fleet: Fleet, case: str) -> None:
+    body = {**BASE, "messages": QUESTION, **CHATS[case], "stream": True, "stream_options": {"include_usage": True}}
+    ours, theirs = await both(fleet, "/v1/chat/completions", body)
+    assert joined(ours) == joined(theirs)
+    assert ours[-1]["usage"] == theirs[-1]["usage"]
+
+
+RESPONSES: dict[str, dict[str, Any]] = {
+    "text": {"input": TEXT * 2},
+    "instructions": {"input": QUESTION[1:], "instructions": "Be brief."},
+    "json schema": {
+        "input": TEXT,
+        "text": {"format": {"type": "json_schema", "name": "p", "schema": SCHEMA}},
+        "max_output_tokens": 40,
+    },
+    "unknown model": {"input": TEXT, "model": "another"},
+    "unknown predecessor": {"input": TEXT, "previous_response_id": "resp_nothing"},
+}
+
+
+@pytest.mark.parametrize("case", RESPONSES)
+async def test_responses(fleet: Fleet, case: str) -> None:
+    body = {"model": "smollm2", "temperature": 0, "max_output_tokens": 12, "store": False, **RESPONSES[case]}
+    ours, theirs = await both(fleet, "/v1/responses", body)
+    assert ours == theirs
+
+
+async def test_streamed_responses(fleet: Fleet) -> None:
+    body = {"model": "smollm2", "input": TEXT * 2, "temperature": 0, "max_output_tokens": 12, "stream": True}
+    ours, theirs = await both(fleet, "/v1/responses", body)
+    for events in (ours, theirs):
+        assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    text = [
+        "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") for events in (ours, theirs)
+    ]
+    assert text[0] == text[1] != ""
+    assert ours[-1]["response"]["usage"] == theirs[-1]["response"]["usage"]
+
+
+async def test_anthropic_messages(fleet: Fleet) -> None:
+    body = {"model": "smollm2", "temperature": 0, "max_tokens": 12, "messages": QUESTION[1:]}
+    ours, theirs = await both(fleet, "/v1/messages", body)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": TEXT}),
+        ("/tokenize", {"messages": QUESTION, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [100, 200, 300]}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/v1/chat/completions/render", {"messages": QUESTION}),
+    ],
+    ids=["tokenize", "tokenize-chat", "detokenize", "detokenize-nothing", "render"],
+)
+async def test_without_an_engine(fleet: Fleet, path: str, body: dict[str, Any]) -> None:
+    ours, theirs = await both(fleet, path, {"model": "smollm2", **body})
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_refusals(fleet: Fleet, case: str) -> None:
+    path, body = REFUSED[case]
+    ours, theirs = await both(fleet, path, body)
+    assert ours == theirs
+    assert "message" in ours.get("error", ours) or "detail" in ours
+
+
+@pytest.fixture(scope="module")
+def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Another front door over the same engines, whose vLLM layer parses tool calls."""
+    port = free_port()
+    engines = [f"{fleet.engine_url(role)},role={role},name={role}" for role in ("prefill", "decode")]
+    command = [
+        sys.executable, "-m", "tercet.cli", "router", "--model", "smollm2", "--port", str(port),
+        *(part for engine in engines for part in ("--engine", engine)), "--program-arg", "min_send=1",
+        "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ]  # fmt: skip
+    log = tmp_path_factory.mktemp("with_tools") / "router.log"
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(log.read_text()[-4000:])
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "named"])
+async def test_tool_calls(with_tools: str, choice: str, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "paint"}}
+    fields: dict[str, Any] = {
+        "model": "smollm2", "temperature": 0, "max_tokens": 100, "messages": QUESTION, "tools": [TOOL],
+        "tool_choice": named if choice == "named" else choice, "stream": stream,
+    }  # fmt: skip
+    status, answer = await post(with_tools, "/v1/chat/completions", fields)
+    assert status == 200, answer
+    if stream:
+        calls = [call for event in answer for c in event["choices"] for call in c["delta"].get("tool_calls") or ()]
+        name = next(call["function"]["name"] for call in calls if call["function"].get("name"))
+        arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    else:
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+    assert name == "paint"
+    painted = msgspec.json.decode(arguments)
+    assert painted["colour"] in ("red", "blue")
+    assert 0 <= painted["count"] <= 9
+
+
+async def test_the_openai_client_knows_the_errors(fleet: Fleet) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match="another"):
+            await client.completions.create(model="another", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            await client.completions.create(model="smollm2", prompt=[7] * 5000)
+        listed = await client.models.list()
+    async with openai.AsyncOpenAI(base_url=f"{fleet.engine_url('prefill')}/v1", api_key="none") as client:
+        expected = await client.models.list()
+    assert [(m.id, m.max_model_len) for m in listed.data] == [(m.id, m.max_model_len) for m in expected.data]  # type: ignore[attr-defined]
