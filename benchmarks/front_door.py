@@ -195,7 +195,9 @@ def process(*command: str, port: int, path: str = "/health", **env: str) -> Gene
     import urllib.request
 
     variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **env}
-    child = subprocess.Popen([sys.executable, *command], env=variables, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, *command], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 120
         while True:
