@@ -47,4 +47,4 @@ def _nowhere(nbytes: int, scratch: memoryview) -> Vector:
     """The same few bytes, over and over."""
     whole, rest = divmod(nbytes, scratch.nbytes)
     lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
-    return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch)
+    return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch, nbytes)

@@ -175,7 +175,7 @@ class Inbound:
             if header.nbytes != size * len(blocks):
                 raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
             places = self._rules.region.places(header.layer, blocks, header.part * size, size)
-            return Body(header, Vector(places, self._rules.region), header.lease)
+            return Body(header, Vector(places, self._rules.region, header.nbytes), header.lease)
         except ProtocolViolation:
             raise
         except TercetError as error:

@@ -86,15 +86,13 @@ def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
     """Frames with the KV in them, from where it is."""
     texts = [item.piece() if item.blocks else item.claim() for item in items]
     text = b"".join(texts)
-    ends = np.cumsum([len(each) for each in texts], dtype=np.uint64)
-    lengths = np.diff(ends, prepend=np.uint64(0))
-    heads = np.stack((ends - lengths + np.uint64(address_of(text)), lengths), axis=1)
-    parts: list[Places] = []
-    for number, item in enumerate(items):
-        parts.append(heads[number : number + 1])
+    at, parts = address_of(text), list[Places]()
+    for item, own in zip(items, texts, strict=True):
+        parts.append(np.array([(at, len(own))], dtype=np.uint64))
+        at += len(own)
         if item.blocks:
             parts.append(item.places(region))
-    return Vector(np.concatenate(parts), (text, region))
+    return Vector(np.concatenate(parts), (text, region), len(text) + sum(item.nbytes for item in items))
 
 
 def by_reference(items: Sequence[Item]) -> Vector:

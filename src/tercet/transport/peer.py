@@ -47,7 +47,7 @@ CONNECT_SECONDS = 5.0
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
 # A frame through a connection is no larger, so that several connections share the work evenly.
-UNIT_BYTES = 2 * 1024 * 1024
+UNIT_BYTES = 4 * 1024 * 1024
 MAX_REFERENCED_BLOCKS = 65536
 # Small frames are gathered up to so many, or so many bytes, into one system call.
 MAX_GATHERED, GATHERED_BYTES = 64, 512 * 1024

@@ -131,14 +131,15 @@ class KVRegion:
 
         Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
         """
-        self.blocks(layer, min(blocks), max(blocks) - min(blocks) + 1)
-        first, lengths = np.array(blocks, dtype=np.uint64), size
+        numbers = np.array(blocks, dtype=np.int64)
+        first, last = int(numbers.min()), int(numbers.max())
+        self.blocks(layer, first, last - first + 1)
+        lengths: NDArray[np.int64] | int = size
         if size == self.shape.block_bytes:
-            first, counts = neighbours(first)
-            lengths = counts * np.uint64(size)
-        found = np.empty((len(first), 2), dtype=np.uint64)
-        found[:, 0] = first * np.uint64(self.shape.block_bytes)
-        found[:, 0] += np.uint64(self._address + self.shape.block(layer, 0) + offset)
+            numbers, counts = neighbours(numbers)
+            lengths = counts * size
+        found = np.empty((len(numbers), 2), dtype=np.uint64)
+        found[:, 0] = numbers * self.shape.block_bytes + (self._address + self.shape.block(layer, 0) + offset)
         found[:, 1] = lengths
         return found
 
@@ -156,13 +157,13 @@ class KVRegion:
         os.close(self.fd)
 
 
-def neighbours(blocks: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64] | np.uint64]:
+def neighbours(blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
     """Group them: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
     apart = blocks[1:] - blocks[:-1] != 1
     if apart.all():
-        return blocks, np.uint64(1)
+        return blocks, 1
     edges = np.concatenate(([0], apart.nonzero()[0] + 1, [len(blocks)]))
-    return blocks[edges[:-1]], np.diff(edges).astype(np.uint64)
+    return blocks[edges[:-1]], edges[1:] - edges[:-1]
 
 
 def _whole_pages(size: int) -> int:

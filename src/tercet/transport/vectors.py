@@ -49,24 +49,24 @@ def address_of(buffer: Buffer) -> int:
 
 
 class Vector:
-    """Places to be sent from, or filled, in order. ``owners`` are kept, since they own the memory.
+    """Places to be sent from, or filled, in order; ``nbytes`` together. ``owners`` are kept: theirs is the memory.
 
     ``left`` is the number of bytes still to be sent or filled.
     """
 
-    def __init__(self, places: Places, owners: object) -> None:
+    def __init__(self, places: Places, owners: object, nbytes: int) -> None:
         self._owners = owners
         self._places = places
-        self._ends: NDArray[np.uint64] = places[:, 1].cumsum()
-        self._total = int(self._ends[-1])
+        self._ends: NDArray[np.uint64] | None = None
+        self._total = nbytes
         self._first = 0
         self._message = _Message()
-        self.left = self._total
+        self.left = nbytes
 
     @classmethod
     def of(cls, buffer: Buffer) -> Vector:
         """One buffer, which is not empty."""
-        return cls(np.array([(address_of(buffer), len(buffer))], dtype=np.uint64), buffer)
+        return cls(np.array([(address_of(buffer), len(buffer))], dtype=np.uint64), buffer, len(buffer))
 
     @property
     def rest(self) -> Places:
@@ -78,17 +78,19 @@ class Vector:
         return self._move(_sendmsg, connection, socket.MSG_NOSIGNAL)
 
     def receive(self, connection: socket.socket) -> int | None:
-        """Fill from what is there, or comes within the connection's ``SO_RCVTIMEO``.
+        """Fill what goes into one call; less only if the connection's ``SO_RCVTIMEO`` passes with waiting for it.
 
         The number of bytes, 0 at the end of the stream, ``None`` if nothing came. Raises ``OSError``.
         """
-        return self._move(_recvmsg, connection, 0)
+        return self._move(_recvmsg, connection, socket.MSG_WAITALL)
 
     def advance(self, count: int) -> None:
         """``count`` bytes have been sent or filled."""
         self.left -= count
         if not self.left:
             return
+        if self._ends is None:  # most vectors go in one call
+            self._ends = self._places[:, 1].cumsum()
         done = self._total - self.left
         first = self._first = int(self._ends.searchsorted(done, side="right"))
         length, left = int(self._places[first, 1]), int(self._ends[first]) - done

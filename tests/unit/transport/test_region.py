@@ -168,7 +168,7 @@ def test_neighbours_are_one_place(region: KVRegion) -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20))
 def test_neighbours_are_the_blocks_in_as_few_groups_as_can_be(blocks: list[int]) -> None:
-    firsts, counts = neighbours(np.array(blocks, dtype=np.uint64))
+    firsts, counts = neighbours(np.array(blocks, dtype=np.int64))
     sizes = [int(count) for count in np.broadcast_to(counts, firsts.shape)]
     groups = [range(first, first + size) for first, size in zip(firsts.tolist(), sizes, strict=True)]
     assert [block for group in groups for block in group] == blocks
