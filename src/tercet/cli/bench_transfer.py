@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Lines
 
 from tercet.bench.transfer.cases import KIB, MIB, Table, cases
-from tercet.bench.transfer.interference import Interference, measure_interference
+from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
 from tercet.bench.transfer.report import draw, failures, report, rows
 from tercet.bench.transfer.run import BACKENDS, idle_cpu, measure
 from tercet.protocol import BadRequest, TransferFailed
@@ -58,9 +58,9 @@ def transfer(
         idle = idle_cpu([name for name in backends if name in found.ways], streams, console.print)
     if engine is not None:
         with console.status("starting") as status:
-            for name in backends:
+            for name in (MEMCPY, *backends):
                 status.update(f"decode steps of {engine} while it receives over {name}")
-                settings = TransportSettings(name, streams=streams)
+                settings = None if name == MEMCPY else TransportSettings(name, streams=streams)
                 interference[name] = _interference(engine.rstrip("/"), rounds, tokens, settings)
     _show(console, found, idle, interference)
     if json is not None:
@@ -96,7 +96,8 @@ def _show(
         said = f"{cores * 100:.2f}% of a core" if isinstance(cores, float) else cores
         console.print(f"idle, a pair of ranks over {way}: {said}", highlight=False)
     for way, slowed in interference.items():
-        console.print(f"decode steps while receiving over {way}: {_told(slowed)}", highlight=False)
+        beside = "beside another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
+        console.print(f"decode steps {beside}: {_told(slowed)}", highlight=False)
 
 
 def _told(found: Interference | str) -> str:
@@ -106,7 +107,7 @@ def _told(found: Interference | str) -> str:
     return f"{receiving:.1f} ms at {found.gb_per_s:.2f} GB/s, {alone:.1f} ms alone (x {found.slowdown:.3f})"
 
 
-def _interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference | str:
+def _interference(engine: str, rounds: int, tokens: int, settings: TransportSettings | None) -> Interference | str:
     try:
         return measure_interference(engine, rounds, tokens, settings)
     except TransferFailed as error:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import queue
 import random
 import secrets
 import statistics
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
 
 import aiohttp
 import msgspec
 
 from tercet.protocol import EngineError, KVAddrInfo, TercetError
 from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+from tercet.transport.threads import Turn
 
 LEASED_TOKENS = 2048
+MEMCPY = "memcpy"
+MIB = 1024 * 1024
+COPIED_MIB = 48  # as much as the lease has in SmolLM2's case, and more than caches hold
 ACK_SECONDS = 60.0
+
+
+Begin = Callable[[aiohttp.ClientSession], Awaitable["_Flood | _PlainCopy"]]
 
 
 class Interference(msgspec.Struct, frozen=True):
@@ -35,18 +45,25 @@ class Interference(msgspec.Struct, frozen=True):
         return self.step_receiving / self.step_alone
 
 
-def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
+def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings | None) -> Interference:
     """Decode ``tokens`` tokens on ``engine`` (its URL), in turn alone and while it receives, ``rounds`` times.
+
+    Without ``settings`` it receives nothing: another process copies memory meanwhile, on CPUs that this one may use.
+    A receiver as fast as that cannot disturb less.
 
     Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
     """
+
+    async def begin(session: aiohttp.ClientSession) -> _Flood | _PlainCopy:
+        return _PlainCopy() if settings is None else await _Flood.begin(session, engine, settings)
+
     try:
-        return asyncio.run(_measure(engine, rounds, tokens, settings))
+        return asyncio.run(_measure(engine, rounds, tokens, begin))
     except aiohttp.ClientError as error:
         raise EngineError(f"{engine} does not answer: {error}") from error
 
 
-async def _measure(engine: str, rounds: int, tokens: int, settings: TransportSettings) -> Interference:
+async def _measure(engine: str, rounds: int, tokens: int, begin: Begin) -> Interference:
     async with aiohttp.ClientSession() as session:
         model = (await _get(session, f"{engine}/v1/models"))["data"][0]["id"]
         vocabulary = range(1000, 20000)
@@ -56,7 +73,7 @@ async def _measure(engine: str, rounds: int, tokens: int, settings: TransportSet
         transport = ""
         for number in range(rounds + 1):
             quiet = await _steps(session, engine, model, vocabulary, tokens)
-            with await _Flood.begin(session, engine, settings) as flood:
+            with await begin(session) as flood:
                 busy = await _steps(session, engine, model, vocabulary, tokens)
             await flood.release(session)
             transport = flood.transport
@@ -89,6 +106,44 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, list[dict[
         if response.status != 200:
             raise EngineError(f"{url} answered {response.status}")
         return await response.json()
+
+
+class _PlainCopy:
+    """Copies as much as a flood holds, over and over, in a process of its own, until it is left."""
+
+    transport = MEMCPY
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._result, theirs = context.Pipe()
+        self._process = context.Process(target=_copy, args=(theirs,), daemon=True)
+        self.rate = 0.0
+
+    def __enter__(self) -> _PlainCopy:
+        self._process.start()
+        self._result.recv()  # its memory is in place
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._result.send(None)
+        self.rate = self._result.recv()
+        self._process.join()
+
+    async def release(self, session: aiohttp.ClientSession) -> None:
+        """There is nothing to give back."""
+
+
+def _copy(pipe: Connection) -> None:
+    source, target = (memoryview(bytearray(random.randbytes(MIB) * COPIED_MIB)) for _ in range(2))
+    turn, moved = Turn(), 0
+    pipe.send(None)
+    began = time.perf_counter()
+    while not pipe.poll():
+        for at in range(0, len(source), MIB):
+            target[at : at + MIB] = source[at : at + MIB]
+            turn.took(MIB)
+        moved += len(source)
+    pipe.send(moved / (time.perf_counter() - began) / 1e9)
 
 
 class _Flood:
