@@ -14,6 +14,7 @@ import time
 import urllib.error
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,12 @@ def urls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         yield found
     finally:
         for process in running.values():
-            os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()
         for process in running.values():
-            try:
+            # How vLLM ends is not what is tested here: with several workers on few cores it may hang at its end.
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=60)
-            finally:
-                _kill_group(process.pid)
+            _kill_group(process.pid)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +63,7 @@ async def test_a_changed_file_is_used(door: Door, file: Path) -> None:
 async def test_a_broken_file_changes_nothing_until_it_is_mended(
     door: Door, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
     file.write_text("syntax error(")
     await until(lambda: "mine.py changed and is not used" in caplog.text)
     assert (await door.ask())[1] == [1]
@@ -123,6 +125,7 @@ def test_a_file_that_is_gone_is_no_change(tmp_path: Path) -> None:
 async def test_a_changed_scheduling_file_is_used_and_so_is_a_changed_plugin(
     door: Door, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
     file, plugin = tmp_path / "scheduling.yaml", tmp_path / "mine.py"
     file.write_text(SCHEDULING.format("first"))
     plugin.write_text(PLUGIN.format(0.5))

@@ -55,6 +55,7 @@ BROKEN = ["raises", "exits", "yields_none", "yields_nothing", "wrong_picker"]
 async def test_a_failing_program_is_replaced_and_no_client_notices(
     door: Door, programs: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
     name = f"{programs}:{what}"
     await door.service.use(Plan(program=name))
     for expected in (1, 2, 0):

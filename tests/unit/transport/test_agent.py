@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
@@ -306,6 +307,7 @@ def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_w
 def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
     monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)

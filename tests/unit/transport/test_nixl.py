@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -159,6 +160,7 @@ def test_closing_gives_files_and_threads_back() -> None:
 def test_without_the_package_it_says_what_to_do_and_auto_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
     real = importlib.import_module
 
     def without(name: str, package: str | None = None) -> Any:
