@@ -14,6 +14,7 @@ Url = Annotated[str, typer.Option(help="The front door's base URL.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="TERCET_API_KEY", help="Its API key, if it was started with `-- --api-key`.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
 HERE = "http://127.0.0.1:8000"
 
 

@@ -17,6 +17,10 @@ T = TypeVar("T")
 Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
 ]
+ServedModelName = Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")]
+ModelAlias = Annotated[
+    list[str] | None, typer.Option(help="One more name of the model, that rules may go by; repeatable.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Program = Annotated[
     str, typer.Option(help="A built-in program (such as `disaggregated`), or your own: `file.py:function`.")

@@ -10,12 +10,11 @@ from typing import Annotated, Any, cast
 import typer
 import yaml
 
-from tercet.cli.front_door import HERE, ApiKey, Url, ask, say
+from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
 from tercet.cli.options import ProgramArg, key_values
 from tercet.protocol import BadRequest
 
 program = typer.Typer(no_args_is_help=True, help="Show and change the programs of a running front door.")
-Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
 
 
 @program.command()

@@ -17,6 +17,7 @@ from tercet.cli.options import (
     MaxQueued,
     MaxRequestBytes,
     Model,
+    ModelAlias,
     Program,
     ProgramArg,
     QueueTimeout,
@@ -25,6 +26,7 @@ from tercet.cli.options import (
     RetryWithin,
     ReturnAfter,
     Scheduling,
+    ServedModelName,
     VLLMArgs,
     Workers,
     checked,
@@ -55,10 +57,8 @@ def router(
     model: Model = "smollm2",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI API.")] = 8000,
     host: Host = "127.0.0.1",
-    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
-    model_alias: Annotated[
-        list[str] | None, typer.Option(help="One more name of the model, that rules may go by; repeatable.")
-    ] = None,
+    served_model_name: ServedModelName = None,
+    model_alias: ModelAlias = None,
     program: Program = "disaggregated",
     program_arg: ProgramArg = None,
     return_after: ReturnAfter = 5,

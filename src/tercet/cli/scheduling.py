@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.front_door import HERE, ApiKey, Url, ask, say
+from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
 
 scheduling = typer.Typer(no_args_is_help=True, help="Show and change how a running front door chooses engines.")
-Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
 
 
 @scheduling.command()

@@ -16,11 +16,14 @@ from tercet.cli.options import (
     MaxInFlightTokensPerEngine,
     MaxQueued,
     MaxRequestBytes,
+    ModelAlias,
+    ProgramArg,
     QueueTimeout,
     RequestTimeout,
     Retries,
     RetryWithin,
     Scheduling,
+    ServedModelName,
     VLLMArgs,
     Workers,
     key_values,
@@ -53,9 +56,7 @@ def up(
             help="`data_parallel`, `disaggregated`, or your own: `file.py:function`.", show_default="disaggregated"
         ),
     ] = None,
-    program_arg: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
-    ] = None,
+    program_arg: ProgramArg = None,
     dev: Annotated[
         bool | None, typer.Option("--dev", help="Load the program anew when its file changes.", show_default=False)
     ] = None,
@@ -74,10 +75,8 @@ def up(
     dtype: Annotated[
         str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")] = None,
-    model_alias: Annotated[
-        list[str] | None, typer.Option(help="One more name of the model, that rules may go by; repeatable.")
-    ] = None,
+    served_model_name: ServedModelName = None,
+    model_alias: ModelAlias = None,
     kv_cache_gib: Annotated[
         int | None, typer.Option(min=1, help="KV memory of each CPU engine.", show_default="1")
     ] = None,

@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from tercet.protocol import TransferFailed
 from tercet.transport.backends import Copies
 from tercet.transport.frames import Header, Reference
-from tercet.transport.region import RegionShape
+from tercet.transport.region import RegionShape, groups
 
 # Neighbours are joined up to here.
 MAX_COPY_BYTES = 1024 * 1024
 MAX_REFERRED_ROWS = 65536
 Numbers = NDArray[np.int64]
-_ZERO = np.zeros(1, dtype=np.int64)
 
 
 def copies(
@@ -60,8 +59,7 @@ def _apart(sources: Numbers, targets: Numbers) -> NDArray[np.bool_]:
 
 def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
     """Where runs of neighbours begin, and how many blocks they have: at most ``limit``."""
-    edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
-    first, counts = edges[:-1], edges[1:] - edges[:-1]
+    first, counts = groups(apart)
     if counts.max() <= limit:
         return first, counts
     cuts = -(-counts // limit)

@@ -26,6 +26,8 @@ TAIL_BYTES = LIVE_WORDS * WORD_BYTES + PAGE_BYTES
 # A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+_ZERO = np.zeros(1, dtype=np.int64)
+
 
 class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     """Where things are in a region, in bytes from its start.
@@ -162,8 +164,14 @@ def neighbours(blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np
     apart = blocks[1:] - blocks[:-1] != 1
     if apart.all():
         return blocks, 1
-    edges = np.concatenate(([0], apart.nonzero()[0] + 1, [len(blocks)]))
-    return blocks[edges[:-1]], edges[1:] - edges[:-1]
+    first, counts = groups(apart)
+    return blocks[first], counts
+
+
+def groups(apart: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where groups begin, and how many they have; ``apart[i]``: another group begins after item i."""
+    edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
+    return edges[:-1], edges[1:] - edges[:-1]
 
 
 def _whole_pages(size: int) -> int:

@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 import aiohttp
 import msgspec
 
+from tercet.bench.transfer.cases import MIB
 from tercet.protocol import EngineError, KVAddrInfo, TercetError
 from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
 from tercet.transport.threads import Turn
 
 LEASED_TOKENS = 2048
 MEMCPY = "memcpy"
-MIB = 1024 * 1024
 COPIED_MIB = 48  # as much as the lease has in SmolLM2's case, and more than caches hold
 ACK_SECONDS = 60.0
 
