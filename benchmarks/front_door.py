@@ -168,7 +168,7 @@ def measure(
 ) -> Row:
     """Put load on a port and count what it cost the processes."""
     command = [sys.executable, __file__, "--clients-of", str(port), "--streams", str(streams), "--rate", str(rate)]
-    command += ["--seconds", str(seconds)]
+    command += ["--seconds", str(seconds), "--tokens", str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdout is not None
         clients.stdout.readline()
