@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
 
 START_SECONDS = 420
+ROUTER_SECONDS = 120
 MODEL = "smollm2"
 
 
@@ -88,6 +90,34 @@ def start_fleet(tmp: Path, *args: str) -> Fleet:
             time.sleep(0.5)
     fleet.stop()
     pytest.fail(f"tercet up was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+
+
+@contextmanager
+def front_door_over(fleet: Fleet, tmp: Path, *args: str) -> Generator[str]:
+    """Another front door over the fleet's engines, with `args` of `tercet router`; its URL, once it answers."""
+    port, log = free_port(), tmp / "router.log"
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "tercet.cli", "router", "--model", MODEL, "--port", str(port)]
+    for role in ("prefill", "decode"):
+        command += ["--engine", f"{fleet.engine_url(role)},role={role},name={role}"]
+    with log.open("wb") as output, subprocess.Popen([*command, *args], stdout=output, stderr=output) as process:
+        try:
+            deadline = time.monotonic() + ROUTER_SECONDS
+            while not _answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"tercet router does not answer:\n{log.read_text()[-4000:]}")
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="session")

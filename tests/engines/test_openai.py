@@ -5,10 +5,6 @@ The front door's program is `disaggregated`, so that each answer has crossed fro
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from .conftest import Fleet, free_port
+from .conftest import Fleet, front_door_over
 from .prompts import prompt_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -274,32 +270,9 @@ async def test_refusals(fleet: Fleet, case: str) -> None:
 @pytest.fixture(scope="module")
 def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Another front door over the same engines, whose vLLM layer parses tool calls."""
-    port = free_port()
-    engines = [f"{fleet.engine_url(role)},role={role},name={role}" for role in ("prefill", "decode")]
-    command = [
-        sys.executable, "-m", "tercet.cli", "router", "--model", "smollm2", "--port", str(port),
-        *(part for engine in engines for part in ("--engine", engine)), "--program-arg", "min_send=1",
-        "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-    ]  # fmt: skip
-    log = tmp_path_factory.mktemp("with_tools") / "router.log"
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not answers(f"http://127.0.0.1:{port}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(log.read_text()[-4000:])
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    flags = ("--program-arg", "min_send=1", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with front_door_over(fleet, tmp_path_factory.mktemp("with_tools"), *flags) as url:
+        yield url
 
 
 @pytest.mark.parametrize("stream", [False, True])
