@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tercet.fleet import Fleet
@@ -48,6 +49,23 @@ class EngineCollector(Collector):
         return ()
 
 
+_exported: list[EngineCollector] = []
+
+
 def export(fleet: Fleet) -> None:
     """Add the gauges to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
-    REGISTRY.register(EngineCollector(fleet))
+    collector = EngineCollector(fleet)
+    REGISTRY.register(collector)
+    _exported.append(collector)
+
+
+def of_all_workers() -> CollectorRegistry:
+    """What all workers of a front door have counted, and the gauges: each worker hears every engine, so once.
+
+    vLLM's own ``/metrics`` serves what the workers write to files, and so lacks what is read when somebody asks.
+    """
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    for collector in _exported:
+        registry.register(collector)
+    return registry

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
 
-LENGTH_BYTES = 4
-LONGEST = 64 * 1024 * 1024
+from tercet.streams.frames import Splitter
+from tercet.streams.messages import LENGTH_BYTES
+
+LONGEST, CHUNK = 64 * 1024 * 1024, 64 * 1024
 T = TypeVar("T")
 
 
@@ -77,18 +80,21 @@ ToSupervisor = Wish | Performed | Serving
 ToWorker = Granted | Perform | Open
 
 
-def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Send one message."""
+def write(writer: asyncio.StreamWriter, message: ToSupervisor | ToWorker) -> None:
+    """Send one message, framed as token streams are."""
     body = msgspec.msgpack.encode(message)
     writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
 
 
-async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """The next message; None if the other side is gone. Raises ``ValueError`` for what it never sends."""
+async def messages_of(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> AsyncIterator[T]:
+    """Message after message, until the other side is gone.
+
+    Raises :class:`~tercet.streams.frames.FrameTooLong` or ``msgspec.DecodeError`` for what it never sends.
+    """
+    frames = Splitter(LONGEST)
     try:
-        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-        if length > LONGEST:
-            raise ValueError(f"a message of {length} bytes")
-        return decoder.decode(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+        while data := await reader.read(CHUNK):
+            for frame in frames.split(data):
+                yield decoder.decode(frame)
+    except ConnectionError:
+        return

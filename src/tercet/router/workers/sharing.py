@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from prometheus_client import make_asgi_app
 
 from tercet.protocol import EngineError, RequestTooLarge
 from tercet.protocol.wire import PREFIX
+from tercet.router import engine_metrics
 from tercet.router.body import App, Message, Receive, Scope, Send
 from tercet.router.entrance import refuse
 from tercet.router.workers.messages import (
@@ -26,11 +28,11 @@ from tercet.router.workers.messages import (
     Serving,
     ToWorker,
     Wish,
-    read,
+    messages_of,
     write,
 )
 
-ENGINES = f"{PREFIX}/engines"
+ENGINES, METRICS = f"{PREFIX}/engines", "/metrics"
 # What a PUT, POST or DELETE of these changes is every worker's; other calls are work for one of them.
 COMMON = re.compile(rf"{PREFIX}/(program|scheduling|engines)(/|$)")
 LONGEST_BODY = 1024 * 1024
@@ -76,7 +78,7 @@ class SupervisorLine:
             del self._wishes[number]
 
     async def _listen(self) -> None:
-        while (message := await read(self._reader, _decoder)) is not None:
+        async for message in messages_of(self._reader, _decoder):
             match message:
                 case Open():
                     self._opened.set()
@@ -115,7 +117,7 @@ class Shared:
 class Sharing:
     """ASGI middleware: changes of programs, schedulings and engines are made by all workers, or by none.
 
-    The list of engines is everybody's, too: sequences in flight are those of all workers.
+    The list of engines is everybody's, too: sequences in flight are those of all workers. So are the metrics.
     """
 
     def __init__(self, app: App, line: SupervisorLine) -> None:
@@ -124,6 +126,9 @@ class Sharing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        if scope["type"] == "http" and scope["path"] == METRICS and scope["method"] == "GET":
+            await make_asgi_app(engine_metrics.of_all_workers())(scope, receive, send)
+            return
         if scope["type"] != "http" or not concerns_all(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return

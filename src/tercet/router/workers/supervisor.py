@@ -31,7 +31,7 @@ from tercet.router.workers.messages import (
     Serving,
     ToSupervisor,
     Wish,
-    read,
+    messages_of,
     write,
 )
 
@@ -197,7 +197,7 @@ class Worker:
 
     async def attend(self) -> None:
         """Listen to it until its line closes."""
-        while (message := await read(self._reader, _decoder)) is not None:
+        async for message in messages_of(self._reader, _decoder):
             match message:
                 case Serving():
                     self._spawn(self._join())

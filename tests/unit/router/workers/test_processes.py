@@ -48,6 +48,10 @@ def metric(port: int, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def lines(port: int, name: str) -> list[str]:
+    return [line for line in ask(port, "GET", "/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
+
+
 def serves(door: tuple[int, subprocess.Popen[bytes]], workers: int) -> bool:
     port, process = door
     assert process.poll() is None, "the front door has ended"
@@ -121,6 +125,8 @@ def test_workers_are_of_one_mind_and_replaced(door: tuple[int, subprocess.Popen[
     workers = children(process.pid)
     assert len(workers) == 2
     assert ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200
+    until(lambda: len(lines(port, "tercet_engine_waiting")) > 0)
+    assert lines(port, "tercet_engine_waiting") == ['tercet_engine_waiting{engine="e"} 0.0'], "once, not by worker"
 
     status, found = ask(port, "PUT", "/tercet/v1/program", {"program": "disaggregated"})
     assert (status, found["version"]) == (200, 2)
