@@ -6,6 +6,9 @@
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
 left with the plan that it gets here. A mix is prompts and answers of these lengths, in tokens, one after the other.
+
+The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %
+bootstrap interval over rounds and requests, which have the same arrivals and lengths for every program.
 """
 
 from __future__ import annotations
@@ -18,20 +21,24 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from tercet.bench.compare import STATISTICS, Floats, ratio_interval
+from tercet.bench.result import load_result
 from tercet.bench.simulated.run import run_requests
 from tercet.bench.simulated.spec import parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.bench.summary import Samples
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request
 from tercet.sim import EngineOptions
 
 WARM_UP = 40
 ALLOWED = 1.05
+RESAMPLES = 2000
 
 
 class Mix(NamedTuple):
@@ -59,9 +66,9 @@ ACCELERATOR = {
     "change": Mix(((200, 400), (3000, 50)), (2, 6, 10)),
 }
 MEASURED = {
-    "short": Mix(((64, 100),), (0.8,)),
-    "long": Mix(((1000, 16),), (0.45,)),
-    "change": Mix(((64, 100), (1000, 16)), (0.5,)),
+    "short": Mix(((64, 100),), (0.4, 0.8, 1.2)),
+    "long": Mix(((1000, 16),), (0.2, 0.45)),
+    "change": Mix(((64, 100), (1000, 16)), (0.3, 0.5)),
 }
 
 
@@ -73,6 +80,7 @@ def main() -> None:
     where.add_argument("--url", help="of a front door")
     parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
     parser.add_argument("--mix", default="short,long,change")
+    parser.add_argument("--rates", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")
     parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
     parser.add_argument("--requests", type=int, help="per run")
     parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
@@ -86,6 +94,10 @@ def main() -> None:
     sys.exit(worst > ALLOWED)
 
 
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def _report(given: argparse.Namespace, name: str) -> float:
     """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
     mixes = MEASURED if given.url else CPU if "cpu" in given.simulate else ACCELERATOR
@@ -95,29 +107,37 @@ def _report(given: argparse.Namespace, name: str) -> float:
     phases = ", then ".join(f"{prompt} in, {answer} out" for prompt, answer in mix.phases)
     print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(PROGRAMS)} | auto / best |")
     print("| ---: |" + " ---: |" * (len(PROGRAMS) + 1))
-    for rate in mix.rates:
+    for rate in given.rates or mix.rates:
         found = _measured(given, mix, rate) if given.url else _simulated(given, mix, rate)
-        ratios.append(found["auto"] / min(jct for program, jct in found.items() if program != "auto"))
-        print(f"| {rate:g} | {' | '.join(f'{found[name]:.3f}' for name in PROGRAMS)} | {ratios[-1]:.3f} |", flush=True)
+        means = {label: float(np.concatenate(rounds).mean()) for label, rounds in found.items()}
+        best = min((label for label in means if label != "auto"), key=means.__getitem__)
+        ratios.append(means["auto"] / means[best])
+        within = _interval(found["auto"], found[best]) if given.url else ""
+        cells = " | ".join(f"{means[label]:.3f}" for label in PROGRAMS)
+        print(f"| {rate:g} | {cells} | {ratios[-1]:.3f}{within} |", flush=True)
     return max(ratios)
+
+
+def _interval(auto: list[Floats], best: list[Floats]) -> str:
+    found = ratio_interval(auto, best, STATISTICS["mean"], RESAMPLES, 0.95, 0)
+    return "" if found is None else f" ({found.low:.2f} to {found.high:.2f})"
 
 
 # ---- in simulation -------------------------------------------------------------------------------------------
 
 
-def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, float]:
+def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, list[Floats]]:
+    """JCTs in seconds, by program and run."""
     tokens = given.max_num_batched_tokens or (512 if "cpu" in given.simulate else 8192)
     options, fleet = EngineOptions(max_num_batched_tokens=tokens), parse_fleet(given.fleet)
-    found: dict[str, float] = {}
+    found: dict[str, list[Floats]] = {label: [] for label in PROGRAMS}
     for label, (program, args) in PROGRAMS.items():
-        means: list[float] = []
         for seed in range(given.seeds):
             arrivals = _arrivals(mix, rate, given.requests or 600, seed)
             outcome = run_requests(load_program(program, args), fleet, given.simulate, options, arrivals, WARM_UP, seed)
             if outcome.failures:
                 raise BadRequest(f"{label} failed {outcome.failures.total()} requests: {outcome.first_error}")
-            means.append(fmean(end - sent for end, sent in zip(outcome.ended, outcome.sent, strict=True)))
-        found[label] = fmean(means)
+            found[label].append(np.array(outcome.ended) - np.array(outcome.sent))
     return found
 
 
@@ -141,7 +161,8 @@ def _arrivals(mix: Mix, rate: float, requests: int, seed: int) -> Iterator[tuple
 # ---- on a running fleet --------------------------------------------------------------------------------------
 
 
-def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, float]:
+def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, list[Floats]]:
+    """JCTs in seconds, by program and round."""
     _plan(given.url)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -162,11 +183,10 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, flo
         for prompt, answer in mix.phases:
             line += ["--workload", f"random,input_len={prompt},output_len={answer}"]
         subprocess.run(line, check=True, stdout=sys.stderr)
-        points = json.loads(result.read_bytes())["points"]
-    if any(point["errors"] for point in points):
+        points = load_result(result).points
+    if any(point.errors for point in points):
         raise BadRequest("some requests failed")
-    rounds = {label: [point for point in points if point["label"] == label] for label in PROGRAMS}
-    return {label: fmean(point["metrics"]["mean_e2el_ms"] / 1e3 for point in found) for label, found in rounds.items()}
+    return {label: [Samples.of(point.records).e2el for point in points if point.label == label] for label in PROGRAMS}
 
 
 def _plan(url: str) -> None:
