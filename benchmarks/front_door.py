@@ -31,6 +31,7 @@ from typing import cast
 
 STEP = 0.02
 MODEL_NAME = "m"
+OF_A_STREAM = 100
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -72,6 +73,10 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+
+    @property
+    def closed(self) -> bool:
+        return self._transport.is_closing()
 
     async def ask(self, request: bytes) -> None:
         self._over.clear()
@@ -141,6 +146,7 @@ class Clients:
         tasks: set[asyncio.Task[None]] = set()
 
         async def one() -> None:
+            idle[:] = [stream for stream in idle if not stream.closed]  # a server ends what is idle for long
             stream = idle.pop() if idle else await self._connect()
             await stream.ask(self._request)
             idle.append(stream)
@@ -168,7 +174,7 @@ def measure(
 ) -> Row:
     """Put load on a port and count what it cost the processes."""
     command = [sys.executable, __file__, "--clients-of", str(port), "--streams", str(streams), "--rate", str(rate)]
-    command += ["--seconds", str(seconds), "--tokens", str(tokens)]
+    command += ["--seconds", str(seconds), "--tokens", str(OF_A_STREAM)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdout is not None
         clients.stdout.readline()
@@ -264,7 +270,7 @@ def main() -> None:
     parser.add_argument("--clients-of", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--streams", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=OF_A_STREAM, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")

@@ -28,10 +28,9 @@ async def source(port: int) -> None:
     from aiohttp import web
 
     from tercet.protocol import EngineStatus, Output, Usage
-    from tercet.protocol.wire import PREFIX, ConnectCall, StartGenerateCall, decode_call
+    from tercet.protocol.wire import PREFIX, ConnectCall, Destination, StartGenerateCall, decode_call
     from tercet.streams import Speaker, Voice
 
-    speaker = Speaker("source", lambda: None)
     running: dict[Voice, int] = {}
     outputs = [Output((token,)) for token in range(1000, 2000)]
 
@@ -40,14 +39,13 @@ async def source(port: int) -> None:
         await speaker.connect(door.address, door.key)
         return web.json_response({"connected": True})
 
-    async def start_generate(http: web.Request) -> web.Response:
-        call = decode_call(await http.read(), StartGenerateCall)
-        assert call.door is not None
-        connection = await speaker.connect(call.door.address, call.door.key)
-        voice = connection.voice(call.door.number, 0, lambda: running.pop(voice, None))
+    async def start_generate(call: StartGenerateCall, door: Destination) -> None:
+        connection = await speaker.connect(door.address, door.key)
+        voice = connection.voice(door.number, 0, lambda: running.pop(voice, None))
         running[voice] = call.sampling_params.get("max_tokens", 16) - 1
         voice.say(Output((1000,), usage=Usage(computed=len(call.prompt))))
-        return web.json_response({"accepted": True})
+
+    speaker = Speaker("source", lambda: None, start_generate)
 
     async def status(_: web.Request) -> web.Response:
         found = EngineStatus(
@@ -58,7 +56,7 @@ async def source(port: int) -> None:
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     app = web.Application()
-    app.add_routes([web.post(f"{PREFIX}/{verb.__name__}", verb) for verb in (connect, start_generate)])
+    app.add_routes([web.post(f"{PREFIX}/connect", connect)])
     app.add_routes([web.get(f"{PREFIX}/status", status)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

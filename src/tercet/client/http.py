@@ -181,7 +181,7 @@ class HttpEngine:
         outputs = Outputs()
         with line.sequence(len(output), outputs.put) as number:  # leaving early cancels it on the engine
             door = Destination(address=line.address, key=line.key, number=number)
-            await self._post("start_generate", msgspec.structs.replace(call, door=door), dict[str, Any])
+            line.start(msgspec.structs.replace(call, door=door))
             while True:
                 output_now = await outputs.get()
                 self._held.pop(request.seq_id, None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,28 +17,23 @@ class ProgramFault(Exception):
 
 
 class BrokenOff(EngineError):
-    """An engine ended the sequence before its end, and nobody here had asked it to; ``output`` tells how."""
+    """An engine ended the sequence before its end, and nobody here had asked it to.
+
+    ``begun`` has the tokens that came with it, ``output`` tells how it ended.
+    """
 
     def __init__(self, output: Output) -> None:
         super().__init__(f"the engine ended the sequence: {output.finish_reason}")
-        self.output = output
+        self.begun = msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
+        self.output = Output((), output.finish_reason, output.stop_reason)
 
 
-async def checked(attempt: AsyncIterator[Any]) -> AsyncGenerator[Output, None]:
-    """The outputs up to the last one; an error if they are none, or if that one is missing or was not the end."""
-    outputs = cast("AsyncGenerator[Any, None]", attempt)
-    async with aclosing(outputs):
-        async for output in outputs:
-            if not isinstance(output, Output):
-                raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
-            if output.broken_off:
-                if output.token_ids:
-                    yield msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
-                raise BrokenOff(Output((), output.finish_reason, output.stop_reason))
-            yield output
-            if output.finished:
-                return
-    raise ProgramFault("it ended before its sequence did")
+def require_whole(output: Any) -> None:
+    """Raises :class:`ProgramFault` for what is no output, :class:`BrokenOff` for one that is not the end it claims."""
+    if not isinstance(output, Output):
+        raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+    if output.finish_reason is not None and output.broken_off:
+        raise BrokenOff(output)
 
 
 def again(request: Request, recovery: Recovery) -> Request:

@@ -23,6 +23,7 @@ class Asked(msgspec.Struct, frozen=True):
     model: str = ""
     priority: int = 0
     user: str | None = None
+    stream: bool | None = None
 
 
 NOTHING = Asked()
@@ -30,11 +31,14 @@ _DECODER = msgspec.json.Decoder(Asked)
 
 
 class Body:
-    """A body that was read, for the application to receive again; ``asked`` is what it asks for."""
+    """A body that was read, for the application to receive again; ``asked`` is what it asks for.
+
+    ``content`` is there until it has been received.
+    """
 
     def __init__(self, content: bytes, receive: Receive) -> None:
         self.asked = _asked(content)
-        self._content = content
+        self.content = content
         self._given = False
         self._receive = receive
         self._next: asyncio.Future[Message] | None = None
@@ -43,7 +47,7 @@ class Body:
         """ASGI's ``receive``: the body, then whatever comes."""
         if not self._given:
             self._given = True
-            content, self._content = self._content, b""  # vLLM has its own copy from now on
+            content, self.content = self.content, b""  # vLLM has its own copy from now on
             return {"type": "http.request", "body": content, "more_body": False}
         return await (self._receive() if self._next is None else asyncio.shield(self._next))
 

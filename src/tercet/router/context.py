@@ -6,7 +6,8 @@ A plain ASGI middleware sets the context; the tasks that vLLM's handlers start i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,21 @@ def current() -> RequestContext:
     return _current.get() or RequestContext()
 
 
+@contextmanager
+def serving_request(context: RequestContext) -> Generator[None]:
+    """While entered, this is the HTTP request being served."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """A request's headers, by their names in lower case."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
 class ContextMiddleware:
     """Refuses unknown programs, sets the context and, with ``x-tercet-trace: 1``, adds the trace to the answer.
 
@@ -59,7 +75,7 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = headers_of(scope)
         if PROGRAM_HEADER in headers:
             try:
                 scope["app"].state.tercet.program_called(headers[PROGRAM_HEADER])
@@ -67,12 +83,9 @@ class ContextMiddleware:
                 await refuse(error, send)
                 return
         context = RequestContext(headers, asked=scope.get(ASKED, NOTHING))
-        token = _current.set(context)
-        try:
+        with serving_request(context):
             traced = headers.get(TRACE_HEADER) == "1"
             await self._app(scope, receive, _TracingSend(send, context) if traced else send)
-        finally:
-            _current.reset(token)
 
 
 class _TracingSend:

@@ -7,28 +7,22 @@ Relies on ``AsyncLLM`` using, for generation, only the methods below and the att
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Generator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from tercet.fleet import Trace
-from tercet.protocol import EngineError, Request, TercetError, Usage
-from tercet.router.context import RequestContext, current
-from tercet.router.convert import to_core_output, to_request
+from tercet.router.context import current
+from tercet.router.convert import to_request
+from tercet.router.program_outputs import ProgramOutputs
 from tercet.router.service import Service
-from tercet.router.streaming import PlainStream, StreamStats, current_stream
+from tercet.router.streaming import current_stream
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,16 +41,14 @@ class ProgramClient(EngineCoreClient):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
         self._output_processor: OutputProcessor | None = None
-        self._stream_stats = StreamStats(None)
         # Set once what get_output_async returned last, or will return next, is in its requests' streams.
         self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
         self.resources = Resources()
 
-    def attach(self, output_processor: OutputProcessor, stats: StreamStats) -> None:
-        """Where requests' errors go, so that clients get the status and the message; and counts of streamed tokens."""
+    def attach(self, output_processor: OutputProcessor) -> None:
+        """Where requests' errors go, so that clients get the status and the message."""
         self._output_processor = output_processor
-        self._stream_stats = stats
 
     # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
 
@@ -70,7 +62,7 @@ class ProgramClient(EngineCoreClient):
         return EngineCoreOutputs(outputs=outputs)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start the request's program."""
+        """Start the request's program, or hand it to the plain stream that the request is."""
         context = current()
         try:
             sequence = to_request(request, context.headers, context.asked.user)
@@ -79,7 +71,11 @@ class ProgramClient(EngineCoreClient):
             if self._output_processor is not None:
                 self._output_processor.abort_requests((request.request_id,), internal=True)
             raise
-        task = asyncio.get_running_loop().create_task(self._run(sequence, context, self._stream_of(sequence)))
+        outputs, stream = ProgramOutputs(self._service, sequence, context), current_stream()
+        if stream is not None:
+            stream.begin(outputs)
+            return
+        task = asyncio.get_running_loop().create_task(self._run(outputs))
         self._tasks[sequence.seq_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(sequence.seq_id, None))
 
@@ -108,78 +104,24 @@ class ProgramClient(EngineCoreClient):
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, request: Request, context: RequestContext, stream: PlainStream | None) -> None:
-        trace = Trace()
-        context.traces.append(trace)
-        with self._errors_reach_the_client(request.seq_id):
-            first = True
-            async with (
-                self._service.deadline(context.began),
-                aclosing(self._service.run(request, trace, context.asked.model)) as outputs,
-            ):
-                async for output in outputs:
-                    if stream is not None and stream.takes(output):
-                        stop = stream.write(output.token_ids)
-                        if stop is not None:
-                            self._ready.put_nowait(_stopped_by(request.seq_id, stop))
-                            return
-                        if stream.is_full:
-                            await stream.has_room()
-                        continue
-                    usage = _prompt_usage(trace, output.usage) if first else None
-                    self._ready.put_nowait(to_core_output(request.seq_id, request.num_tokens, output, usage))
-                    if first and not output.finished:
-                        # The client has its first token before the program goes on to what the second one needs.
-                        await (self._next_batch.wait() if stream is None else stream.settled())
-                    first = False
-
-    def _stream_of(self, request: Request) -> PlainStream | None:
-        """The short way to the client, if the request may go it."""
-        stream = current_stream()
-        state = self._output_processor.request_states.get(request.seq_id) if self._output_processor else None
-        if stream is None or state is None or not stream.attach(state, self._stream_stats):
-            return None
-        return stream
-
-    @contextmanager
-    def _errors_reach_the_client(self, seq_id: str) -> Generator[None]:
+    async def _run(self, outputs: ProgramOutputs) -> None:
         try:
-            yield
-        except TercetError as error:
-            self._service.failed(error)
-            self._fail(seq_id, error)
-        except Exception as error:  # it fails its own request only
-            logger.exception("request %s failed", seq_id)
-            failure = EngineError(f"the front door failed: {type(error).__name__}: {error}")
-            self._service.failed(failure)
-            self._fail(seq_id, failure)
+            with outputs.failures():
+                first = True
+                async with aclosing(outputs.stream) as stream:
+                    async for output in stream:
+                        self._ready.put_nowait(outputs.to_core_output(output))
+                        if first and not output.finished:
+                            # The client has its first token before the program goes on to what the second one needs.
+                            await self._next_batch.wait()
+                        first = False
+        except Exception as error:
+            self._fail(outputs.seq_id, error)
 
-    def _fail(self, seq_id: str, error: TercetError) -> None:
+    def _fail(self, seq_id: str, error: Exception) -> None:
         processor = self._output_processor
         state = processor.request_states.get(seq_id) if processor is not None else None
         if processor is None or state is None or state.queue is None:
             return
-        state.queue.put(_http_error(error))
+        state.queue.put(error)
         processor.abort_requests((seq_id,), internal=True)
-
-
-def _stopped_by(seq_id: str, stop: str) -> EngineCoreOutput:
-    """The end of a stream whose text had a stop string in it; its tokens have been seen."""
-    return EngineCoreOutput(
-        request_id=seq_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
-    )  # fmt: skip
-
-
-def _prompt_usage(trace: Trace, usage: Usage | None) -> Usage:
-    """What the client's ``usage`` shall call cached: prompt tokens that no engine had to compute."""
-    if usage is not None:
-        return usage
-    found = next((event for event in reversed(trace.events) if event.verb == "remote_send"), None)
-    cached_there = sum(event.cached for event in trace.events if event.verb == "prep_recv")
-    return Usage(cached=max(cached_there, found.cached if found is not None else 0))
-
-
-def _http_error(error: TercetError) -> Exception:
-    if error.status == HTTPStatus.BAD_REQUEST:
-        return VLLMValidationError(error.message, parameter=error.param)
-    return GracefulHTTPError(error.message, HTTPStatus(error.status))

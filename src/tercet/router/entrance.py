@@ -13,6 +13,7 @@ from tercet.router.gate import ClientLeft, Gate
 from tercet.router.keys import require_key
 
 ASKED = "tercet.asked"
+BODY = "tercet.body"
 # Of vLLM's routes those that generate; the others cost engines nothing.
 GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -54,7 +55,7 @@ class Entrance:
         if body is None:
             raise ClientLeft
         held.callback(body.close)
-        scope[ASKED] = body.asked
+        scope[ASKED], scope[BODY] = body.asked, body
         if path in GENERATING:
             await held.enter_async_context(self._gate.place(body.asked.priority, body.left))
         return body.receive

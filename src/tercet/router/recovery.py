@@ -32,16 +32,29 @@ class Recovery:
         self.tokens: list[int] = []
         self.attempts = 0
         self._budget = budget
-        self._waiting_since = now
+        self._began = self._first_at = self._waiting_since = now
 
     @property
     def answered(self) -> bool:
         """Whether the client has a token."""
         return bool(self.tokens)
 
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None without any."""
+        return self._first_at - self._began if self.tokens else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds between two tokens, on average; None if there are not two."""
+        between = len(self.tokens) - 1
+        return (self._waiting_since - self._first_at) / between if between > 0 else None
+
     def note(self, output: Output, now: float) -> None:
         """The client gets this output."""
         if output.token_ids:
+            if not self.tokens:
+                self._first_at = now
             self.tokens.extend(output.token_ids)
             self._waiting_since = now
 

@@ -10,11 +10,12 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Any, cast
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, TercetError
-from tercet.router.attempts import BrokenOff, ProgramFault, again, checked, one_engine
+from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, require_whole
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
@@ -91,53 +92,72 @@ class Service:
 
     # ---- serving ---------------------------------------------------------------------------------------------
 
-    async def run(self, request: Request, trace: Trace, model: str = "") -> AsyncGenerator[Output, None]:
+    def run(
+        self, request: Request, trace: Trace, model: str = "", began: float | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Run the request's program; yields its outputs and notes in ``trace`` what happened.
 
-        ``model`` is the name by which the client asked for the model, where rules go by it. Raises the program's
-        :class:`~tercet.protocol.TercetError`, once the budget for retries is spent.
+        ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its
+        time began to run (:func:`time.monotonic`), now if not given. Raises the program's
+        :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
+        :class:`~tercet.protocol.DeadlineExceeded`.
         """
-        started, first_at, num_tokens = time.monotonic(), 0.0, 0
-        with self._metrics.sequence():
-            async with aclosing(self._recovered(request, trace, model)) as outputs:
-                async for output in outputs:
-                    first_at = first_at or time.monotonic()
-                    num_tokens += len(output.token_ids)
-                    _time(trace, started, first_at, num_tokens)
-                    yield output
-                    if output.finished:
-                        break
-        self._metrics.finished(trace)
+        outputs = self._run(request, trace, model)
+        if self._request_timeout is None:
+            return outputs
+        return self._in_time(outputs, time.monotonic() if began is None else began)
 
-    async def _recovered(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
+    async def _run(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
         """The outputs of the program, and after a failure those of one engine that goes on where it stopped."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
         fleet = self.fleet.traced(trace)
         recovery = Recovery(self._retries, time.monotonic())
         attempt = chosen.program(request, fleet)
-        while True:
-            try:
-                async with aclosing(checked(attempt)) as outputs:
-                    async for output in outputs:
-                        recovery.note(output, time.monotonic())
-                        if output.finished and not recovery.attempts:
-                            self.routing.succeeded(chosen)
-                        yield output
-                return
-            except (Exception, SystemExit) as error:  # a user's program may raise anything
-                _require_wanted(error)
-                pause = self._next_attempt(chosen, error, recovery)
-                if pause is None and isinstance(error, BrokenOff):
-                    yield error.output
+        with self._metrics.sequence():
+            while True:
+                try:
+                    async with aclosing(cast("AsyncGenerator[Any, None]", attempt)) as outputs:
+                        async for output in outputs:
+                            require_whole(output)
+                            recovery.note(output, time.monotonic())
+                            if output.finish_reason is None:
+                                yield output
+                                continue
+                            if not recovery.attempts:
+                                self.routing.succeeded(chosen)
+                            self._ended(trace, recovery)
+                            yield output
+                            return
+                    raise ProgramFault("it ended before its sequence did")
+                except (Exception, SystemExit) as error:  # a user's program may raise anything
+                    _require_wanted(error)
+                    if isinstance(error, BrokenOff) and error.begun.token_ids:
+                        recovery.note(error.begun, time.monotonic())
+                        yield error.begun
+                    pause = self._next_attempt(chosen, error, recovery)
+                    if pause is None:
+                        last = _last_output(error)
+                        self._ended(trace, recovery)
+                        yield last
+                        return
+                await asyncio.sleep(pause)
+                trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
+                attempt = one_engine(again(request, recovery), fleet, tuple(recovery.tokens))
+
+    def _ended(self, trace: Trace, recovery: Recovery) -> None:
+        trace.ttft, trace.tpot = recovery.ttft, recovery.tpot
+        self._metrics.finished(trace)
+
+    async def _in_time(self, outputs: AsyncGenerator[Output, None], began: float) -> AsyncGenerator[Output, None]:
+        """The outputs, as long as they come before the deadline of a request that began then."""
+        async with aclosing(outputs):
+            while True:
+                async with self.deadline(began):
+                    output = await anext(outputs, None)
+                if output is None:
                     return
-                if pause is None and not isinstance(error, TercetError):
-                    raise EngineError(f"the program failed: {_words(error)}") from error
-                if pause is None:
-                    raise
-            await asyncio.sleep(pause)
-            trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
-            attempt = one_engine(again(request, recovery), fleet, tuple(recovery.tokens))
+                yield output
 
     def _next_attempt(self, chosen: Chosen, error: BaseException, recovery: Recovery) -> float | None:
         """Seconds until the next attempt after ``error``, or None if there shall be none."""
@@ -225,13 +245,16 @@ def _require_wanted(error: BaseException) -> None:
         raise asyncio.CancelledError from error
 
 
+def _last_output(error: BaseException) -> Output:
+    """What a sequence ends with when nothing more is tried; raises what there is no output for."""
+    if isinstance(error, BrokenOff):
+        return error.output
+    if isinstance(error, TercetError):
+        raise error
+    raise EngineError(f"the program failed: {_words(error)}") from error
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, ProgramFault):
         return str(error)
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
-
-
-def _time(trace: Trace, started: float, first_at: float, num_tokens: int) -> None:
-    trace.ttft = first_at - started
-    if num_tokens > 1:
-        trace.tpot = (time.monotonic() - first_at) / (num_tokens - 1)

@@ -2,7 +2,7 @@
 
 The front door listens (:class:`Listener`), engines connect (:class:`Speaker`). An engine sends one message per engine
 step and front door, with the new tokens of all of the front door's sequences and the engine's load, and one at least
-every 100 ms. The front door sends heartbeats and cancellations the other way.
+every 100 ms. The front door sends heartbeats, new sequences and cancellations the other way.
 """
 
 from tercet.streams.connection import Connection, Voice

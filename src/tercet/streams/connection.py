@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import msgspec
 
-from tercet.protocol import Conflict, EngineLoad, FrontDoorUnreachable, Output, TercetError
+from tercet.protocol import Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
+from tercet.protocol.wire import Destination, StartGenerateCall
 from tercet.streams.frames import FrameTooLong, Splitter
 from tercet.streams.messages import (
     LONGEST_FRAME,
@@ -26,6 +28,9 @@ from tercet.streams.messages import (
     item_of,
 )
 
+logger = logging.getLogger(__name__)
+Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
+"""Has the engine generate for a front door; returns once the engine has the sequence, or raises."""
 # What a front door that has stopped reading may leave unread before it counts as gone.
 MOST_UNSENT = 16 * 1024 * 1024
 # Cancellations of sequences that are not here: over, or still on their way here by HTTP.
@@ -63,13 +68,18 @@ class Voice:
 
 
 class Connection(asyncio.Protocol):
-    """Steps go out, orders come in. ``lost`` is called once it is over; every sequence is stopped then."""
+    """Steps go out, orders come in. ``lost`` is called once it is over; every sequence is stopped then.
+
+    ``start`` does what orders ask for; what it raises ends the sequence.
+    """
 
     protocol = PROTOCOL
 
-    def __init__(self, load: Callable[[], EngineLoad | None], lost: Callable[[], None]) -> None:
+    def __init__(self, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], None]) -> None:
         self._load = load
+        self._start = start
         self._lost = lost
+        self._starting: set[asyncio.Task[None]] = set()
         self._splitter = Splitter(LONGEST_FRAME)
         self._transport: asyncio.Transport | None = None
         self._accepted = asyncio.Event()
@@ -172,3 +182,21 @@ class Connection(asyncio.Protocol):
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
+        for call in order.starts:
+            if call.door is None:
+                logger.error("a front door asks for a sequence without saying where its tokens go")
+                self.abort()
+                return
+            task = asyncio.get_running_loop().create_task(self._begin(call, call.door))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
+        try:
+            await self._start(call, door)
+        except TercetError as error:
+            self.send(failed_item(door.number, len(call.output), error))
+        except Exception as error:  # it fails its own sequence only
+            logger.exception("a sequence failed")
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self.send(failed_item(door.number, len(call.output), failure))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import msgspec
 
 from tercet.protocol import EngineLoad, EngineUnreachable
+from tercet.protocol.wire import StartGenerateCall
 from tercet.streams.inbox import Deliver, Inbox
 from tercet.streams.messages import Order, Step, frame_of
 
@@ -57,7 +58,11 @@ class Line:
             yield number
         finally:
             if self._inbox.close(number):
-                self._order((number,))
+                self._order(Order(cancelled=(number,)))
+
+    def start(self, call: StartGenerateCall) -> None:
+        """Have the engine generate; outputs and errors come to the sequence that ``call.door`` numbers."""
+        self._order(Order(starts=(call,)))
 
     def take(self, frame: bytes) -> None:
         """The engine sent this; raises ``msgspec.MsgspecError`` for what no engine sends."""
@@ -67,7 +72,7 @@ class Line:
             self._on_load(step.load)
         unwanted = self._inbox.take(step.items)
         if unwanted:
-            self._order(tuple(unwanted))
+            self._order(Order(cancelled=tuple(unwanted)))
 
     def attach(self, connection: asyncio.Transport) -> None:
         """The engine has connected, perhaps again: then what the connection before carried is lost."""
@@ -91,8 +96,8 @@ class Line:
 
     def beat(self) -> None:
         """Tell the engine that somebody is listening."""
-        self._order(())
+        self._order(Order())
 
-    def _order(self, cancelled: tuple[int, ...]) -> None:
+    def _order(self, order: Order) -> None:
         if self._connection is not None and not self._connection.is_closing():
-            self._connection.write(frame_of(Order(cancelled)))
+            self._connection.write(frame_of(order))

@@ -1,12 +1,13 @@
 """The wire format of token streams: frames of MessagePack, each after its length in four bytes, big-endian.
 
 An engine sends one :class:`Hello`, then :class:`Step` after step. The front door answers the hello with an empty
-:class:`Order`, and sends orders from then on; an empty one is a heartbeat. Structs are arrays on the wire::
+:class:`Order`, and sends orders from then on; an empty one is a heartbeat. Structs are arrays on the wire, but for
+the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
     Hello = [protocol, key, engine]
     Step  = [[item, ...], load or nil]            load = [waiting, running, kv_usage, tokens or nil, step_time or nil]
     Item  = [number, position, [token, ...], ending or nil]
-    Order = [[number, ...]]                       sequences that nobody waits for any more
+    Order = [[number, ...], [call, ...]]          sequences that nobody waits for any more, and new ones
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import msgspec
 
 from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
+from tercet.protocol.wire import StartGenerateCall
 
-PROTOCOL = "tercet-stream/1"
+PROTOCOL = "tercet-stream/2"
 REPORT_SECONDS = 0.1
 """An engine with nothing else to say says how busy it is this often."""
 BEAT_SECONDS = 1.0
@@ -108,9 +110,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """What a front door tells an engine: sequences to end. Without any it is a heartbeat."""
+    """What a front door tells an engine: sequences to end and to start. Without any it is a heartbeat.
+
+    Every call in ``starts`` has its ``door``. What becomes of it comes back as the sequence's items.
+    """
 
     cancelled: tuple[int, ...] = ()
+    starts: tuple[StartGenerateCall, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode

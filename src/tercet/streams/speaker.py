@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tercet.protocol import BadRequest, EngineLoad, FrontDoorUnreachable
-from tercet.streams.connection import Connection
+from tercet.streams.connection import Connection, Start
 from tercet.streams.messages import REPORT_SECONDS, Hello
 
 CONNECT_SECONDS = 5.0
@@ -16,13 +16,14 @@ MOST_CONNECTIONS = 256
 class Speaker:
     """One engine's connections, one for each front door that it has been told of.
 
-    ``load`` says how busy the engine is; it is asked for each message, so it must be cheap. Without connections
-    nothing runs.
+    ``load`` says how busy the engine is; it is asked for each message, so it must be cheap. ``start`` has the engine
+    generate what front doors ask for over their connections. Without connections nothing runs.
     """
 
-    def __init__(self, engine: str, load: Callable[[], EngineLoad | None]) -> None:
+    def __init__(self, engine: str, load: Callable[[], EngineLoad | None], start: Start) -> None:
         self._engine = engine
         self._load = load
+        self._start = start
         self._connecting: dict[tuple[str, str], asyncio.Task[Connection]] = {}
         self._connections: dict[tuple[str, str], Connection] = {}
         self._tick: asyncio.TimerHandle | None = None
@@ -64,7 +65,7 @@ class Speaker:
         def lost() -> None:
             self._connections.pop(where, None)
 
-        connection = Connection(self._load, lost)
+        connection = Connection(self._load, self._start, lost)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)

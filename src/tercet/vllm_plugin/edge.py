@@ -80,7 +80,7 @@ class Edge:
         self._busy: dict[BusyKey, Callable[[], None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(self._lease_filled)
-        self.speaker = Speaker(name, LoadMeter(engine_client).load)
+        self.speaker = Speaker(name, LoadMeter(engine_client).load, self.stream_generate)
         self._layout: KVLayout | None = None
         self._transports: list[list[str]] = []
         self._lease_ttl = 0.0

@@ -12,7 +12,7 @@ import pytest
 from tercet.client import link as link_module
 from tercet.client.link import StreamLink
 from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable
-from tercet.protocol.wire import Door
+from tercet.protocol.wire import Destination, Door, StartGenerateCall
 from tercet.streams import Listener, Outputs, Speaker
 
 URL = "http://127.0.0.1:1"
@@ -30,10 +30,13 @@ class FakeEngine:
     """An engine's answers to ``connect`` and ``status``."""
 
     def __init__(self) -> None:
-        self.speaker = Speaker("e", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0))
+        self.speaker = Speaker("e", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
         self.connect_error: Exception | None = None
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0
+
+    async def start(self, call: StartGenerateCall, door: Destination) -> None:
+        raise AssertionError("nobody asked for a sequence")
 
     async def connect(self, door: Door) -> None:
         self.asked += 1

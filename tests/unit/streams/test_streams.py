@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import pytest
 from tercet.protocol import (
     BadRequest,
     Conflict,
+    EngineError,
     EngineLoad,
     EngineUnreachable,
     FrontDoorUnreachable,
@@ -22,11 +23,29 @@ from tercet.protocol import (
     TokenLogprob,
     Usage,
 )
+from tercet.protocol.wire import Destination, StartGenerateCall
 from tercet.streams import Connection, Hello, Line, Listener, Outputs, Speaker, Step
 from tercet.streams.messages import LONGEST_HELLO, PROTOCOL, frame_of
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
 ENGINE_URL = "http://127.0.0.1:1"
+
+
+class Started:
+    """What an engine does with the sequences that it is asked for: the one ``seq_id`` that is an error's fails so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.errors: dict[str, Exception] = {}
+
+    async def start(self, call: StartGenerateCall, door: Destination) -> None:
+        self.calls.append((call.seq_id, door.number))
+        if call.seq_id in self.errors:
+            raise self.errors[call.seq_id]
+
+
+async def no_start(call: StartGenerateCall, door: Destination) -> None:
+    raise AssertionError("nobody asked for a sequence")
 
 
 @dataclass
@@ -39,6 +58,7 @@ class Pair:
     connection: Connection
     address: str
     loads: list[EngineLoad] = field(default_factory=list[EngineLoad])
+    started: Started = field(default_factory=Started)
 
 
 @asynccontextmanager
@@ -47,9 +67,10 @@ async def connected() -> AsyncGenerator[Pair]:
     async with Listener() as listener:
         line = listener.line("e", loads.append)
         address = await listener.address_for(ENGINE_URL)
-        speaker = Speaker("e", lambda: LOAD)
+        started = Started()
+        speaker = Speaker("e", lambda: LOAD, started.start)
         try:
-            yield Pair(listener, line, speaker, await speaker.connect(address, line.key), address, loads)
+            yield Pair(listener, line, speaker, await speaker.connect(address, line.key), address, loads, started)
         finally:
             speaker.close()
 
@@ -62,6 +83,46 @@ async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 def never() -> None:
     raise AssertionError("the sequence was stopped")
+
+
+def call_of(pair: Pair, seq_id: str, number: int, output: Sequence[int] = ()) -> StartGenerateCall:
+    door = Destination(address=pair.address, key=pair.line.key, number=number)
+    return StartGenerateCall(prompt=[1, 2], seq_id=seq_id, output=list(output), sampling_params={"seed": 3}, door=door)
+
+
+async def test_sequences_are_started_over_the_line() -> None:
+    async with connected() as pair:
+        numbers: dict[str, int] = {}
+        for name in ("a", "b"):
+            outputs = Outputs()
+            with pair.line.sequence(0, outputs.put) as number:
+                numbers[name] = number
+                pair.line.start(call_of(pair, name, number))
+                await until(lambda: len(pair.started.calls) == len(numbers))
+                pair.connection.voice(number, 0, never).say(Output((5,), "length"))
+                assert (await outputs.get()).token_ids == (5,)
+        assert pair.started.calls == list(numbers.items())
+
+
+@pytest.mark.parametrize("error", [NoSpace("full", "prompt"), ValueError("a bug")])
+async def test_a_sequence_that_cannot_be_started_ends_in_its_error(error: Exception) -> None:
+    async with connected() as pair:
+        pair.started.errors["x"] = error
+        outputs = Outputs()
+        with pair.line.sequence(2, outputs.put) as number:
+            pair.line.start(call_of(pair, "x", number, output=(8, 9)))
+            with pytest.raises(type(error) if isinstance(error, NoSpace) else EngineError, match=str(error)):
+                await outputs.get()
+        assert not pair.line.open_sequences
+        assert pair.line.connected
+
+
+async def test_a_start_that_says_not_where_to_is_no_front_doors(caplog: pytest.LogCaptureFixture) -> None:
+    async with connected() as pair:
+        pair.line.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
+        await until(lambda: not pair.line.connected)
+        assert not pair.started.calls
+    assert "without saying where" in caplog.text
 
 
 async def test_outputs_arrive_as_they_were_said() -> None:
@@ -176,7 +237,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
     outputs = Outputs()
     async with connected() as pair:
         with pair.line.sequence(0, outputs.put):
-            again = Speaker("e", lambda: LOAD)
+            again = Speaker("e", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.line.key)
             with pytest.raises(EngineUnreachable, match="connected anew"):
                 await outputs.get()
@@ -187,7 +248,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
 
 async def test_two_callers_share_a_connection() -> None:
     async with connected() as pair:
-        speaker = Speaker("e", lambda: LOAD)
+        speaker = Speaker("e", lambda: LOAD, no_start)
         line = pair.listener.line("f", lambda _: None)
         first, second = await asyncio.gather(
             speaker.connect(pair.address, line.key), speaker.connect(pair.address, line.key)
@@ -200,12 +261,12 @@ async def test_two_callers_share_a_connection() -> None:
 @pytest.mark.parametrize("address", ["nowhere", ":", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "a:b", ":80"])
 async def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(BadRequest, match="door"):
-        await Speaker("e", lambda: None).connect(address, "k")
+        await Speaker("e", lambda: None, no_start).connect(address, "k")
 
 
 async def test_a_front_door_that_is_not_there_is_named() -> None:
     with pytest.raises(FrontDoorUnreachable, match=r"127\.0\.0\.1:1"):
-        await Speaker("e", lambda: None).connect("127.0.0.1:1", "k")
+        await Speaker("e", lambda: None, no_start).connect("127.0.0.1:1", "k")
 
 
 @pytest.mark.parametrize(

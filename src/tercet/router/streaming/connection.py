@@ -7,6 +7,8 @@ has ``transport``, ``flow``, ``disconnected`` and ``chunked_encoding``, and whol
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +24,7 @@ class Connection:
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
         self._unread_seconds = unread_seconds
+        self._on_lost: Callable[[], object] | None = None
 
     @property
     def is_chunked(self) -> bool:
@@ -46,6 +49,27 @@ class Connection:
         except TimeoutError:
             self._cycle.transport.abort()
 
+    @contextmanager
+    def until_lost(self) -> Generator[None]:
+        """What is entered by the current task is cancelled when the client leaves, and the task goes on behind it."""
+        task = asyncio.current_task()
+        self._on_lost = None if task is None else task.cancel
+        if self._cycle.disconnected:
+            self.lost()
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled the task as well: then it stays cancelled.
+            if task is None or not self._cycle.disconnected or task.uncancel() > 0:
+                raise
+        finally:
+            self._on_lost = None
+
+    def lost(self) -> None:
+        """The client is gone."""
+        if self._on_lost is not None:
+            self._on_lost()
+
 
 _current: ContextVar[Connection | None] = ContextVar("tercet_connection", default=None)
 
@@ -58,9 +82,18 @@ def current_connection() -> Connection | None:
 class StreamingProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which lets each request's task know its connection."""
 
+    _connection: Connection | None = None
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        token = _current.set(Connection(cycle))
+        self._connection = Connection(cycle)
+        token = _current.set(self._connection)
         try:
             super()._start_asgi_task(cycle, app)  # the task starts with a copy of this context
         finally:
             _current.reset(token)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn's, and the request's task hears of it."""
+        super().connection_lost(exc)
+        if self._connection is not None:
+            self._connection.lost()

@@ -23,6 +23,14 @@ class StreamStats:
         self._loggers = loggers
         self._iteration: IterationStats | None = None
 
+    def iteration(self) -> IterationStats | None:
+        """Where vLLM's own path notes what it sees now; None without loggers."""
+        if self._loggers is None:
+            return None
+        gathered = self._gather(0)
+        gathered.iteration_timestamp = time.time()  # latencies are counted to it
+        return gathered
+
     def observe(self, request: RequestStateStats | None, num_tokens: int) -> None:
         """A request had ``num_tokens`` more, in one output."""
         if self._loggers is None or request is None:

@@ -1,87 +1,108 @@
 """One plain stream: its first and last chunks are vLLM's, those in between are written here.
 
-Relies on ``OutputProcessor`` keeping a ``RequestState`` with ``queue``, ``detokenizer`` and ``stats`` for each request,
-on its calling nothing but ``queue.put``, and on its stream generators counting ``token_ids`` of the outputs they see.
+vLLM's stream generator asks for the request's results here instead of at ``AsyncLLM.generate``. It gets those of which
+it must make a chunk; the program runs in its task, and the other outputs never leave this class.
+
+Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and giving it to
+the engine-core client; on ``process_outputs`` putting what it makes of an output into the request's queue at once; on
+``RequestState`` having ``detokenizer`` and ``stats``; and on stream generators counting the ``token_ids`` they see.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output
+from tercet.router.program_outputs import ProgramOutputs
 from tercet.router.streaming.connection import Connection
 from tercet.router.streaming.stats import StreamStats
-from tercet.router.streaming.template import Template, is_opening, template_of
+from tercet.router.streaming.template import Template, template_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import OutputProcessor
 
 
 class PlainStream:
-    """A stream that may go the short way once its first chunk is on the socket."""
+    """A stream whose chunks are written to ``connection`` from a template, once vLLM has written one of them."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, processor: OutputProcessor, stats: StreamStats) -> None:
+        self.connection = connection
+        self._processor = processor
+        self._stats = stats
         self._template: Template | None = None
-        self._settled = asyncio.Event()
+        self._outputs: ProgramOutputs | None = None
         self._state: Any = None
-        self._queue: Any = None
-        self._stats: StreamStats | None = None
         # Tokens that vLLM's stream generator has not counted yet.
         self._uncounted: list[int] = []
+        self._results: AsyncGenerator[RequestOutput, None] | None = None
 
-    # ---- between vLLM's output processor and its stream generator --------------------------------------------
+    # ---- what vLLM's stream generator sees -------------------------------------------------------------------
 
-    def attach(self, state: Any, stats: StreamStats) -> bool:
-        """Stand between a request's state and its queue; False for what must go vLLM's way."""
-        if self._state is not None or state.parent_req is not None or state.stream_interval > 1:
-            self._settled.set()
-            return False
-        self._state, self._queue, self._stats = state, state.queue, stats
-        state.queue = self
-        return True
+    def generate(self, add_request: Callable[[], Awaitable[Any]]) -> AsyncGenerator[RequestOutput, None]:
+        """The results of the request that ``add_request`` adds; in place of ``AsyncLLM.generate``."""
+        self._results = self._run(add_request)
+        return self._results
 
-    def put(self, output: Any) -> None:
-        """Pass on what vLLM's path has made, with the tokens that went the short way counted in."""
-        if self._uncounted and isinstance(output, RequestOutput):
-            completion = output.outputs[0]
+    def begin(self, outputs: ProgramOutputs) -> None:
+        """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
+        self._state = self._processor.request_states[outputs.seq_id]
+        self._outputs = outputs
+
+    def learn(self, chunk: str) -> None:
+        """A chunk of vLLM's is on the socket."""
+        if self._template is None and self.connection.is_chunked:
+            self._template = template_of(chunk)
+
+    async def close(self) -> None:
+        """End the program, if it still runs."""
+        if self._results is not None:
+            await self._results.aclose()
+
+    async def _run(self, add_request: Callable[[], Awaitable[Any]]) -> AsyncGenerator[RequestOutput, None]:
+        queue = await add_request()
+        outputs = self._outputs
+        if outputs is None:
+            raise RuntimeError("vLLM added a request without telling its engine-core client")
+        try:
+            with outputs.failures():
+                async with aclosing(outputs.stream) as stream:
+                    async for output in stream:
+                        unwritten = self.write(output) if self._takes(output) else outputs.to_core_output(output)
+                        if unwritten is None:
+                            if self.connection.is_full:
+                                await self.connection.has_room()
+                            continue
+                        result = self._process(unwritten, queue)
+                        if result is None:
+                            continue
+                        # The client has it before the program goes on to what the next one needs.
+                        yield result
+                        if result.finished:
+                            return
+        finally:
+            self._processor.abort_requests((self._state.request_id,), internal=True)
+            queue.close()
+
+    def _process(self, output: EngineCoreOutput, queue: Any) -> RequestOutput | None:
+        """What vLLM makes of an output, with the tokens counted in that it did not see."""
+        self._processor.process_outputs([output], time.monotonic(), self._stats.iteration())
+        result = queue.get_nowait()
+        if result is not None and self._uncounted:
+            completion = result.outputs[0]
             completion.token_ids = [*self._uncounted, *completion.token_ids]
             self._uncounted = []
-        self._queue.put(output)
+        return result
 
-    async def watching(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """vLLM's stream of events, unchanged; learns from it what chunks look like."""
-        # The generator's caller runs what asks for this stream, vLLM's engine client, in the same context.
-        _current.set(self)
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-                    # Whoever asks for the next chunk has written this one.
-                    if not self._settled.is_set():
-                        self._learn(chunk)
-        finally:
-            self._template = None
-            self._settled.set()
+    # ---- the short way ---------------------------------------------------------------------------------------
 
-    def _learn(self, chunk: str) -> None:
-        if is_opening(chunk):
-            return
-        if self._state is not None and self._connection.is_chunked:
-            self._template = template_of(chunk)
-        self._settled.set()
-
-    # ---- the program's outputs -------------------------------------------------------------------------------
-
-    async def settled(self) -> None:
-        """Wait until the first content is on the socket, or the stream is over."""
-        await self._settled.wait()
-
-    def takes(self, output: Output) -> bool:
-        """Whether the output goes the short way."""
+    def _takes(self, output: Output) -> bool:
         return (
             self._template is not None
             and output.finish_reason is None
@@ -89,34 +110,30 @@ class PlainStream:
             and bool(output.token_ids)
         )
 
-    def write(self, token_ids: Sequence[int]) -> str | None:
-        """Send the text of these tokens; returns the stop string that ends the stream, if they complete one.
+    def write(self, output: Output) -> EngineCoreOutput | None:
+        """Send the text of its tokens; returns the end of the stream instead, if they complete a stop string.
 
         The text before a stop string is not sent: it belongs to the last chunk, which is vLLM's.
         """
-        template = self._template
-        if template is None or self._stats is None:
-            raise RuntimeError("the stream does not go the short way")
+        template, num_tokens = self._template, len(output.token_ids)
+        stop, text = self._detokenize(output.token_ids)
+        if stop is not None or template is None:
+            self._stats.count(self._state.stats, num_tokens)
+            return EngineCoreOutput(
+                request_id=self._state.request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
+            )
+        self._stats.observe(self._state.stats, num_tokens)
+        self.connection.write(template.frame(text))
+        return None
+
+    def _detokenize(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        """The stop string that these tokens complete, if any, and their text."""
         detokenizer = self._state.detokenizer
         before = detokenizer.num_output_tokens()
         stop = detokenizer.update(list(token_ids), False)
         # A stop string inside several tokens of one step drops those behind it.
         self._uncounted += token_ids[: detokenizer.num_output_tokens() - before]
-        if stop is not None:
-            self._stats.count(self._state.stats, len(token_ids))
-            return stop
-        self._stats.observe(self._state.stats, len(token_ids))
-        self._connection.write(template.frame(detokenizer.get_next_output_text(False, True)))
-        return None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the client must read before more is written."""
-        return self._connection.is_full
-
-    async def has_room(self) -> None:
-        """Wait for the client to read."""
-        await self._connection.has_room()
+        return stop, "" if stop is not None else detokenizer.get_next_output_text(False, True)
 
 
 _current: ContextVar[PlainStream | None] = ContextVar("tercet_stream", default=None)
@@ -125,3 +142,13 @@ _current: ContextVar[PlainStream | None] = ContextVar("tercet_stream", default=N
 def current_stream() -> PlainStream | None:
     """The plain stream being served, if the request is one."""
     return _current.get()
+
+
+@contextmanager
+def serving(stream: PlainStream) -> Generator[None]:
+    """While entered, the current task serves this stream."""
+    token = _current.set(stream)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -15,6 +15,7 @@ from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
     ConnectCall,
+    Destination,
     PrepRecvAnswer,
     PrepRecvCall,
     ReleaseAnswer,
@@ -39,7 +40,7 @@ class Verbs:
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
-        self.relay = Relay(Speaker(engine.name, engine.load))
+        self.relay = Relay(Speaker(engine.name, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
         """Where each verb is found."""
@@ -70,8 +71,7 @@ class Verbs:
         """Decode; outputs go to a front door, or are server-sent events, or one answer with ``stream: false``."""
         call = decode_call(await http.read(), StartGenerateCall)
         if call.door is not None:
-            outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
-            await self.relay.start(call.door, len(call.output), outputs)
+            await self._relay(call, call.door)
             return json_of({"accepted": True})
         async with aclosing(self._engine.start_generate(request_of(call), call.begin, call.output)) as outputs:
             if not call.stream:
@@ -79,6 +79,10 @@ class Verbs:
             # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
             first = await anext(outputs)
             return await stream(http, first, outputs)
+
+    async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
+        outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
+        await self.relay.start(door, len(call.output), outputs)
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a front door; token streams and reports go there."""

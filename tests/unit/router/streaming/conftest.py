@@ -18,7 +18,10 @@ from tercet.cluster.model import resolve_model
 from tercet.fleet import Fleet, Member
 from tercet.protocol import BadRequest, Output, Request
 from tercet.router import RouterConfig, admin
+from tercet.router.admission import Limits
 from tercet.router.config import EngineAddress
+from tercet.router.entrance import Entrance
+from tercet.router.gate import Gate
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
@@ -71,8 +74,10 @@ class ScriptedEngine(FakeEngine):
 class Doors:
     """Two ports of one front door: ``short`` writes plain streams from templates, ``stock`` has vLLM do everything."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: ScriptedEngine, service: Service) -> None:
-        self.loop, self.engine, self.service = loop, engine, service
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: ScriptedEngine, service: Service, metrics: Metrics
+    ) -> None:
+        self.loop, self.engine, self.service, self.metrics = loop, engine, service, metrics
         self.urls: dict[str, str] = {}
         self.servers: dict[str, Any] = {}
         self.number = 0
@@ -112,6 +117,16 @@ class Doors:
         return answer.status_code, "\n".join(events)
 
 
+def within(app: Any, entrance: Any) -> Any:
+    """What Starlette does before its layers."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        scope["app"] = app
+        await entrance(scope, receive, send)
+
+    return serve
+
+
 async def _serve(doors: Doors, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -119,7 +134,7 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     from vllm.entrypoints.launchers.app import build_app
 
     from tercet.router import server
-    from tercet.router.streaming import StreamingProtocol, stream_directly
+    from tercet.router.streaming import StreamingProtocol, StreamStats, short_way
 
     config = RouterConfig(
         model=resolve_model("smollm2", lambda _: None), served_model_name="say \"text\":1", program="data_parallel",
@@ -130,16 +145,21 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     app = build_app(args, await client.get_supported_tasks(), client.model_config)
     admin.install(app, admin.State(doors.service, membership, SchedulingFile(doors.service.fleet)))
     await init_app_state(client, app.state, args, await client.get_supported_tasks())
-    assert stream_directly(app.state, args)
+    stock = app.middleware_stack or app.build_middleware_stack()
+    stats = StreamStats(client.logger_manager)
+    short = short_way(stock, app.state, args, client, stats, doors.service.program_called)
+    assert short is not stock
+    gate = Gate(Limits(), doors.service.fleet, doors.metrics)
     doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
-        for name, protocol in (("short", StreamingProtocol), ("stock", HttpToolsProtocol)):
+        for name, inner, protocol in (("short", short, StreamingProtocol), ("stock", stock, HttpToolsProtocol)):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a client can fall behind
             sock.bind(("127.0.0.1", 0))
             doors.urls[name] = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            web = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="warning", lifespan="off"))
+            door = within(app, Entrance(inner, gate, [], 100_000))
+            web = uvicorn.Server(uvicorn.Config(door, http=protocol, log_level="warning", lifespan="off"))
             doors.servers[name] = web
             running.append((web, asyncio.create_task(web.serve([sock]))))
         while not all(web.started for web, _ in running):
@@ -158,7 +178,8 @@ def doors() -> Iterator[Doors]:
     before = set(prometheus_client.REGISTRY._collector_to_names)
     engine = ScriptedEngine()
     fleet = Fleet([Member("scripted", "http://nowhere", "both", engine)])
-    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, Metrics()))
+    metrics = Metrics()
+    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
     membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
     ready, stop = threading.Event(), asyncio.Event()
     failed: list[BaseException] = []

@@ -61,7 +61,7 @@ def test_the_short_way_is_the_one_that_was_gone(doors: Doors, path: str, monkeyp
 
     written: list[Any] = []
     write = PlainStream.write
-    monkeypatch.setattr(PlainStream, "write", lambda self, ids: (written.append(ids), write(self, ids))[1])
+    monkeypatch.setattr(PlainStream, "write", lambda self, out: (written.append(out.token_ids), write(self, out))[1])
     script = [*singly(doors, "one two three four five"), "stop"]
     both(doors, path, script)
     # All but the first and the last output.
