@@ -6,7 +6,7 @@ Start a fleet of one prefill and one decode engine (``tercet up``), leave the ma
 
 The profile is measured first on the fleet's own engines (``tercet profile measure``) unless the file is there. Nothing
 is fitted to the workloads: they are held out. The simulator is given what the client sent and when, and how long each
-answer was; the rest is prediction. It has no front door, whose time (a few milliseconds) counts as error.
+answer was, and that both engines share a host; the rest is prediction.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         if not given.profile.exists():
-            measure(asyncio.run(engines_of(given.url)), given.profile, given.max_step_tokens)
+            measure(given.url, asyncio.run(engines_of(given.url)), given.profile, given.max_step_tokens)
         errors = compare(given.url, str(given.profile), given.requests, given.max_step_tokens)
     except (TercetError, aiohttp.ClientError, OSError) as error:
         sys.exit(f"sim_vs_real: {error}")
@@ -70,9 +70,9 @@ async def engines_of(url: str) -> list[str]:
         return [engine["url"] for engine in await response.json()][:2]
 
 
-def measure(engines: Sequence[str], profile: Path, max_step_tokens: int) -> None:
+def measure(url: str, engines: Sequence[str], profile: Path, max_step_tokens: int) -> None:
     """``tercet profile measure``, as one would run it."""
-    flags = [part for url in engines for part in ("--engine", url)]
+    flags = ["--front-door", url, *(part for engine in engines for part in ("--engine", engine))]
     command = [sys.executable, "-m", "tercet.cli", "profile", "measure", *flags]
     subprocess.run([*command, "--max-step-tokens", str(max_step_tokens), "-o", str(profile)], check=True)
 
@@ -121,7 +121,7 @@ def simulate(
     warm_up = sum(record.warmup for record in sent)
     options = EngineOptions(max_num_batched_tokens=max_step_tokens)
     arrivals = list(requests_like(sent))
-    outcome = run_requests(load_program(program), parse_fleet("1P1D"), profile, options, arrivals, warm_up)
+    outcome = run_requests(load_program(program), parse_fleet("1P1D@here"), profile, options, arrivals, warm_up)
     return point_of(0.0, outcome, None).summary.flat()
 
 

@@ -9,6 +9,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -88,9 +89,16 @@ def import_silicon(
 def measure_engine(
     engine: Annotated[
         list[str],
-        typer.Option(metavar="URL", help="An idle engine's server; a second one lets transfers be measured."),
+        typer.Option(
+            metavar="URL",
+            help="An idle engine's server; a second one lets transfers be measured and, on the same host, how much "
+            "longer steps take while both compute.",
+        ),
     ],
     output: Output,
+    front_door: Annotated[
+        str | None, typer.Option(metavar="URL", help="A front door before them: what it adds to a request is measured.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name.", show_default="the file's")] = None,
     device: Annotated[str, typer.Option(help="What it runs on, in words.")] = platform.machine(),
     max_step_tokens: Annotated[int, typer.Option(help="The engine's `--max-num-batched-tokens`.")] = 512,
@@ -98,11 +106,11 @@ def measure_engine(
     bandwidth: Annotated[float, typer.Option(help="Bytes per second between engines, if not measured.")] = 1e9,
     latency: Annotated[float, typer.Option(help="Seconds from last byte to answer, if not measured.")] = 0.0005,
 ) -> None:
-    """Measure a running engine's steps, a minute or two, and fit a profile to them.
+    """Measure a running engine's steps, some minutes, and fit a profile to them.
 
     Example:
     - `tercet profile measure --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
-    - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2 --rate 1`
+    - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --rate 1`
     """
     require_folder(output, "--output")
     if len(engine) > 2:
@@ -111,12 +119,15 @@ def measure_engine(
         name=name or output.stem,
         device=device,
         max_step_tokens=max_step_tokens,
+        same_host=len({urlsplit(url).hostname for url in engine}) < len(engine),
+        front_door=front_door.rstrip("/") if front_door else None,
         repeats=repeats,
         seed=time.time_ns(),
     )
     began = time.monotonic()
     measured = asyncio.run(_measure(engine, plan))
     engines = [part for url in engine for part in ("--engine", url)]
+    engines += ["--front-door", front_door] if front_door else []
     sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
     command = shlex.join(["tercet", "profile", "measure", *engines, *sizes])
     profile = profile_from(measured, plan, command, Transfer(bytes_per_second=bandwidth, latency=latency))

@@ -24,7 +24,11 @@ app = typer.Typer(rich_markup_mode="markdown")
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
 Fleet = Annotated[
-    str, typer.Option(help="`ROLE=COUNT[,...]` with roles prefill, decode, both; such as `2P6D`; or a YAML file.")
+    str,
+    typer.Option(
+        help="`ROLE=COUNT[@HOST][,...]` with roles prefill, decode, both; such as `2P6D`; or a YAML file. Engines of "
+        "one HOST slow one another, as their profile says."
+    ),
 ]
 ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile list` shows, or a JSON file.")]
 Option = Annotated[

@@ -2,12 +2,14 @@
 
 from tercet.sim.clock import VirtualLoop, run_virtual
 from tercet.sim.engine import SimEngine
+from tercet.sim.hosts import Host
 from tercet.sim.network import Network
 from tercet.sim.options import EngineOptions
 from tercet.sim.profile import Profile, StepModel, load_profile, parse_profile, shipped_profiles
 
 __all__ = [
     "EngineOptions",
+    "Host",
     "Network",
     "Profile",
     "SimEngine",

@@ -7,13 +7,13 @@ under way. All that touches blocks happens between steps, as on a real engine.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tercet.protocol import EngineLoad, TercetError, Usage
 from tercet.sim.decoding import Decoding, Run
+from tercet.sim.hosts import Alarm, EngineTime
 from tercet.sim.options import EngineOptions
 from tercet.sim.pool import BlockPool
 from tercet.sim.profile import StepModel, pairs_of
@@ -36,10 +36,12 @@ class Counters:
 class Core:
     """The loop of one engine: schedule, wait, account."""
 
-    def __init__(self, model: StepModel, pool: BlockPool, block_size: int, options: EngineOptions) -> None:
+    def __init__(
+        self, model: StepModel, pool: BlockPool, block_size: int, options: EngineOptions, time: EngineTime
+    ) -> None:
         self.pool = pool
         self.counters = Counters()
-        self._loop = asyncio.get_running_loop()
+        self._time = time
         self._model = model
         self._block_size = block_size
         self._options = options
@@ -47,7 +49,7 @@ class Core:
         self._prefilling: list[Work] = []
         self._decoding = Decoding(block_size)
         self._between: list[Callable[[], None]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Alarm | None = None
         self._step_began = 0.0
         self._chunks: list[Chunk] = []
         self._run: Run | None = None
@@ -75,7 +77,7 @@ class Core:
     def free_blocks(self) -> int:
         """Free blocks now, within the current run of steps."""
         run = self._run
-        return self.pool.free - (self._decoding.blocks_for(run.steps_at(self._loop.time())) if run else 0)
+        return self.pool.free - (self._decoding.blocks_for(run.steps_at(self._time.time())) if run else 0)
 
     def load(self) -> EngineLoad:
         """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` is the mean so far."""
@@ -99,7 +101,7 @@ class Core:
         """Do something when no step is under way: now, or at the end of the current step."""
         if self._timer is None:
             action()
-            self._boundary(self._loop.time())
+            self._boundary(self._time.time())
         else:
             self._between.append(action)
             self._cut()
@@ -121,6 +123,7 @@ class Core:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._time.compute(None)
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
         self._waiting.clear()
         self._prefilling.clear()
@@ -133,7 +136,7 @@ class Core:
 
     def _wake(self) -> None:
         if self._timer is None:
-            self._boundary(self._loop.time())
+            self._boundary(self._time.time())
         else:
             self._cut()
 
@@ -142,20 +145,20 @@ class Core:
         run = self._run
         if run is None:
             return
-        steps = run.steps_at(self._loop.time())
+        steps = run.steps_at(self._time.time())
         if steps < run.steps and self._timer is not None:
             self._timer.cancel()
             run.steps = steps
             self._ticks = steps
             end = run.after(steps)
-            self._timer = self._loop.call_at(end, self._step_over, end)
+            self._timer = self._time.call_at(end, self._step_over, end)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def _step_over(self, ended: float) -> None:
         """In real time this is late. The next step begins when this one should have ended, so delays do not add up."""
         self._timer = None
-        self.counters.busy += ended - self._step_began
+        self.counters.busy += self._time.on_loop(ended) - self._step_began
         self._advance()
         self._boundary(ended)
 
@@ -174,6 +177,8 @@ class Core:
         if decodes:
             self._make_room()
             decodes = bool(len(self._decoding))
+        # How fast this engine's time runs from here on is settled before a step is timed.
+        self._time.compute("prefill" if chunks else "decode" if decodes else None)
         if chunks:
             self._start_step(now, chunks, decodes)
         elif decodes:
@@ -183,15 +188,15 @@ class Core:
         tokens = sum(count for _, count in chunks)
         pairs = sum(pairs_of(work.computed, work.computed + count) for work, count in chunks)
         batch, contexts = (len(self._decoding), self._decoding.contexts) if decodes else (0, 0)
-        begin = self._step_began = now
-        end = begin + self._model.step(tokens, pairs, batch, contexts)
+        end = now + self._model.step(tokens, pairs, batch, contexts)
+        self._step_began = self._time.on_loop(now)
         for work, count in chunks:
             if work.on_chunk is not None:
-                work.on_chunk(work.computed, work.computed + count, begin, end)
+                work.on_chunk(work.computed, work.computed + count, self._step_began, self._time.on_loop(end))
         self._chunks, self._ticks = chunks, int(decodes)
         self.counters.steps += 1
         self.counters.prefill_tokens += tokens
-        self._timer = self._loop.call_at(end, self._step_over, end)
+        self._timer = self._time.call_at(end, self._step_over, end)
 
     def _start_run(self, now: float) -> None:
         decoding = self._decoding
@@ -199,11 +204,11 @@ class Core:
         steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
-        self._step_began = now
+        self._step_began = self._time.on_loop(now)
         self._run = Run(now, steps, first, per_context * batch)
         self._ticks = steps
         end = self._run.after(steps)
-        self._timer = self._loop.call_at(end, self._step_over, end)
+        self._timer = self._time.call_at(end, self._step_over, end)
 
     def _advance(self) -> None:
         """Account for the step, or the run of steps, that is over."""
@@ -269,7 +274,7 @@ class Core:
         if not work.started:
             work.started = True
             if work.on_chunk is not None and work.computed:
-                now = self._loop.time()
+                now = self._time.on_loop(self._time.time())
                 work.on_chunk(0, work.computed, now, now)
         if work.todo == 0:
             self._finish_prefill(work)

@@ -30,6 +30,7 @@ from tercet.protocol import (
 from tercet.protocol.ranges import resolve_end
 from tercet.sim.checks import check_same, max_tokens_of
 from tercet.sim.core import Core, Counters
+from tercet.sim.hosts import EngineTime, Host, LoopTime
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.network import Network
 from tercet.sim.options import EngineOptions
@@ -46,6 +47,8 @@ class SimEngine:
     """One engine in virtual (or real) time. What it decides at random follows from ``seed`` and its name.
 
     Must be made inside a running event loop, whose time it uses. ``address`` is where other processes reach it.
+    With a ``host`` that others compute on, too, its steps take longer, as its profile says; raises
+    :class:`~tercet.protocol.BadRequest` if the profile does not say.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class SimEngine:
         options: EngineOptions | None = None,
         seed: int = 0,
         address: str | None = None,
+        host: Host | None = None,
     ) -> None:
         self._name = name
         self._address = address or f"sim://{name}"
@@ -65,6 +69,7 @@ class SimEngine:
         self._loop = asyncio.get_running_loop()
         self._layout = profile.layout()
         self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
+        self._time = _time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._count = 0
         self._down = False
@@ -78,7 +83,7 @@ class SimEngine:
     def _start(self) -> None:
         blocks = self.options.total_blocks or self.profile.total_blocks
         self._pool = BlockPool(blocks)
-        self._core = Core(self._model, self._pool, self.profile.block_size, self.options)
+        self._core = Core(self._model, self._pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
 
@@ -398,3 +403,15 @@ class SimEngine:
             raise
         finally:
             self._calls.discard(done)
+
+
+def _time_on(host: Host | None, profile: Profile) -> EngineTime:
+    if host is None:
+        return LoopTime()
+    if profile.sharing is None:
+        raise BadRequest(
+            f"host: profile {profile.name} does not say what engines of one host do to one another; measure one with "
+            "two --engine of the same host",
+            "host",
+        )
+    return host.join(profile.sharing)

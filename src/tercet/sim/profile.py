@@ -12,6 +12,7 @@ KV tokens that all decodes of the step read.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from importlib import resources
 from pathlib import Path
@@ -54,6 +55,19 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     latency: float
 
 
+class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many times as long a step takes while another engine of the same machine computes all the time.
+
+    A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is what a prefill's time is multiplied
+    by while the other one decodes.
+    """
+
+    prefill_beside_prefill: float
+    prefill_beside_decode: float
+    decode_beside_prefill: float
+    decode_beside_decode: float
+
+
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the numbers are from. ``fit_error`` is the mean absolute relative error of the fit, by kind of step."""
 
@@ -65,7 +79,11 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine's profile. ``call`` is the time, in seconds, from a verb's call to its arrival in the engine."""
+    """One engine's profile.
+
+    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is what a front
+    door adds to a request, and ``sharing`` what engines of one machine do to one another, where those were measured.
+    """
 
     name: str
     model: ModelShape
@@ -78,6 +96,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfer: Transfer
     provenance: Provenance
     call: float = 0.0
+    front_door: float = 0.0
+    sharing: Sharing | None = None
 
     def layout(self) -> KVLayout:
         """What engines must agree on before they exchange KV."""
@@ -194,6 +214,11 @@ def _first_wrong(profile: Profile) -> str | None:
     rising = zip(steps.knots, steps.knots[1:], strict=False)
     if steps.knots[0][0] < 1 or steps.knots[0][1] <= 0 or any(a[0] >= b[0] or a[1] > b[1] for a, b in rising):
         return "steps.knots must rise in tokens, start at 1 or more, and never fall in seconds"
-    if profile.transfer.bytes_per_second <= 0 or profile.transfer.latency < 0 or profile.call < 0:
-        return "transfer.bytes_per_second must be positive, transfer.latency and call not negative"
+    if profile.transfer.bytes_per_second <= 0 or profile.transfer.latency < 0:
+        return "transfer.bytes_per_second must be positive, transfer.latency not negative"
+    if not (profile.call >= 0 and profile.front_door >= 0):
+        return "call and front_door must not be negative"
+    for field, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
+        if not 1 <= factor < math.inf:
+            return f"sharing.{field} is {factor}, and must be at least 1"
     return None

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from
-from tercet.protocol import BadRequest, Request
-from tercet.sim import EngineOptions, Network, Profile, SimEngine, StepModel, load_profile, parse_profile, run_virtual
-from tercet.sim.profile import Transfer, pairs_of
+from tercet.bench.profiles.beside import sharing_from
+from tercet.bench.profiles.front_door import measure_front_door
+from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from, transfer_from
+from tercet.bench.profiles.probe import Probe, names_from
+from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
+from tercet.sim import (
+    EngineOptions,
+    Host,
+    Network,
+    Profile,
+    SimEngine,
+    StepModel,
+    load_profile,
+    parse_profile,
+    run_virtual,
+)
+from tercet.sim.profile import Sharing, Transfer, pairs_of
+from tests.unit.bench.openai_server import FakeServer
 
 KNOWN = load_profile("smollm2-135m-cpu")
 PLAN = Plan(name="mine", device="paper", repeats=1)
@@ -20,10 +35,11 @@ ASSUMED = Transfer(bytes_per_second=5.0, latency=6.0)
 OPTIONS = EngineOptions(stream_every=1, max_num_batched_tokens=512)
 
 
-def measured_on(profile: Profile, engines: int = 2, plan: Plan = PLAN) -> Measured:
+def measured_on(profile: Profile, engines: int = 2, plan: Plan = PLAN, host: bool = False) -> Measured:
     async def main() -> Measured:
-        network = Network()
-        first, *others = (SimEngine(f"e{index}", profile, network, OPTIONS) for index in range(engines))
+        network, shared = Network(), Host() if host else None
+        names = [f"e{index}" for index in range(engines)]
+        first, *others = (SimEngine(name, profile, network, OPTIONS, host=shared) for name in names)
         return await Meter(first, others[0] if others else None, plan, lambda _: None).measure()
 
     return run_virtual(main())
@@ -50,8 +66,75 @@ def test_a_known_profile_is_found_again() -> None:
 def test_what_was_not_measured_is_assumed_and_said() -> None:
     found = profile_from(measured_on(KNOWN, engines=1), PLAN, "command", ASSUMED)
     assert found.transfer == ASSUMED
-    assert "Not measured: transfer" in found.provenance.note
+    assert "Not measured: transfer, front door" in found.provenance.note
     assert "max_num_batched_tokens=512" in found.provenance.note
+
+
+def test_what_engines_of_a_host_do_to_one_another_is_found_again() -> None:
+    factors = Sharing(
+        prefill_beside_prefill=1.4, prefill_beside_decode=1.2, decode_beside_prefill=1.6, decode_beside_decode=1.3
+    )
+    shared = replace(KNOWN, sharing=factors)
+    plan = replace(PLAN, same_host=True)
+    found = profile_from(measured_on(shared, plan=plan, host=True), plan, "command", ASSUMED)
+    assert found.sharing is not None
+    for field, factor in msgspec.structs.asdict(factors).items():
+        # A neighbour that prefills has small pauses, one that decodes begins with a prefill.
+        assert getattr(found.sharing, field) == pytest.approx(factor, rel=0.04), field
+    assert "sharing a host" not in found.provenance.note
+    # The other one is idle while single steps are measured.
+    assert all(error < 0.02 for error in found.provenance.fit_error.values())
+    assert parse_profile(msgspec.json.encode(found), "mine.json") == found
+
+
+def test_engines_with_hosts_of_their_own_do_nothing_to_one_another() -> None:
+    plan = replace(PLAN, same_host=True)
+    sharing = measured_on(KNOWN, plan=plan).sharing
+    assert sharing is not None
+    assert list(msgspec.structs.asdict(sharing).values()) == pytest.approx([1.0] * 4, rel=0.01)
+    assert measured_on(KNOWN).sharing is None
+
+
+def test_noise_makes_no_step_shorter_beside_another() -> None:
+    rows = {"idle": [(2.0, 1.0), (4.0, 3.0)], "prefill": [(2.0, 4.0), (3.0, 4.0)], "decode": [(3.0, 1.0), (6.0, 3.0)]}
+    found = sharing_from(rows)  # type: ignore[arg-type]
+    assert found == Sharing(
+        prefill_beside_prefill=1.0, prefill_beside_decode=1.5, decode_beside_prefill=2.0, decode_beside_decode=1.0
+    )
+
+
+def sent_of(size: int, *seconds: float) -> list[Sent]:
+    return [Sent(0, 1, size, 1, each, Usage()) for each in seconds]
+
+
+def test_one_slow_send_does_not_decide_what_transfers_take() -> None:
+    found = transfer_from([sent_of(1000, 0.002, 0.9, 0.002), sent_of(3000, 0.004, 0.004, 0.004)])
+    assert found.bytes_per_second == pytest.approx(1e6)
+    assert found.latency == pytest.approx(0.001)
+    with pytest.raises(EngineError, match="too busy"):
+        transfer_from([sent_of(1000, 0.004), sent_of(3000, 0.002)])
+
+
+async def test_what_a_front_door_adds_is_the_time_beyond_its_engine(server: FakeServer) -> None:
+    # In real time: 31 ms for a prompt of 16 tokens on the engine, at least 200 ms through the server.
+    server.behave = {"gap": 0.2}
+    chance = random.Random(0)
+    probe = Probe(SimEngine("e", KNOWN, Network(), OPTIONS), chance, names_from(chance))
+    found = await measure_front_door(server.url, probe, 3, lambda _: None)
+    assert 0.1 < found < 2.0
+    assert {headers["x-tercet-program"] for headers in server.headers} == {"data_parallel"}
+    assert [len(body["prompt"]) for body in server.bodies] == [16] * 4
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 4
+
+
+async def test_front_doors_that_do_not_answer_are_named(server: FakeServer) -> None:
+    chance = random.Random(0)
+    probe = Probe(SimEngine("e", KNOWN, Network(), OPTIONS), chance, names_from(chance))
+    with pytest.raises(BadRequest, match=r"no front door answers at http://127\.0\.0\.1:1"):
+        await measure_front_door("http://127.0.0.1:1", probe, 1, lambda _: None)
+    server.behave = {"status": 503}
+    with pytest.raises(EngineError, match="HTTP 503: no room"):
+        await measure_front_door(server.url, probe, 1, lambda _: None)
 
 
 def test_steps_are_single_ones_and_fit_into_the_engine() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet.sim import StepModel, load_profile, parse_profile, shipped_profiles
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps, non_negative_least_squares
-from tercet.sim.profile import StepTimes, pairs_of
+from tercet.sim.profile import Sharing, StepTimes, pairs_of
 
 from .models import profile_of
 
@@ -20,6 +20,8 @@ WANTED = {
     "qwen3-32b-h100-tp2",
     "smollm2-135m-cpu",
 }
+
+SHARING = dict.fromkeys(Sharing.__struct_fields__, 1.0)
 
 
 def test_the_profiles_that_are_promised_are_there() -> None:
@@ -55,6 +57,9 @@ def test_a_shipped_profile_is_sane(name: str) -> None:
         ({"steps": {"knots": [[2, 0.1], [1, 0.2]], "pair": 0, "context": 0}}, "must rise"),
         ({"steps": {"knots": [[1, 0.1], [2, 0.2]], "pair": -1, "context": 0}}, "steps.pair is -1"),
         ({"transfer": {"bytes_per_second": 0, "latency": 0}}, "bytes_per_second must be positive"),
+        ({"front_door": -0.1}, "call and front_door must not be negative"),
+        ({"sharing": SHARING | {"prefill_beside_decode": 0.9}}, "sharing.prefill_beside_decode is 0.9"),
+        ({"sharing": {"decode_beside_decode": 1.5}}, "missing required field"),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_said(change: dict[str, object], says: str) -> None:

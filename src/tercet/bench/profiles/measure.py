@@ -1,8 +1,9 @@
-"""Measuring a running engine's step times through the verbs: prefills, decodes, and transfers to a second engine.
+"""Measuring a running engine's step times through the verbs: prefills, decodes, and what a second engine changes.
 
 Every step is measured alone: one prompt on an idle engine, or a batch of decodes while no prompt is computed. A prefill
 takes from its call to its first token, less what a call costs by itself. A decode step is the mean gap between tokens
-while the whole batch decodes. What a profile says beyond the largest step measured is extrapolated.
+while the whole batch decodes. What a profile says beyond the largest step measured is extrapolated. A second engine
+receives transfers, and if it shares the first one's host, it computes beside it for a while.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ import asyncio
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from datetime import UTC, datetime
-from itertools import count
 
 import msgspec
 import numpy as np
 
-from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Output, Request
+from tercet.bench.profiles.beside import measure_sharing
+from tercet.bench.profiles.front_door import measure_front_door
+from tercet.bench.profiles.probe import Probe, names_from
+from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps
-from tercet.sim.profile import ModelShape, Profile, Provenance, Transfer
+from tercet.sim.profile import ModelShape, Profile, Provenance, Sharing, Transfer
 
 BYTES_OF = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "uint8": 1}
-# Token ids that every vocabulary has, and that mean nothing special in most.
-FIRST_ID, LAST_ID = 1000, 20_000
 DECODE_STEPS = 24
+FRONT_DOOR_REQUESTS = 8
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured, each ``repeats`` times.
 
-    ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps.
+    ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
+    ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
+    ``front_door`` is the URL of one before both.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (128, 512, 1024)
     sends: tuple[int, ...] = (256, 512, 1024)
+    same_host: bool = False
+    front_door: str | None = None
     repeats: int = 3
     seed: int = 0
 
@@ -63,42 +68,56 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[PrefillPoint, ...]
     decodes: tuple[DecodePoint, ...]
     transfer: Transfer | None
+    front_door: float
+    sharing: Sharing | None
 
 
 class Meter:
-    """Measures one engine, and transfers from it to ``receiver`` if there is one; ``note`` is told what comes next."""
+    """Measures one engine, and what ``other`` changes if there is one; ``note`` is told what comes next."""
 
-    def __init__(self, engine: Engine, receiver: Engine | None, plan: Plan, note: Callable[[str], None]) -> None:
-        self._engine = engine
-        self._receiver = receiver
+    def __init__(self, engine: Engine, other: Engine | None, plan: Plan, note: Callable[[str], None]) -> None:
         self._plan = plan.check()
         self._note = note
-        self._random = random.Random(plan.seed)
-        self._names = (f"profile-{self._random.getrandbits(64):x}-{index}" for index in count())
+        chance = random.Random(plan.seed)
+        names = names_from(chance)
+        self._engine = Probe(engine, chance, names)
+        self._other = None if other is None else Probe(other, chance, names)
         self._clock = asyncio.get_running_loop().time
 
     async def measure(self) -> Measured:
         """Measure everything; raises :class:`~tercet.protocol.BadRequest` when others use the engine."""
         status = await self._idle(self._engine)
-        if self._receiver is not None:
-            await self._idle(self._receiver)
+        if self._other is not None:
+            await self._idle(self._other)
         self._note("warming up")
-        await self._ttft(self._fresh(64))
-        await self._together([self._fresh(16)], DECODE_STEPS)
+        for probe in (self._engine, self._other) if self._other is not None else (self._engine,):
+            await probe.ttft(probe.fresh(64))
+            await probe.decode(1, 16, DECODE_STEPS)
         layout, call = await self._call()
         longest = min(status.max_model_len, status.total_blocks * status.block_size // 2)
+        front_door = await self._front_door(self._plan.front_door) if self._plan.front_door is not None else 0.0
+        transfer = await self._transfer(self._other, longest) if self._other is not None else None
+        sharing = await self._sharing(self._other) if self._other is not None and self._plan.same_host else None
         prefills = await self._prefills(layout.block_size, longest, call)
         room = int(status.total_blocks * status.block_size * 0.8)
         decodes = await self._decodes(longest, room)
-        transfer = await self._transfer(self._receiver, longest) if self._receiver is not None else None
-        return Measured(status=status, layout=layout, call=call, prefills=prefills, decodes=decodes, transfer=transfer)
+        return Measured(
+            status=status,
+            layout=layout,
+            call=call,
+            prefills=prefills,
+            decodes=decodes,
+            transfer=transfer,
+            front_door=front_door,
+            sharing=sharing,
+        )
 
     # ---- the parts -------------------------------------------------------------------------------------------
 
-    async def _idle(self, engine: Engine) -> EngineStatus:
-        status = await engine.status()
+    async def _idle(self, probe: Probe) -> EngineStatus:
+        status = await probe.engine.status()
         if status.running or status.waiting:
-            raise BadRequest(f"engine: {engine.name} is serving others; measure an idle one", "engine")
+            raise BadRequest(f"engine: {probe.engine.name} is serving others; measure an idle one", "engine")
         return status
 
     async def _call(self) -> tuple[KVLayout, float]:
@@ -109,7 +128,8 @@ class Meter:
 
     async def _reserve(self) -> tuple[KVLayout, float]:
         began = self._clock()
-        async with self._engine.prep_recv(self._request(self._fresh(64), 1)) as reservation:
+        probe = self._engine
+        async with probe.engine.prep_recv(probe.request(probe.fresh(64), 1)) as reservation:
             return reservation.kv_addr_info.layout, self._clock() - began
 
     async def _prefills(self, block_size: int, longest: int, call: float) -> tuple[PrefillPoint, ...]:
@@ -118,9 +138,9 @@ class Meter:
         for cached in sorted({size // block_size * block_size for size in self._plan.cached}):
             if cached + sizes[0] >= longest:
                 continue
-            prefix = self._fresh(cached)
+            prefix = self._engine.fresh(cached)
             if prefix:
-                await self._ttft(prefix)
+                await self._engine.ttft(prefix)
             for size in sizes:
                 if cached + size < longest:
                     self._note(f"prefill of {size} tokens behind {cached}")
@@ -128,7 +148,7 @@ class Meter:
         return tuple(points)
 
     async def _prefill(self, prefix: tuple[int, ...], size: int, call: float) -> PrefillPoint:
-        found = [await self._ttft(prefix + self._fresh(size)) for _ in range(self._plan.repeats)]
+        found = [await self._engine.ttft(prefix + self._engine.fresh(size)) for _ in range(self._plan.repeats)]
         usages = [output.usage for _, output in found]
         seconds = statistics.median(ttft for ttft, _ in found) - call
         tokens = statistics.median(usage.computed if usage is not None else size for usage in usages)
@@ -145,72 +165,44 @@ class Meter:
         return tuple(points)
 
     async def _decode(self, batch: int, context: int) -> DecodePoint:
-        found = list[tuple[float, float]]()
-        for _ in range(self._plan.repeats):
-            prompts = [self._fresh(context) for _ in range(batch)]
-            for prompt in prompts:
-                await self._ttft(prompt)  # from now on it is cached, so that all of them begin at once
-            # While the first of a batch decode already, the last ones begin: at most a step for each.
-            found.append(await self._together(prompts, DECODE_STEPS + 2 * batch))
+        found = [await self._engine.decode(batch, context, DECODE_STEPS) for _ in range(self._plan.repeats)]
         seconds = statistics.median(each for each, _ in found)
         return DecodePoint(batch, context + round(statistics.mean(done for _, done in found)), seconds)
 
-    async def _together(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[float, float]:
-        """Seconds of a step while all of them decode, and the tokens that they have in the middle of that time."""
-        times = await asyncio.gather(*(self._token_times(prompt, tokens) for prompt in prompts))
-        begin, end = max(each[0] for each in times), min(each[-1] for each in times)
-        gaps, positions = list[float](), list[float]()
-        for each in times:
-            inside = [index for index, at in enumerate(each) if begin <= at <= end]
-            if len(inside) > 1:
-                gaps.append((each[inside[-1]] - each[inside[0]]) / (inside[-1] - inside[0]))
-                positions.append((inside[0] + inside[-1]) / 2)
-        if not gaps:
-            raise EngineError(f"{len(prompts)} sequences were never decoded together; is max-num-seqs that low?")
-        return statistics.mean(gaps), statistics.mean(positions)
+    async def _transfer(self, other: Probe, longest: int) -> Transfer:
+        """A line through the median times of sends of several sizes, of KV that is there already."""
+        sizes = [tokens for tokens in self._plan.sends if tokens < longest]
+        sent = dict[int, list[Sent]]()
+        for number in range(2 * self._plan.repeats + 1):
+            for tokens in sizes:
+                self._note(f"transfer of {tokens} tokens, {number + 1}")
+                sent.setdefault(tokens, []).append(await self._send(other, tokens))
+        return transfer_from(list(sent.values()))
 
-    async def _transfer(self, receiver: Engine, longest: int) -> Transfer:
-        """A line through the times of sends of several sizes, of KV that is there already."""
-        sizes, seconds = list[int](), list[float]()
-        for tokens in self._plan.sends:
-            if tokens >= longest:
-                continue
-            self._note(f"transfer of {tokens} tokens")
-            for _ in range(self._plan.repeats):
-                prompt = self._fresh(tokens)
-                await self._ttft(prompt)
-                request = self._request(prompt, 1)
-                async with receiver.prep_recv(request) as reservation:
-                    sent = await self._engine.remote_send(request, reservation, reservation.matched_len)
-                sizes.append(sent.bytes)
-                seconds.append(sent.seconds)
-        slope, latency = np.polyfit(sizes, seconds, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
-        if slope <= 0:
-            raise EngineError("more KV took no longer than less: the machine is too busy to measure transfers")
-        return Transfer(bytes_per_second=float(1 / slope), latency=max(0.0, float(latency)))
+    async def _send(self, other: Probe, tokens: int) -> Sent:
+        prompt = self._engine.fresh(tokens)
+        await self._engine.ttft(prompt)
+        request = self._engine.request(prompt, 1)
+        async with other.engine.prep_recv(request) as reservation:
+            return await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
 
-    # ---- one request -----------------------------------------------------------------------------------------
+    async def _front_door(self, url: str) -> float:
+        return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
 
-    def _fresh(self, tokens: int) -> tuple[int, ...]:
-        """A prompt that no cache knows."""
-        return tuple(self._random.choices(range(FIRST_ID, LAST_ID), k=tokens))
+    async def _sharing(self, other: Probe) -> Sharing:
+        """What both do to one another; more rounds than other points have, since a ratio has the noise of two."""
+        tokens = self._plan.max_step_tokens // 2
+        return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
 
-    def _request(self, prompt: tuple[int, ...], tokens: int) -> Request:
-        sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        return Request(seq_id=next(self._names), prompt=prompt, sampling_params=sampling)
 
-    async def _ttft(self, prompt: tuple[int, ...]) -> tuple[float, Output]:
-        began = self._clock()
-        async with aclosing(self._engine.start_generate(self._request(prompt, 1))) as outputs:
-            first = await anext(outputs)
-            return self._clock() - began, first
-
-    async def _token_times(self, prompt: tuple[int, ...], tokens: int) -> list[float]:
-        times = list[float]()
-        async with aclosing(self._engine.start_generate(self._request(prompt, tokens))) as outputs:
-            async for output in outputs:
-                times += [self._clock()] * len(output.token_ids)
-        return times
+def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
+    """What fits sends of several sizes, a list for each size; raises ``EngineError`` if more KV took no longer."""
+    sizes = [statistics.median(each.bytes for each in same) for same in sent]
+    seconds = [statistics.median(each.seconds for each in same) for same in sent]
+    slope, latency = np.polyfit(sizes, seconds, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
+    if slope <= 0:
+        raise EngineError("more KV took no longer than less: the machine is too busy to measure transfers")
+    return Transfer(bytes_per_second=float(1 / slope), latency=max(0.0, float(latency)))
 
 
 def profile_from(measured: Measured, plan: Plan, command: str, transfer: Transfer) -> Profile:
@@ -219,7 +211,12 @@ def profile_from(measured: Measured, plan: Plan, command: str, transfer: Transfe
     largest = max(point.tokens for point in measured.prefills)
     knots = [knot for knot in (1, 4, 16, 64, 256) if knot < largest] + [largest]
     steps, errors = fit_steps(measured.prefills, measured.decodes, knots)
-    assumed = "" if measured.transfer else " Not measured: transfer."
+    parts = {
+        "transfer": measured.transfer,
+        "front door": plan.front_door,
+        "sharing a host": measured.sharing,
+    }
+    missing = ", ".join(name for name, found in parts.items() if found is None)
     return Profile(
         name=plan.name,
         model=ModelShape(
@@ -245,10 +242,13 @@ def profile_from(measured: Measured, plan: Plan, command: str, transfer: Transfe
             note=(
                 f"{len(measured.prefills)} prefill and {len(measured.decodes)} decode steps, median of {plan.repeats}. "
                 f"Steps are at most {plan.max_step_tokens} tokens there: simulate with "
-                f"--option max_num_batched_tokens={plan.max_step_tokens}.{assumed}"
+                f"--option max_num_batched_tokens={plan.max_step_tokens}."
+                + (f" Not measured: {missing}." if missing else "")
             ),
         ),
         call=measured.call,
+        front_door=measured.front_door,
+        sharing=measured.sharing,
     )
 
 

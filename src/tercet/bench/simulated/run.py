@@ -6,7 +6,7 @@ import asyncio
 import gc
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tercet.bench.summary import Samples
 from tercet.fleet import Fleet, Hearing, Member
 from tercet.programs import Program, data_parallel
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
-from tercet.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual
+from tercet.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, run_virtual
 
 # As at the front door: failures of a pattern, after which one engine may still serve the request.
 PATTERN_FAILED = (NoSpace, TransferFailed, EngineUnreachable)
@@ -76,6 +76,7 @@ class _Fleet:
     fleet: Fleet
     engines: dict[str, SimEngine]
     network: Network
+    front_door: float
 
 
 def run_once(
@@ -124,13 +125,13 @@ async def _run(
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.fleet)
-    await _serve_all(program, built.fleet, arrivals, warm_up, outcome)
+    await _serve_all(program, built, arrivals, warm_up, outcome)
     _collect(built, outcome)
     return outcome
 
 
 def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> _Fleet:
-    network, profiles = Network(), dict[str, Profile]()
+    network, profiles, hosts = Network(), dict[str, Profile](), defaultdict[str, Host](Host)
     members: list[Member] = []
     engines: dict[str, SimEngine] = {}
     for group, index in members_of(spec):
@@ -138,7 +139,9 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         if wanted not in profiles:
             profiles[wanted] = load_profile(wanted)
         name = f"{group.role}-{index}"
-        engines[name] = SimEngine(name, profiles[wanted], network, options_from(options, group.options), seed)
+        host = None if group.host is None else hosts[group.host]
+        settings = options_from(options, group.options)
+        engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
         members.append(Member(name, f"sim://{name}", group.role, engines[name]))
     # Simulated engines report what changes, so a report is as good as its last one, however old.
     fleet = Fleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
@@ -148,7 +151,9 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
             engine.observe(Hearing(fleet, name, engine.profile.block_size))
 
     fleet.knowledge.hear_from(listen)  # programs that never ask need not pay for it
-    return _Fleet(fleet, engines, network)
+    # A fleet has one front door: that of the profile that its engines have unless they have another one.
+    front_door = profiles[profile].front_door if profile in profiles else 0.0
+    return _Fleet(fleet, engines, network, front_door)
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: Fleet) -> None:
@@ -166,24 +171,26 @@ def _recover(engine: SimEngine, fleet: Fleet) -> None:
 
 
 async def _serve_all(
-    program: Program, fleet: Fleet, arrivals: Iterable[tuple[float, Request]], warm_up: int, outcome: Outcome
+    program: Program, built: _Fleet, arrivals: Iterable[tuple[float, Request]], warm_up: int, outcome: Outcome
 ) -> None:
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
     for number, (when, request) in enumerate(arrivals):
         await asyncio.sleep(when - loop.time())
-        task = loop.create_task(_serve(program, fleet, request, outcome, number >= warm_up))
+        task = loop.create_task(_serve(program, built, request, outcome, number >= warm_up))
         running.add(task)
         task.add_done_callback(running.discard)
     while running:
         await asyncio.wait(running)
 
 
-async def _serve(program: Program, fleet: Fleet, request: Request, outcome: Outcome, measured: bool) -> None:
+async def _serve(program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool) -> None:
     loop = asyncio.get_running_loop()
     began, first, tokens, finished = loop.time(), math.nan, 0, False
+    if built.front_door:
+        await asyncio.sleep(built.front_door)
     try:
-        async with aclosing(_with_fallback(program, fleet, request, outcome)) as outputs:
+        async with aclosing(_with_fallback(program, built.fleet, request, outcome)) as outputs:
             async for output in outputs:
                 if not tokens:
                     first = loop.time()

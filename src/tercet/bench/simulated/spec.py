@@ -14,15 +14,20 @@ from tercet.fleet.fleet import Role
 from tercet.protocol import BadRequest
 from tercet.sim import EngineOptions
 
-SHORT = re.compile(r"(\d+)P(\d+)D")
+SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Equal engines; ``profile`` (a shipped name or a JSON file) and ``options`` go before the run's own."""
+    """Equal engines; ``profile`` (a shipped name or a JSON file) and ``options`` go before the run's own.
+
+    Engines with the same ``host`` share a machine: they slow one another while they compute, as their profiles say.
+    Without one, each has a machine to itself.
+    """
 
     role: Role
     count: int = 1
+    host: str | None = None
     profile: str | None = None
     options: Mapping[str, Any] = {}
 
@@ -43,10 +48,14 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def parse_fleet(given: str) -> FleetSpec:
-    """``ROLE=COUNT[,...]``, ``2P6D`` or the path of a YAML file; raises :class:`~tercet.protocol.BadRequest`."""
+    """``ROLE=COUNT[@HOST][,...]``, ``2P6D[@HOST]`` or the path of a YAML file.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
     short = SHORT.fullmatch(given)
     if short:
-        given = f"prefill={short[1]},decode={short[2]}"
+        host = short[3] or ""
+        given = f"prefill={short[1]}{host},decode={short[2]}{host}"
     spec = FleetSpec(engines=tuple(_group(part) for part in given.split(","))) if "=" in given else _from_file(given)
     return _checked(spec)
 
@@ -61,18 +70,19 @@ def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptio
 
 
 def _group(part: str) -> EngineGroup:
-    role, _, count = part.partition("=")
+    role, _, rest = part.partition("=")
+    count, at, host = rest.partition("@")
     if role not in ROLES:
         raise BadRequest(f"fleet: {role!r} is no role; choose {', '.join(ROLES)}", "fleet")
-    if not count.isdecimal():
-        raise BadRequest(f"fleet: {part!r} is not ROLE=COUNT", "fleet")
-    return EngineGroup(role=role, count=int(count))
+    if not count.isdecimal() or bool(at) != bool(host):
+        raise BadRequest(f"fleet: {part!r} is not ROLE=COUNT[@HOST]", "fleet")
+    return EngineGroup(role=role, count=int(count), host=host or None)
 
 
 def _from_file(path: str) -> FleetSpec:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[,...] nor such as 2P6D nor a file", "fleet")
+        raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[@HOST][,...] nor such as 2P6D nor a file", "fleet")
     try:
         return msgspec.convert(yaml.safe_load(file.read_text()), FleetSpec)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
