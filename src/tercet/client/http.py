@@ -182,12 +182,12 @@ class HttpEngine:
         with line.sequence(len(output), outputs.put) as number:  # leaving early cancels it on the engine
             door = Destination(address=line.address, key=line.key, number=number)
             line.start(msgspec.structs.replace(call, door=door))
-            while True:
+            output_now = await outputs.get()
+            self._held.pop(request.seq_id, None)
+            yield output_now
+            while output_now.finish_reason is None:
                 output_now = await outputs.get()
-                self._held.pop(request.seq_id, None)
                 yield output_now
-                if output_now.finish_reason is not None:
-                    return
 
     async def _events(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
         """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 SWEEPS = 8
 WILD = 3.0
@@ -31,7 +32,7 @@ class Fit:
 
     def predict(self, features: Sequence[float]) -> float:
         """Never negative, and never less for larger features."""
-        return sum(coefficient * feature for coefficient, feature in zip(self.theta, features, strict=True))
+        return sum(map(mul, self.theta, features))
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Learn that ``features`` came with ``value``; features are not negative, values are positive."""
@@ -65,5 +66,5 @@ class Fit:
             for index, row in enumerate(self._squares):
                 prior = self._prior[index]
                 pull = self._pull / (prior * prior)
-                others = sum(a * b for a, b in zip(row, theta, strict=True)) - row[index] * theta[index]
+                others = sum(map(mul, row, theta)) - row[index] * theta[index]
                 theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (row[index] + pull))

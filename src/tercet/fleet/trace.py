@@ -114,14 +114,17 @@ class TracedEngine:
         with self._costs.generating(self.name, request, begin, len(output)) as generation:
             async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
                 while True:
-                    with self._watched():
+                    try:  # :meth:`_watched` costs more than all the rest that is done for a token
                         item = await anext(stream, None)
+                    except TercetError as error:
+                        self._on_failure(error)
+                        raise
                     if item is None:
                         return
                     generation.note(item)
                     if item.usage is not None:
                         self._note_start(request, begin, len(output), item, started)
-                    if item.broken_off:
+                    if item.finish_reason is not None and item.broken_off:
                         self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
                     yield item
 
