@@ -1,12 +1,20 @@
 """The simulator against a real fleet: the same requests at the same times, mean TTFT, TPOT and JCT side by side.
 
-Start a fleet of one prefill and one decode engine (``tercet up``), leave the machine alone, and run
+Start a prefill and a decode engine on cores of their own, and a front door, leave the machine alone, and run it:
 
-``python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json``
+    taskset -c 0 tercet engine --port 8001 &
+    taskset -c 1 tercet engine --port 8002 &
+    tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode &
+    python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
 
 The profile is measured first on the fleet's own engines (``tercet profile measure``) unless the file is there. Nothing
 is fitted to the workloads: they are held out. The simulator is given what the client sent and when, and how long each
 answer was, and that both engines share a host; the rest is prediction.
+
+Where machines are shared, their speed changes within minutes. So the profile is compared with a few prefills and decode
+steps before and after each run, of an engine alone and beside the other one: its times are scaled by what they took
+more or less than it says, and its ``sharing`` is what they show (both are printed for each run). The workloads take no
+part in that, either. They are run in turns, ``--rounds`` times, and the means over all rounds are compared.
 """
 
 from __future__ import annotations
@@ -16,20 +24,33 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
 import aiohttp
+import msgspec
+from msgspec.structs import replace
 
 from tercet.bench.config import ServeConfig
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
+from tercet.bench.profiles.beside import BATCH, CONTEXT, STEPS, Neighbour, Seconds, measure_steps, sharing_from
+from tercet.bench.profiles.probe import Probe, names_from
 from tercet.bench.records import RequestRecord
 from tercet.bench.result import Point
 from tercet.bench.simulated import parse_fleet, point_of, run_requests
+from tercet.bench.simulated.run import Outcome
+from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
 from tercet.programs import load_program
 from tercet.protocol import Request, TercetError
-from tercet.sim import EngineOptions
+from tercet.sim import EngineOptions, Profile, StepModel, load_profile
+from tercet.sim.profile import Sharing, pairs_of
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512
@@ -44,6 +65,18 @@ WORKLOADS = {
 }
 METRICS = {"TTFT": "mean_ttft_ms", "TPOT": "mean_tpot_ms", "JCT": "mean_e2el_ms"}
 ALLOWED = 0.15
+# Of the prefills that show how fast the machine is.
+TOKENS = 256
+
+
+class Run(NamedTuple):
+    """A workload under a program in one round: metrics by their names, the simulation's scales, engines' busy time."""
+
+    real: Mapping[str, float]
+    simulated: Mapping[str, float]
+    scales: tuple[float, float]
+    sharing: Sharing | None
+    busy: float
 
 
 def main() -> None:
@@ -51,13 +84,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's front door")
     parser.add_argument("--profile", type=Path, required=True, help="a profile's file; measured if it is not there")
-    parser.add_argument("--requests", type=int, default=80, help="requests of each run")
+    parser.add_argument("--requests", type=int, default=40, help="requests of each run")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each workload runs under each program")
     parser.add_argument("--max-step-tokens", type=int, default=512, help="the engines' --max-num-batched-tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="of the profile's measurements")
     given = parser.parse_args()
     try:
         if not given.profile.exists():
-            measure(given.url, asyncio.run(engines_of(given.url)), given.profile, given.max_step_tokens)
-        errors = compare(given.url, str(given.profile), given.requests, given.max_step_tokens)
+            sizes = ["--max-step-tokens", str(given.max_step_tokens), "--repeats", str(given.repeats)]
+            measure(given.url, asyncio.run(engines_of(given.url)), given.profile, sizes)
+        plan = Comparison(given.url, str(given.profile), given.requests, given.max_step_tokens)
+        errors = plan.compare(given.rounds)
     except (TercetError, aiohttp.ClientError, OSError) as error:
         sys.exit(f"sim_vs_real: {error}")
     print(f"\nlargest error {max(errors):.1%}, allowed {ALLOWED:.0%}")
@@ -70,31 +107,96 @@ async def engines_of(url: str) -> list[str]:
         return [engine["url"] for engine in await response.json()][:2]
 
 
-def measure(url: str, engines: Sequence[str], profile: Path, max_step_tokens: int) -> None:
+def measure(url: str, engines: Sequence[str], profile: Path, sizes: Sequence[str]) -> None:
     """``tercet profile measure``, as one would run it."""
     flags = ["--front-door", url, *(part for engine in engines for part in ("--engine", engine))]
     command = [sys.executable, "-m", "tercet.cli", "profile", "measure", *flags]
-    subprocess.run([*command, "--max-step-tokens", str(max_step_tokens), "-o", str(profile)], check=True)
+    subprocess.run([*command, *sizes, "-o", str(profile)], check=True)
 
 
-def compare(url: str, profile: str, requests: int, max_step_tokens: int) -> list[float]:
-    """Print a row for each workload, program and metric; returns the relative errors, without their signs."""
-    print(
-        "| workload | program | metric | real, ms | simulated, ms | error |\n| --- | --- | --- | ---: | ---: | ---: |"
-    )
-    errors = list[float]()
-    for name, (rate, workload) in WORKLOADS.items():
-        for program in PROGRAMS:
-            real = asyncio.run(run_real(url, program, rate, workload, requests))
-            simulated = simulate(program, profile, real.records, max_step_tokens)
-            for metric, key in METRICS.items():
-                theirs, ours = real.metrics[key], simulated[key]
-                if theirs is None or ours is None:
-                    raise TercetError(f"{name}, {program}: no {metric}; {real.errors or 'the simulation has none'}")
-                errors.append(abs(ours / theirs - 1))
-                numbers = f"{theirs:.1f} | {ours:.1f} | {ours / theirs - 1:+.1%}"
-                print(f"| {name} | {program} | {metric} | {numbers} |", flush=True)
-    return errors
+class Comparison:
+    """Runs workloads on the fleet at ``url`` and on simulated engines of a profile."""
+
+    def __init__(self, url: str, profile: str, requests: int, max_step_tokens: int) -> None:
+        self._url = url
+        self._name = profile
+        self._profile = load_profile(profile)
+        self._requests = requests
+        self._max_step_tokens = max_step_tokens
+        self._seen: dict[Neighbour, list[Seconds]] | None = None
+
+    def compare(self, rounds: int) -> list[float]:
+        """Print a row for each workload, program and metric; returns the relative errors, without their signs."""
+        runs: dict[tuple[str, str], list[Run]] = {}
+        for _ in range(rounds):
+            for name, program in product(WORKLOADS, PROGRAMS):
+                run = self.run(*WORKLOADS[name], program)
+                runs.setdefault((name, program), []).append(run)
+                prefill, decode = run.scales
+                found = ", ".join(f"{metric} {run.simulated[metric] / run.real[metric] - 1:+.1%}" for metric in METRICS)
+                print(f"{name}, {program}: {found}; scales {prefill:.2f}, {decode:.2f}; {run.sharing}", file=sys.stderr)
+        return list(rows_of(runs))
+
+    def run(self, rate: float, workload: str, program: str) -> Run:
+        """One run, between two looks at the machine."""
+        before = self._seen or asyncio.run(self.look())
+        real = asyncio.run(run_real(self._url, program, rate, workload, self._requests))
+        after = self._seen = asyncio.run(self.look())
+        seen: dict[Neighbour, list[Seconds]] = {neighbour: before[neighbour] + after[neighbour] for neighbour in before}
+        profile, scales = self.profile_of(seen), self.scales_of(seen["sleep"])
+        options = EngineOptions(
+            max_num_batched_tokens=self._max_step_tokens, prefill_scale=scales[0], decode_scale=scales[1]
+        )
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            file.write(msgspec.json.encode(profile))
+            file.flush()
+            outcome = simulate(program, file.name, real.records, options)
+        simulated = point_of(0.0, outcome, None).summary.flat()
+        return Run(chosen(real.metrics, real.errors), chosen(simulated, {}), scales, profile.sharing, outcome.busy)
+
+    async def look(self) -> dict[Neighbour, list[Seconds]]:
+        """How long steps of one engine take now, by what the other one does."""
+        chance = random.Random(time.time_ns())
+        names = names_from(chance)
+        async with AsyncExitStack() as stack:
+            engines = [HttpEngine(f"engine-{index}", url) for index, url in enumerate(await engines_of(self._url))]
+            one, other = [Probe(await stack.enter_async_context(engine), chance, names) for engine in engines]
+            return await measure_steps(one, other, TOKENS, 1, _ignore)
+
+    def scales_of(self, alone: Sequence[Seconds]) -> tuple[float, float]:
+        """How many times as long as the profile says prefills and decode steps took beside an engine that sleeps."""
+        steps = StepModel(self._profile.steps)
+        prefill = self._profile.call + steps.step(TOKENS, pairs_of(0, TOKENS), 0, 0)
+        decode = steps.step(0, 0, BATCH, BATCH * (CONTEXT + STEPS // 2))
+        return mean(each[0] for each in alone) / prefill, mean(each[1] for each in alone) / decode
+
+    def profile_of(self, seen: Mapping[Neighbour, Sequence[Seconds]]) -> Profile:
+        """The profile with what engines did to one another in these minutes."""
+        if self._profile.sharing is None:
+            raise TercetError(f"{self._profile.name} does not say what engines of one host do to one another")
+        return replace(self._profile, sharing=sharing_from(seen, self._profile.sharing.linger))
+
+
+def rows_of(runs: Mapping[tuple[str, str], Sequence[Run]]) -> Iterable[float]:
+    """Print the table and yield its errors."""
+    print("| workload | program | busy | metric | real, ms | simulated, ms | error |")
+    print("| --- | --- | ---: | --- | ---: | ---: | ---: |")
+    for (name, program), found in runs.items():
+        busy = mean(run.busy for run in found)
+        for metric in METRICS:
+            real, simulated = mean(run.real[metric] for run in found), mean(run.simulated[metric] for run in found)
+            error = simulated / real - 1
+            print(f"| {name} | {program} | {busy:.0%} | {metric} | {real:.1f} | {simulated:.1f} | {error:+.1%} |")
+            yield abs(error)
+
+
+def chosen(metrics: Mapping[str, float | int | None], errors: Mapping[str, object]) -> dict[str, float]:
+    """The metrics of the table; raises ``TercetError`` if one is missing."""
+    found = {metric: metrics[key] for metric, key in METRICS.items()}
+    missing = [metric for metric, value in found.items() if value is None]
+    if missing:
+        raise TercetError(f"no {missing[0]}; {errors or 'no request was answered'}")
+    return {metric: float(value) for metric, value in found.items() if value is not None}
 
 
 async def run_real(url: str, program: str, rate: float, workload: str, requests: int) -> Point:
@@ -112,17 +214,13 @@ def _ignore(*_: object) -> None:
     """The table has every point."""
 
 
-def simulate(
-    program: str, profile: str, records: Iterable[RequestRecord], max_step_tokens: int
-) -> dict[str, float | int | None]:
+def simulate(program: str, profile: str, records: Iterable[RequestRecord], options: EngineOptions) -> Outcome:
     """The same requests through the same program on simulated engines."""
     # Warm-up comes first, and fills caches there as here.
     sent = sorted(records, key=lambda record: (not record.warmup, record.sent))
     warm_up = sum(record.warmup for record in sent)
-    options = EngineOptions(max_num_batched_tokens=max_step_tokens)
     arrivals = list(requests_like(sent))
-    outcome = run_requests(load_program(program), parse_fleet("1P1D@here"), profile, options, arrivals, warm_up)
-    return point_of(0.0, outcome, None).summary.flat()
+    return run_requests(load_program(program), parse_fleet("1P1D@here"), profile, options, arrivals, warm_up)
 
 
 def requests_like(sent: Sequence[RequestRecord]) -> Iterable[tuple[float, Request]]:

@@ -123,7 +123,7 @@ class Core:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._time.compute(None)
+        self._time.end()
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
         self._waiting.clear()
         self._prefilling.clear()

@@ -4,7 +4,8 @@ An engine's core keeps its own time, in which a step takes as long as on an idle
 loop's time. On a shared :class:`Host` it runs slower while others compute: a second of it takes ``1 + sum(factor - 1)``
 seconds, summed over the other engines that compute, where a factor says how much longer a kind of step takes beside one
 engine that runs another kind of step. The time changes its speed when somebody begins or ends to compute, so a step
-that runs beside another for a part of its time is slowed for that part alone.
+that runs beside another for a part of its time is slowed for that part alone. Engines that have just computed may
+linger, and slow the others for a while longer.
 
 With two engines the sum is what was measured; with more it is an assumption.
 """
@@ -12,13 +13,14 @@ With two engines the sum is what was measured; with more it is an assumption.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from tercet.sim.profile import Sharing
 
 Kind = Literal["prefill", "decode"]
 """What an engine computes: steps with prompt tokens, whatever else is in them, or steps of decodes alone."""
+State = Literal["prefill", "decode", "linger"]
 
 
 class Alarm(Protocol):
@@ -48,6 +50,10 @@ class EngineTime(Protocol):
         """What is computed from now on; None is nothing."""
         ...
 
+    def end(self) -> None:
+        """The engine is gone, and computes nothing."""
+        ...
+
 
 class LoopTime:
     """The time of an engine that has its machine to itself."""
@@ -65,13 +71,16 @@ class LoopTime:
     def compute(self, kind: Kind | None) -> None:
         """See :meth:`EngineTime.compute`."""
 
+    def end(self) -> None:
+        """See :meth:`EngineTime.end`."""
+
 
 class Host:
     """A machine, and the engines on it."""
 
     def __init__(self) -> None:
         self._times: list[SharedTime] = []
-        self._computing: dict[Kind, int] = {"prefill": 0, "decode": 0}
+        self._engines: dict[State, int] = {"prefill": 0, "decode": 0, "linger": 0}
 
     def join(self, sharing: Sharing) -> SharedTime:
         """The time of one more engine, which slows down as ``sharing`` says."""
@@ -79,14 +88,14 @@ class Host:
         self._times.append(time)
         return time
 
-    def change(self, before: Kind | None, after: Kind | None) -> None:
-        """Count an engine that changed what it computes, and let all of them run at their new speeds."""
+    def change(self, before: State | None, after: State | None) -> None:
+        """Count an engine that changed what it does, and let all of them run at their new speeds."""
         if before is not None:
-            self._computing[before] -= 1
+            self._engines[before] -= 1
         if after is not None:
-            self._computing[after] += 1
+            self._engines[after] += 1
         for time in self._times:
-            time.adapt(self._computing["prefill"], self._computing["decode"])
+            time.adapt(self._engines)
 
 
 class SharedTime:
@@ -95,11 +104,21 @@ class SharedTime:
     def __init__(self, host: Host, sharing: Sharing) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._beside: dict[Kind, tuple[float, float]] = {
-            "prefill": (sharing.prefill_beside_prefill - 1, sharing.prefill_beside_decode - 1),
-            "decode": (sharing.decode_beside_prefill - 1, sharing.decode_beside_decode - 1),
+        self._beside: dict[State | None, dict[State, float]] = {
+            "prefill": {
+                "prefill": sharing.prefill_beside_prefill - 1,
+                "decode": sharing.prefill_beside_decode - 1,
+                "linger": sharing.prefill_beside_linger - 1,
+            },
+            "decode": {
+                "prefill": sharing.decode_beside_prefill - 1,
+                "decode": sharing.decode_beside_decode - 1,
+                "linger": sharing.decode_beside_linger - 1,
+            },
         }
-        self._kind: Kind | None = None
+        self._linger = sharing.linger
+        self._state: State | None = None
+        self._sleep: asyncio.TimerHandle | None = None
         self._slowdown = 1.0
         # The two times ran from here on at the present speed.
         self._since = self._since_on_loop = self._loop.time()
@@ -121,13 +140,31 @@ class SharedTime:
 
     def compute(self, kind: Kind | None) -> None:
         """See :meth:`EngineTime.compute`."""
-        if kind != self._kind:
-            before, self._kind = self._kind, kind
-            self._host.change(before, kind)
+        if kind is not None:
+            self._turn(kind)
+        elif self._state in ("prefill", "decode"):
+            if self._linger:
+                self._turn("linger")
+                self._sleep = self._loop.call_later(self._linger, self._turn, None)
+            else:
+                self._turn(None)
 
-    def adapt(self, prefills: int, decodes: int) -> None:
-        """Run at the speed that is left while so many engines, this one included, compute."""
-        slowdown = self._slowdown_beside(prefills, decodes)
+    def end(self) -> None:
+        """See :meth:`EngineTime.end`."""
+        self._turn(None)
+
+    def _turn(self, state: State | None) -> None:
+        if state == self._state:
+            return
+        if self._sleep is not None:
+            self._sleep.cancel()
+            self._sleep = None
+        before, self._state = self._state, state
+        self._host.change(before, state)
+
+    def adapt(self, engines: Mapping[State, int]) -> None:
+        """Run at the speed that is left while so many engines, this one included, are in each state."""
+        slowdown = self._slowdown_beside(engines)
         if slowdown == self._slowdown:
             return
         self._since, self._since_on_loop = self.time(), self._loop.time()
@@ -137,13 +174,11 @@ class SharedTime:
             alarm.handle.cancel()
             alarm.handle = self._loop.call_at(self.on_loop(alarm.when), alarm.ring)
 
-    def _slowdown_beside(self, prefills: int, decodes: int) -> float:
-        if self._kind is None:
+    def _slowdown_beside(self, engines: Mapping[State, int]) -> float:
+        own, beside = self._state, self._beside.get(self._state)
+        if beside is None:
             return 1.0
-        beside_prefill, beside_decode = self._beside[self._kind]
-        prefills -= self._kind == "prefill"
-        decodes -= self._kind == "decode"
-        return 1.0 + prefills * beside_prefill + decodes * beside_decode
+        return 1.0 + sum(more * (engines[state] - (state == own)) for state, more in beside.items())
 
 
 class _Alarm:

@@ -56,16 +56,20 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many times as long a step takes while another engine of the same machine computes all the time.
+    """How many times as long a step takes while another engine of the same machine keeps it busy.
 
     A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is what a prefill's time is multiplied
-    by while the other one decodes.
+    by while the other one decodes. An engine that has nothing to do any more may linger for ``linger`` seconds before
+    it sleeps: vLLM's processes look for work without a pause for as long as that.
     """
 
     prefill_beside_prefill: float
     prefill_beside_decode: float
     decode_beside_prefill: float
     decode_beside_decode: float
+    prefill_beside_linger: float = 1.0
+    decode_beside_linger: float = 1.0
+    linger: float = 0.0
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -219,6 +223,7 @@ def _first_wrong(profile: Profile) -> str | None:
     if not (profile.call >= 0 and profile.front_door >= 0):
         return "call and front_door must not be negative"
     for field, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
-        if not 1 <= factor < math.inf:
-            return f"sharing.{field} is {factor}, and must be at least 1"
+        least = 0 if field == "linger" else 1
+        if not least <= factor < math.inf:
+            return f"sharing.{field} is {factor}, and must be at least {least}"
     return None

@@ -7,9 +7,11 @@ import random
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.bench.profiles.beside import sharing_from
+from tercet.bench.profiles.beside import Neighbour, linger_from, sharing_from
 from tercet.bench.profiles.front_door import measure_front_door
 from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from, transfer_from
 from tercet.bench.profiles.probe import Probe, names_from
@@ -72,15 +74,22 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
 
 def test_what_engines_of_a_host_do_to_one_another_is_found_again() -> None:
     factors = Sharing(
-        prefill_beside_prefill=1.4, prefill_beside_decode=1.2, decode_beside_prefill=1.6, decode_beside_decode=1.3
+        prefill_beside_prefill=1.4,
+        prefill_beside_decode=1.2,
+        decode_beside_prefill=1.6,
+        decode_beside_decode=1.3,
+        prefill_beside_linger=1.3,
+        decode_beside_linger=1.8,
+        linger=0.8,
     )
     shared = replace(KNOWN, sharing=factors)
     plan = replace(PLAN, same_host=True)
     found = profile_from(measured_on(shared, plan=plan, host=True), plan, "command", ASSUMED)
     assert found.sharing is not None
     for field, factor in msgspec.structs.asdict(factors).items():
-        # A neighbour that prefills has small pauses, one that decodes begins with a prefill.
-        assert getattr(found.sharing, field) == pytest.approx(factor, rel=0.04), field
+        # A neighbour that prefills has small pauses, one that decodes begins with a prefill, one that lingers does so
+        # after short prompts.
+        assert getattr(found.sharing, field) == pytest.approx(factor, rel=0.06), field
     assert "sharing a host" not in found.provenance.note
     # The other one is idle while single steps are measured.
     assert all(error < 0.02 for error in found.provenance.fit_error.values())
@@ -91,16 +100,43 @@ def test_engines_with_hosts_of_their_own_do_nothing_to_one_another() -> None:
     plan = replace(PLAN, same_host=True)
     sharing = measured_on(KNOWN, plan=plan).sharing
     assert sharing is not None
-    assert list(msgspec.structs.asdict(sharing).values()) == pytest.approx([1.0] * 4, rel=0.01)
+    assert list(msgspec.structs.asdict(sharing).values()) == pytest.approx([1.0] * 6 + [0.0], rel=0.01)
     assert measured_on(KNOWN).sharing is None
 
 
 def test_noise_makes_no_step_shorter_beside_another() -> None:
-    rows = {"idle": [(2.0, 1.0), (4.0, 3.0)], "prefill": [(2.0, 4.0), (3.0, 4.0)], "decode": [(3.0, 1.0), (6.0, 3.0)]}
-    found = sharing_from(rows)  # type: ignore[arg-type]
+    rows: dict[Neighbour, list[tuple[float, float]]] = {
+        "sleep": [(2.0, 1.0), (4.0, 3.0)],
+        "prefill": [(2.0, 4.0), (3.0, 4.0)],
+        "decode": [(3.0, 1.0), (6.0, 3.0)],
+        "linger": [(9.0, 1.0), (9.0, 2.0)],
+    }
+    found = sharing_from(rows, 0.5)
     assert found == Sharing(
-        prefill_beside_prefill=1.0, prefill_beside_decode=1.5, decode_beside_prefill=2.0, decode_beside_decode=1.0
+        prefill_beside_prefill=1.0,
+        prefill_beside_decode=1.5,
+        decode_beside_prefill=2.0,
+        decode_beside_decode=1.0,
+        prefill_beside_linger=3.0,
+        decode_beside_linger=1.0,
+        linger=0.5,
     )
+    # A neighbour that was poked and does not linger says nothing.
+    assert sharing_from(rows, 0.0).prefill_beside_linger == 1.0
+
+
+@given(st.floats(0.3, 2.5), st.randoms(use_true_random=False))
+def test_how_long_a_neighbour_lingers_is_where_steps_get_shorter(linger: float, chance: random.Random) -> None:
+    gaps = [(at / 30, (0.06 if at / 30 < linger else 0.03) * chance.uniform(0.8, 1.2)) for at in range(90)]
+    chance.shuffle(gaps)
+    assert linger_from(gaps) == pytest.approx(linger, abs=0.05)
+
+
+def test_noise_is_no_lingering() -> None:
+    chance = random.Random(1)
+    assert linger_from([(at / 30, 0.03 * chance.uniform(0.95, 1.05)) for at in range(90)]) == 0.0
+    # Nor are steps that get longer.
+    assert linger_from([(at / 30, 0.03 if at < 50 else 0.06) for at in range(90)]) == 0.0
 
 
 def sent_of(size: int, *seconds: float) -> list[Sent]:

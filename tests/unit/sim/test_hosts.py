@@ -131,7 +131,7 @@ def test_nobody_is_faster_than_alone_or_slower_than_the_largest_factor(
 
 def test_an_engine_that_dies_slows_nobody_any_more() -> None:
     async def main() -> tuple[float, float]:
-        dying, staying = engines_on(Host(), sharing())
+        dying, staying = engines_on(Host(), sharing(replace(TWICE, linger=5.0, prefill_beside_linger=9.0)))
         lost = asyncio.create_task(collect(dying.start_generate(request_of("a", 1000))))
         run = asyncio.create_task(ends_of(staying, request_of("b", 100, 1)))
         await asyncio.sleep(0.1)
@@ -141,13 +141,42 @@ def test_an_engine_that_dies_slows_nobody_any_more() -> None:
         (first,) = await run
         dying.recover()
         began = asyncio.get_running_loop().time()
+        assert began == pytest.approx(first)
         again = [tokens_of(engine, request_of(engine.name, 50, 1, first=5000)) for engine in (dying, staying)]
         await asyncio.gather(*again)
         return first, asyncio.get_running_loop().time() - began
 
+    # Nor does it linger.
     first, after = run_virtual(main())
     assert first == pytest.approx(0.1 + 0.109 - 0.050)
     assert after == pytest.approx(2 * 0.059)
+
+
+LINGERING = replace(TWICE, linger=0.3, decode_beside_linger=3.0, prefill_beside_linger=1.5)
+
+
+def test_an_engine_that_has_just_computed_slows_others_for_a_while() -> None:
+    # One prefills for 109 ms alone; the other begins 20 ms later to decode, at 10 ms per step.
+    decodes, (prefilled,) = both(sharing(LINGERING), (1, 61, 0.050), (100, 1, 0.0))
+    assert prefilled == pytest.approx(0.050 + 2 * 0.059)
+    lingers = [after - before for before, after in pairwise(decodes) if prefilled < before and after < prefilled + 0.3]
+    assert lingers == pytest.approx([0.030] * len(lingers))
+    assert len(lingers) >= 8
+    later = [after - before for before, after in pairwise(decodes) if before > prefilled + 0.3]
+    assert later == pytest.approx([0.010] * len(later))
+    assert later
+
+
+def test_an_engine_that_computes_again_lingers_no_longer() -> None:
+    async def main() -> float:
+        first, second = engines_on(Host(), sharing(LINGERING))
+        await tokens_of(first, request_of("a", 100, 1))
+        await asyncio.sleep(0.2)
+        # From now on both compute; 0.1 s later the end of the lingering must not count as the end of this prefill.
+        runs = (ends_of(first, request_of("b", 300, 1, first=5000)), ends_of(second, request_of("c", 300, 1)))
+        return (await asyncio.gather(*runs))[1][0]
+
+    assert run_virtual(main()) == pytest.approx(0.109 + 0.2 + 2 * 0.309)
 
 
 def test_the_time_in_which_steps_run_is_the_loops() -> None:
