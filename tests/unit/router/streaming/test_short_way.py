@@ -1,0 +1,162 @@
+"""What the short way leaves to vLLM's layers, and what it owes them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+
+from .conftest import Doors, Step
+from .test_connection import connect, until
+
+MODEL = 'say "text":1'
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 50}
+IDS = re.compile(r"[0-9a-f]{16,}")
+
+
+def script(doors: Doors) -> list[Step]:
+    return [*[[token] for token in doors.tokens("one two three")], "stop"]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The routes of requests that went the short way."""
+    from tercet.router.streaming.http_metrics import HttpMetrics
+
+    found: list[str] = []
+    observe = HttpMetrics.observe
+
+    def note(self: Any, scope: Any, handler: str, began: float) -> None:
+        found.append(handler)
+        observe(self, scope, handler, began)
+
+    monkeypatch.setattr(HttpMetrics, "observe", note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, PLAIN), (COMPLETIONS, {**PLAIN, "prompt": [1, 2, 3]}),
+     (CHAT, {**PLAIN, "messages": [{"role": "user", "content": "x"}]})],
+)  # fmt: skip
+def test_plain_streams_go_it(doors: Doors, taken: list[str], path: str, body: dict[str, Any]) -> None:
+    status, events = doors.ask("short", path, body, script(doors))
+    assert (status, events.endswith("data: [DONE]")) == (200, True)
+    until(lambda: taken == [path])
+
+
+@pytest.mark.parametrize(
+    ("more", "headers"),
+    [
+        ({"n": 2}, {}),
+        ({"prompt": ["a", "b"]}, {}),
+        ({"logprobs": 1}, {}),
+        ({"echo": True}, {}),
+        ({}, {"origin": "http://browser"}),
+        ({}, {"x-tercet-trace": "1"}),
+    ],
+)
+def test_what_is_more_than_plain_does_not(
+    doors: Doors, taken: list[str], more: dict[str, Any], headers: dict[str, str]
+) -> None:
+    if more.keys() & {"n", "prompt", "logprobs"}:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        from tercet.router.streaming.plain import is_plain_completion
+
+        assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
+        return
+    status, _ = doors.ask("short", COMPLETIONS, {**PLAIN, **more}, script(doors), **headers)
+    assert status == 200
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        (COMPLETIONS, b"{", {}),
+        (COMPLETIONS, b'{"stream": true, "prompt": NaN}', {}),
+        (COMPLETIONS, {**PLAIN, "model": "another"}, {}),
+        (COMPLETIONS, {**PLAIN, "temperature": -1}, {}),
+        (COMPLETIONS, {**PLAIN, "temperature": "hot"}, {}),
+        (COMPLETIONS, {**PLAIN, "prompt": [7] * 600}, {}),
+        (COMPLETIONS, {**PLAIN, "prompt": []}, {}),
+        (COMPLETIONS, {**PLAIN, "suffix": "x"}, {}),
+        (CHAT, {"model": MODEL, "stream": True}, {}),
+        (CHAT, {"model": MODEL, "stream": True, "messages": "x"}, {}),
+        (COMPLETIONS, PLAIN, {"x-tercet-program": "unheard_of"}),
+        (COMPLETIONS, PLAIN, {"content-type": "text/plain"}),
+    ],
+)
+def test_refusals_are_vllms(doors: Doors, path: str, body: Any, headers: dict[str, str]) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answers = [
+        httpx.post(
+            doors.urls[door] + path,
+            content=content,
+            headers={"content-type": "application/json", **headers},
+            timeout=30,
+        )
+        for door in ("short", "stock")
+    ]
+    short, stock = ((answer.status_code, IDS.sub("", answer.text)) for answer in answers)
+    assert short == stock
+    assert short[0] >= 400
+    assert not doors.processor.request_states
+
+
+def test_headers_are_vllms(doors: Doors) -> None:
+    found: list[dict[str, str]] = []
+    for door in ("short", "stock"):
+        doors.engine.expect("headers", script(doors))
+        doors.let_go("headers", 10)
+        answer = httpx.post(doors.urls[door] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=30)
+        # ``vary`` is for caches, and none keeps the answer to a POST.
+        found.append({name: value for name, value in answer.headers.items() if name not in ("date", "vary")})
+    assert found[0] == found[1]
+
+
+def test_it_counts_in_vllms_http_metrics(doors: Doors) -> None:
+    def total() -> float:
+        labels = {"handler": COMPLETIONS, "method": "POST", "status": "2xx"}
+        return prometheus_client.REGISTRY.get_sample_value("http_requests_total", labels) or 0.0
+
+    def idle() -> bool:
+        return not any(server.server_state.tasks for server in doors.servers.values())
+
+    def counted(door: str) -> float:
+        until(idle)  # requests before are counted once they are over
+        before = total()
+        doors.ask(door, COMPLETIONS, PLAIN, script(doors))
+        until(idle)
+        return total() - before
+
+    assert counted("short") == counted("stock") == 1.0
+
+
+def test_a_client_that_leaves_before_the_first_token(doors: Doors) -> None:
+    ended = doors.engine.ended["early"] = threading.Event()
+    client = connect(doors, "early", [[], *script(doors)])
+    until(lambda: "early" in doors.engine.said)
+    client.shutdown(socket.SHUT_RDWR)
+    client.close()
+    assert ended.wait(20)
+    until(lambda: not doors.processor.request_states and not doors.engine.running)
+
+
+def test_a_connection_is_used_again(doors: Doors) -> None:
+    with httpx.Client(timeout=30) as client:
+        for number in range(3):
+            name = f"again{number}"
+            doors.engine.expect(name, script(doors))
+            doors.let_go(name, 10)
+            answer = client.post(doors.urls["short"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
+            assert answer.text.endswith("data: [DONE]\n\n")
+    until(lambda: not doors.processor.request_states)
