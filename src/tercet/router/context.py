@@ -68,12 +68,12 @@ class ContextMiddleware:
     """
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        self.app = app  # by this name layers are found from outside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = headers_of(scope)
         if PROGRAM_HEADER in headers:
@@ -85,7 +85,7 @@ class ContextMiddleware:
         context = RequestContext(headers, asked=scope.get(ASKED, NOTHING))
         with serving_request(context):
             traced = headers.get(TRACE_HEADER) == "1"
-            await self._app(scope, receive, _TracingSend(send, context) if traced else send)
+            await self.app(scope, receive, _TracingSend(send, context) if traced else send)
 
 
 class _TracingSend:

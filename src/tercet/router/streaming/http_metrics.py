@@ -31,6 +31,11 @@ class HttpMetrics:
                 self._observers = layer.instrumentations
             layer = getattr(layer, "app", None)
 
+    @property
+    def found(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._observers)
+
     def observe(self, scope: Scope, handler: str, began: float) -> None:
         """A stream of route ``handler`` that began then (seconds of :func:`time.perf_counter`) has ended."""
         seconds = perf_counter() - began

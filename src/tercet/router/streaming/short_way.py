@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tercet.router.streaming.plain import is_plain_call, is_plain_chat, is_plain
 from tercet.router.streaming.stats import StreamStats
 from tercet.router.streaming.stream import PlainStream, current_stream, serving
 
+logger = logging.getLogger(__name__)
 Chunks = AsyncGenerator[str, None]
 START = {
     "type": "http.response.start",
@@ -57,12 +59,13 @@ class ShortWay:
         kinds: dict[str, Kind],
         make_stream: Callable[[], PlainStream | None],
         check_program: Callable[[str], object],
+        metrics: HttpMetrics,
     ) -> None:
         self._app = app
         self._kinds = kinds
         self._make_stream = make_stream
         self._check_program = check_program
-        self._metrics = HttpMetrics(app)
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -132,7 +135,10 @@ def short_way(
     """``app`` with the short way before it, where the options ``args`` leave any; ``state`` has the serving objects."""
     if not may_be_shortened(args):
         return app
-    kinds = _kinds(state)
+    metrics = HttpMetrics(app)
+    if not metrics.found:
+        logger.warning("vLLM's HTTP metrics are not where they were: plain streams go its own way, which costs more")
+        return app
     _let_streams_generate(engine_client)
 
     def make_stream() -> PlainStream | None:
@@ -141,7 +147,7 @@ def short_way(
             return None
         return PlainStream(connection, engine_client.output_processor, stats)
 
-    return ShortWay(app, kinds, make_stream, check_program)
+    return ShortWay(app, _kinds(state), make_stream, check_program, metrics)
 
 
 def _kinds(state: Any) -> dict[str, Kind]:
