@@ -19,27 +19,36 @@ from tercet.fleet.cost_fit import Fit
 
 UNTOLD_OUTPUT = 256
 PACE_LIMIT = math.log(16)
-ALIKE = 0.05
+ALIKE, OUTSTANDING = 0.05, 2.0
 SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class Pace:
-    """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen."""
+    """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen.
+
+    It counts as far as it stands out from what the engine's observations vary by. One that is used when others are
+    busy is only seen while it shares memory and cores with them: taken at face value, it would look slow, be used even
+    less, and never be seen otherwise.
+    """
 
     def __init__(self) -> None:
         self._log = 0.0
+        self._varies = 0.0
         self._count = 0
 
     @property
     def factor(self) -> float:
         """1 is the fleet's own; what is hardly different counts as equal, since the fit is off by as much."""
-        return math.exp(self._log * min(1.0, (self._log / ALIKE) ** 2))
+        alike = max(ALIKE, OUTSTANDING * self._varies)
+        return math.exp(self._log * min(1.0, (self._log / alike) ** 2))
 
     def observe(self, seconds: float, predicted: float) -> None:
         """``seconds`` were seen where the fleet's fit says ``predicted``."""
         self._count += 1
         ratio = max(-PACE_LIMIT, min(PACE_LIMIT, math.log(max(seconds, 1e-6) / max(predicted, 1e-6))))
-        self._log += (ratio - self._log) * max(0.05, 1 / (self._count + 10))
+        rate = max(0.05, 1 / (self._count + 10))
+        self._log += (ratio - self._log) * rate
+        self._varies += (abs(ratio - self._log) - self._varies) * rate
 
 
 class Tempo:

@@ -25,7 +25,7 @@ from tercet.fleet.cost_work import EngineWork
 
 SPLITS = (0.9, 0.75, 0.5)
 PAIRED, SPLIT = 3, 2
-SHARPER = 2
+SHARPER = 3
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Engines take calls between steps: a call waits half a step on average, where decodes run."""
 

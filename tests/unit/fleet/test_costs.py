@@ -112,6 +112,15 @@ def test_answers_are_expected_as_long_as_those_with_a_limit_like_theirs() -> Non
     assert model.output_of(16) == 16
 
 
+def test_a_pace_that_does_not_stand_out_from_its_noise_is_the_fleets() -> None:
+    noisy, steady = Pace(), Pace()
+    for number in range(200):
+        noisy.observe(0.1 if number % 2 else 0.17, 0.1)
+        steady.observe(0.13, 0.1)
+    assert noisy.factor < 1.1
+    assert steady.factor == pytest.approx(1.3, rel=0.01)
+
+
 def test_a_pace_finds_a_slow_engine() -> None:
     pace = Pace()
     for _ in range(200):
