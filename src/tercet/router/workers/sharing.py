@@ -32,7 +32,7 @@ from tercet.router.workers.messages import (
     write,
 )
 
-ENGINES, METRICS = f"{PREFIX}/engines", "/metrics"
+ENGINES, METRICS = f"{PREFIX}/engines", ("/metrics", "/metrics/")
 # What a PUT, POST or DELETE of these changes is every worker's; other calls are work for one of them.
 COMMON = re.compile(rf"{PREFIX}/(program|scheduling|engines)(/|$)")
 LONGEST_BODY = 1024 * 1024
@@ -126,7 +126,7 @@ class Sharing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "http" and scope["path"] == METRICS and scope["method"] == "GET":
+        if scope["type"] == "http" and scope["path"] in METRICS and scope["method"] == "GET":
             await make_asgi_app(engine_metrics.of_all_workers())(scope, receive, send)
             return
         if scope["type"] != "http" or not concerns_all(scope["method"], scope["path"]):
