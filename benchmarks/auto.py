@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
     parser.add_argument("--mix", default="short,long,change")
     parser.add_argument("--rates", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")
+    parser.add_argument("--programs", type=_programs, default=list(PROGRAMS), help="auto, and some of the static ones")
     parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
     parser.add_argument("--requests", type=int, help="per run")
     parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
@@ -98,6 +99,13 @@ def _floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
+def _programs(text: str) -> list[str]:
+    names = text.split(",")
+    if not {"auto"} < set(names) <= set(PROGRAMS):
+        raise argparse.ArgumentTypeError(f"give auto and at least one more of {', '.join(PROGRAMS)}")
+    return names
+
+
 def _report(given: argparse.Namespace, name: str) -> float:
     """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
     mixes = MEASURED if given.url else CPU if "cpu" in given.simulate else ACCELERATOR
@@ -105,15 +113,15 @@ def _report(given: argparse.Namespace, name: str) -> float:
         raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
     mix, ratios = mixes[name], list[float]()
     phases = ", then ".join(f"{prompt} in, {answer} out" for prompt, answer in mix.phases)
-    print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(PROGRAMS)} | auto / best |")
-    print("| ---: |" + " ---: |" * (len(PROGRAMS) + 1))
+    print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(given.programs)} | auto / best |")
+    print("| ---: |" + " ---: |" * (len(given.programs) + 1))
     for rate in given.rates or mix.rates:
         found = _measured(given, mix, rate) if given.url else _simulated(given, mix, rate)
         means = {label: float(np.concatenate(rounds).mean()) for label, rounds in found.items()}
         best = min((label for label in means if label != "auto"), key=means.__getitem__)
         ratios.append(means["auto"] / means[best])
         within = _interval(found["auto"], found[best]) if given.url else ""
-        cells = " | ".join(f"{means[label]:.3f}" for label in PROGRAMS)
+        cells = " | ".join(f"{means[label]:.3f}" for label in given.programs)
         print(f"| {rate:g} | {cells} | {ratios[-1]:.3f}{within} |", flush=True)
     return max(ratios)
 
@@ -130,8 +138,9 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
     """JCTs in seconds, by program and run."""
     tokens = given.max_num_batched_tokens or (512 if "cpu" in given.simulate else 8192)
     options, fleet = EngineOptions(max_num_batched_tokens=tokens), parse_fleet(given.fleet)
-    found: dict[str, list[Floats]] = {label: [] for label in PROGRAMS}
-    for label, (program, args) in PROGRAMS.items():
+    found: dict[str, list[Floats]] = {label: [] for label in given.programs}
+    for label in given.programs:
+        program, args = PROGRAMS[label]
         for seed in range(given.seeds):
             arrivals = _arrivals(mix, rate, given.requests or 600, seed)
             outcome = run_requests(load_program(program, args), fleet, given.simulate, options, arrivals, WARM_UP, seed)
@@ -179,14 +188,16 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
         ]
         line += ["--request-rate", str(rate), "--rounds", str(given.rounds), "--num-warmups", "4"]
         line += ["--num-prompts", str(given.requests or 20)]
-        line += [item for label in PROGRAMS for item in ("--program", label)]
+        line += [item for label in given.programs for item in ("--program", label)]
         for prompt, answer in mix.phases:
             line += ["--workload", f"random,input_len={prompt},output_len={answer}"]
         subprocess.run(line, check=True, stdout=sys.stderr)
         points = load_result(result).points
     if any(point.errors for point in points):
         raise BadRequest("some requests failed")
-    return {label: [Samples.of(point.records).e2el for point in points if point.label == label] for label in PROGRAMS}
+    return {
+        label: [Samples.of(point.records).e2el for point in points if point.label == label] for label in given.programs
+    }
 
 
 def _plan(url: str) -> None:
