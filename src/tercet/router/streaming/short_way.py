@@ -38,7 +38,7 @@ START = {
     "status": 200,
     "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
 }
-END = {"type": "http.response.body", "body": b"", "more_body": False}
+BODY_PART = "http.response.body"
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,17 @@ async def _answer(stream: PlainStream, chunks: Chunks, send: Send) -> None:
         await send(START)
         try:
             async with aclosing(chunks):
+                end = ""
                 async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
+                    if stream.finished:
+                        end += chunk
+                        continue
+                    await send({"type": BODY_PART, "body": chunk.encode(), "more_body": True})
                     stream.learn(chunk)
         finally:
             await stream.close()
-        await send(END)
+        # vLLM makes all that is left once the last result is there, so that nothing waits here for what follows it.
+        await send({"type": BODY_PART, "body": end.encode(), "more_body": False})
 
 
 def short_way(

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class PlainStream:
-    """A stream whose chunks are written to ``connection`` from a template, once vLLM has written one of them."""
+    """A stream whose chunks are written to ``connection`` from a template, once vLLM has written one of them.
+
+    ``finished`` once vLLM has the last result.
+    """
 
     def __init__(self, connection: Connection, processor: OutputProcessor, stats: StreamStats) -> None:
         self.connection = connection
@@ -42,6 +45,7 @@ class PlainStream:
         # Tokens that vLLM's stream generator has not counted yet.
         self._uncounted: list[int] = []
         self._results: AsyncGenerator[RequestOutput, None] | None = None
+        self.finished = False
 
     # ---- what vLLM's stream generator sees -------------------------------------------------------------------
 
@@ -82,6 +86,7 @@ class PlainStream:
                         result = self._process(unwritten, queue)
                         if result is None:
                             continue
+                        self.finished = result.finished
                         # The client has it before the program goes on to what the next one needs.
                         yield result
                         if result.finished:
