@@ -19,16 +19,15 @@ from tercet.fleet.cost_fit import Fit
 
 UNTOLD_OUTPUT = 256
 PACE_LIMIT = math.log(16)
-ALIKE, OUTSTANDING = 0.05, 2.0
+ALIKE = 0.05
 SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class Pace:
     """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen.
 
-    It counts as far as it stands out from what the engine's observations vary by. One that is used when others are
-    busy is only seen while it shares memory and cores with them: taken at face value, it would look slow, be used even
-    less, and never be seen otherwise.
+    It counts as far as it stands out from what the engine's observations vary by: an engine that is used when others
+    are busy is mostly seen while it shares memory and cores with them, and would look slower than it is.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Pace:
     @property
     def factor(self) -> float:
         """1 is the fleet's own; what is hardly different counts as equal, since the fit is off by as much."""
-        alike = max(ALIKE, OUTSTANDING * self._varies)
+        alike = max(ALIKE, self._varies)
         return math.exp(self._log * min(1.0, (self._log / alike) ** 2))
 
     def observe(self, seconds: float, predicted: float) -> None:
