@@ -84,6 +84,13 @@ MaxRequestBytes = Annotated[
 Workers = Annotated[
     int | None, typer.Option(min=1, max=256, help="Front-door processes that share the port.", show_default="1")
 ]
+StreamPort = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65535, help="Where engines connect their token streams; one port more for each further worker.",
+        show_default="any free one",
+    ),
+]  # fmt: skip
 VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
 
 LABEL = "label."

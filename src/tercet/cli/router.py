@@ -27,6 +27,7 @@ from tercet.cli.options import (
     ReturnAfter,
     Scheduling,
     ServedModelName,
+    StreamPort,
     VLLMArgs,
     Workers,
     checked,
@@ -75,6 +76,7 @@ def router(
     request_timeout: RequestTimeout = None,
     max_request_bytes: MaxRequestBytes = None,
     workers: Workers = None,
+    stream_port: StreamPort = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of its log.")] = "info",
     vllm_args: VLLMArgs = None,
 ) -> None:
@@ -123,6 +125,7 @@ def router(
         request_timeout=request_timeout,
         max_request_bytes=MAX_REQUEST_BYTES if max_request_bytes is None else max_request_bytes,
         workers=workers or 1,
+        stream_port=stream_port or 0,
         log_level=log_level,
         vllm_args=vllm_flags(vllm_args),
     )

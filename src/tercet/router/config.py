@@ -43,7 +43,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``retries`` is what is done for a sequence whose engine fails, ``limits`` how much may be under way. A request that
     has not ended ``request_timeout`` seconds after it was let in is ended with an error (None: never); one of more than
-    ``max_request_bytes`` bytes is refused. ``workers`` processes share the port; limits are each one's own.
+    ``max_request_bytes`` bytes is refused. ``workers`` processes share the port; limits are each one's own. Engines
+    connect their token streams to ``stream_port`` of this machine, to the next ones for further workers; 0 is any.
     """
 
     model: str
@@ -62,12 +63,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_request_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_REQUEST_BYTES
     workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    stream_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     log_level: str = "info"
     vllm_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.engines:
             raise BadRequest("engine: at least one is needed", "engine")
+        if self.stream_port and self.stream_port + self.workers - 1 > 65535:
+            raise BadRequest(f"stream_port: {self.workers} workers need as many ports from it on", "stream_port")
         names = [engine.name for engine in self.engines]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -46,7 +46,10 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     fleet = Fleet(())
-    async with Listener() as listener, Membership(fleet, connecting(fleet, listener)) as membership:
+    async with (
+        Listener(stream_port(config, shared)) as listener,
+        Membership(fleet, connecting(fleet, listener)) as membership,
+    ):
         await membership.start(config.engines)
         metrics = Metrics()
         engine_metrics.export(fleet)
@@ -69,6 +72,11 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         finally:
             for task in background:
                 task.cancel()
+
+
+def stream_port(config: RouterConfig, shared: Shared | None) -> int:
+    """The port of this process's token streams; 0 is any free one."""
+    return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
 
 
 def _import_vllm() -> None:

@@ -20,6 +20,8 @@ from tercet.streams.messages import BEAT_SECONDS, LONGEST_FRAME, LONGEST_HELLO, 
 
 logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
+# Connections that have not said yet whose they are; past this the oldest one makes room for a new one.
+MOST_STRANGERS = 256
 
 
 class Listener:
@@ -35,7 +37,7 @@ class Listener:
         self._lines: dict[str, Line] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
-        self._arrivals: set[_Arrival] = set()
+        self._arrivals: dict[_Arrival, None] = {}
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -96,21 +98,29 @@ class Listener:
 class _Arrival(asyncio.Protocol):
     """One connection. Nothing of it is believed before a hello with a key that this front door gave out."""
 
-    def __init__(self, find: Callable[[str], Line | None], arrivals: set[_Arrival]) -> None:
+    def __init__(self, find: Callable[[str], Line | None], arrivals: dict[_Arrival, None]) -> None:
         self._find = find
-        self._arrivals = arrivals
+        self._arrivals = arrivals  # in the order in which they came
         self._splitter = Splitter(LONGEST_HELLO)
         self._line: Line | None = None
         self._why = "the connection was closed"
 
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it has not shown a key yet."""
+        return self._line is None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._arrivals.add(self)
+        self._arrivals[self] = None
+        strangers = [arrival for arrival in self._arrivals if arrival.is_stranger]
+        if len(strangers) > MOST_STRANGERS:
+            strangers[0].abort()
         self._patience = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
-        self._arrivals.discard(self)
+        self._arrivals.pop(self, None)
         if self._line is not None:
             self._line.detach(self._transport, str(exc) if exc is not None else self._why)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import pytest
 
 from tercet.cli import app
@@ -15,6 +18,8 @@ from tercet.protocol import BadRequest
 from tercet.router import RouterConfig
 from tercet.router.admission import Limits
 from tercet.router.recovery import RetryBudget
+from tercet.router.server import stream_port
+from tercet.router.workers.sharing import Shared
 
 
 def received(config: UpConfig, model: Path, monkeypatch: pytest.MonkeyPatch) -> RouterConfig:
@@ -87,6 +92,17 @@ def test_the_same_in_the_file_of_up(tmp_path: Path, key: str) -> None:
     (tmp_path / "up.yaml").write_text(f"{key}: 0\n")
     with pytest.raises(BadRequest, match=key):
         load_up_config(tmp_path / "up.yaml", {})
+
+
+def test_ports_of_token_streams() -> None:
+    engines = (engine_address("http://127.0.0.1:1", 0),)
+    config = RouterConfig(model="m", served_model_name="m", engines=engines, workers=3, stream_port=7000)
+    workers = [cast(Shared, SimpleNamespace(index=index)) for index in range(3)]
+    assert [stream_port(config, worker) for worker in (None, *workers)] == [7000, 7000, 7001, 7002]
+    free = msgspec.structs.replace(config, stream_port=0)
+    assert [stream_port(free, worker) for worker in (None, *workers)] == [0, 0, 0, 0]
+    with pytest.raises(BadRequest, match="stream_port"):
+        RouterConfig(model="m", served_model_name="m", engines=engines, workers=3, stream_port=65534)
 
 
 def test_labels_of_engines() -> None:

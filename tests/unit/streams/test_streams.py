@@ -295,6 +295,24 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
             assert (await outputs.get()).token_ids == (4,)
 
 
+async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.streams.listener.MOST_STRANGERS", 3)
+    async with connected() as pair:
+        host, _, port = pair.address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for reader, _ in silent[:2]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        other = pair.listener.line("other", lambda _: None)
+        speaker = Speaker("other", lambda: None, no_start)
+        await speaker.connect(pair.address, other.key)
+        assert other.connected
+        assert pair.line.connected
+        speaker.close()
+        for _, writer in silent:
+            writer.close()
+
+
 async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
     outputs, others = Outputs(), Outputs()
     async with connected() as pair:
