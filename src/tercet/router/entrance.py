@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -14,6 +14,7 @@ from tercet.router.keys import require_key
 
 ASKED = "tercet.asked"
 BODY = "tercet.body"
+ERROR = "tercet.error"
 # Of vLLM's routes those that generate; the others cost engines nothing.
 GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -22,10 +23,17 @@ GENERATING = frozenset(
 
 
 class Entrance:
-    """ASGI middleware, the outermost one; refuses with OpenAI's error JSON."""
+    """ASGI middleware, the outermost one; refuses with OpenAI's error JSON.
 
-    def __init__(self, app: App, gate: Gate, keys: Sequence[str], max_bytes: int) -> None:
+    ``around_refusals`` adds what refusals need to reach a browser.
+    """
+
+    def __init__(
+        self, app: App, gate: Gate, keys: Sequence[str], max_bytes: int,
+        around_refusals: Callable[[App], App] = lambda app: app,
+    ) -> None:  # fmt: skip
         self._app = app
+        self._refusals = around_refusals(_refused)
         self._gate = gate
         self._keys = keys
         self._max_bytes = max_bytes
@@ -39,7 +47,7 @@ class Entrance:
             try:
                 receive = await self._enter(scope, receive, held)
             except TercetError as error:
-                await refuse(error, send)
+                await self._refusals({**scope, ERROR: error}, receive, send)
                 return
             except ClientLeft:
                 return
@@ -59,6 +67,10 @@ class Entrance:
         if path in GENERATING:
             await held.enter_async_context(self._gate.place(body.asked.priority, body.left))
         return body.receive
+
+
+async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
+    await refuse(scope[ERROR], send)
 
 
 async def refuse(error: TercetError, send: Send) -> None:

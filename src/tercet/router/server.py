@@ -117,8 +117,9 @@ async def _serve_openai(
         stats = StreamStats(engine_client.logger_manager)
         inner = short_way(stack, app.state, args, engine_client, stats, service.program_called)
         app.middleware_stack = Entrance(
-            inner if shared is None else Sharing(inner, shared.line), gate, keys, config.max_request_bytes
-        )
+            inner if shared is None else Sharing(inner, shared.line), gate, keys, config.max_request_bytes,
+            lambda refusals: with_cors(refusals, args),
+        )  # fmt: skip
         async with AsyncExitStack() as held:
             if shared is not None:
                 await held.enter_async_context(shared.line)
@@ -129,6 +130,16 @@ async def _serve_openai(
     finally:
         engine_client.shutdown()
         sock.close()
+
+
+def with_cors(app: Any, args: argparse.Namespace) -> Any:
+    """Browsers get the headers that they ask for, by the same options as from vLLM's layers."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        app, allow_origins=args.allowed_origins, allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods, allow_headers=args.allowed_headers,
+    )  # fmt: skip
 
 
 def _settle() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -126,6 +127,21 @@ async def test_a_saturated_fleet_answers_429_in_openais_words(house: House) -> N
     house.app.go.set()
     assert [(await task).status_code for task in tasks] == [200] * 4
     assert counted("tercet_queue_seconds_count") == 2
+
+
+@pytest.mark.parametrize("allowed", ["http://browser", "http://other"])
+async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
+    door: Door, metrics: Metrics, allowed: str
+) -> None:
+    from tercet.router.server import with_cors
+
+    args = Namespace(allowed_origins=[allowed], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"])
+    gate = Gate(Limits(), door.fleet, metrics)
+    entrance = Entrance(App(), gate, ("k",), 1000, lambda app: with_cors(app, args))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(entrance), base_url="http://door") as client:
+        answer = await client.post(PATH, json={}, headers={"origin": "http://browser"})
+    assert answer.status_code == 401
+    assert answer.headers.get("access-control-allow-origin") == ("http://browser" if "browser" in allowed else None)
 
 
 async def test_who_waits_too_long_is_sent_away(door: Door, metrics: Metrics) -> None:

@@ -115,19 +115,31 @@ class _PlainCopy:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._result, theirs = context.Pipe()
-        self._process = context.Process(target=_copy, args=(theirs,), daemon=True)
+        self._result, self._theirs = context.Pipe()
+        self._process = context.Process(target=_copy, args=(self._theirs,), daemon=True)
         self.rate = 0.0
 
     def __enter__(self) -> _PlainCopy:
         self._process.start()
-        self._result.recv()  # its memory is in place
+        self._theirs.close()  # so that its end is heard when it ends
+        self._heard()  # its memory is in place
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._result.send(None)
-        self.rate = self._result.recv()
-        self._process.join()
+        try:
+            self._result.send(None)
+            self.rate = self._heard()
+        except OSError as error:
+            raise EngineError("the process that copies memory has ended") from error
+        finally:
+            self._result.close()
+            self._process.join()
+
+    def _heard(self) -> float:
+        try:
+            return self._result.recv() or 0.0
+        except EOFError as error:
+            raise EngineError("the process that copies memory has ended") from error
 
     async def release(self, session: aiohttp.ClientSession) -> None:
         """There is nothing to give back."""
