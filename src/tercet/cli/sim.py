@@ -31,6 +31,10 @@ Fleet = Annotated[
     ),
 ]
 ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile list` shows, or a JSON file.")]
+Scheduling = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="A scheduling file; picks go by its profiles (`--program-arg pick=scheduled`)."),
+]
 Option = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of every engine; repeatable. See the docs.")
 ]
@@ -70,6 +74,7 @@ def sim(
     prefixes: Prefixes = 0,
     prefix: Prefix = 0,
     option: Option = None,
+    scheduling: Scheduling = None,
     slo: Bounds = None,
     label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
@@ -82,6 +87,7 @@ def sim(
     Examples:
     - `tercet sim --program disaggregated --fleet 1P1D --rate 2,4,8`
     - `tercet sim --fleet both=1000 --rate 2000 --requests 20000`
+    - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
     - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
     """
     if context.invoked_subcommand is not None:
@@ -109,6 +115,7 @@ def sim(
         workload=workload,
         seed=seed,
         slo=slo_of(slo),
+        scheduling=scheduling,
     )
     report = simulation.report(rates_of(rate), label or program, note)
     write_out(json, report.to_json())
@@ -137,6 +144,7 @@ def sweep_command(
     output_mean: OutputMean = 128,
     output_dev: Deviation = 0,
     option: Option = None,
+    scheduling: Scheduling = None,
     x: Annotated[
         str, typer.Option("--x", help="A metric to weigh: ttft, tpot or e2el, a dot, mean, p50, p90 or p99.")
     ] = "ttft.mean",
@@ -173,6 +181,7 @@ def sweep_command(
             output_dev=output_dev,
         ),
         seed=seed,
+        scheduling=scheduling,
     )
     axes = [parse_axis(given) for given in over]
     report = sweep(simulation, rate, axes, x, y, note)

@@ -23,7 +23,7 @@ class Asked(msgspec.Struct, frozen=True):
     model: str = ""
     priority: int = 0
     user: str | None = None
-    stream: bool | None = None
+    stream: Any = None
 
 
 NOTHING = Asked()

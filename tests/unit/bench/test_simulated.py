@@ -42,6 +42,40 @@ def simulation(**changes: object) -> Simulation:
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
+PREFIX_AWARE = """
+plugins:
+- type: prefix-cache-scorer
+- type: queue-scorer
+- type: single-profile-handler
+schedulingProfiles:
+- name: mine
+  plugins:
+  - {pluginRef: prefix-cache-scorer, weight: 3}
+  - pluginRef: queue-scorer
+"""
+
+
+def test_a_scheduling_file_decides_picks(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(PREFIX_AWARE)
+    workload = SyntheticWorkload(rate=1, requests=200, prefixes=20, prefix=256)
+
+    def prefilled(pick: str, scheduling: str | None) -> tuple[int, bytes]:
+        given = simulation(
+            program="data_parallel", program_args={"pick": pick}, fleet="both=8", workload=workload,
+            scheduling=scheduling,
+        )  # fmt: skip
+        point = given.point(4)
+        return point.counts["prefill_tokens"], msgspec.json.encode(point)
+
+    anywhere, _ = prefilled("round_robin", None)
+    where_it_is, report = prefilled("mine", str(file))
+    assert where_it_is < 0.8 * anywhere
+    assert prefilled("scheduled", str(file)) == prefilled("mine", str(file)) == (where_it_is, report)
+    with pytest.raises(BadRequest, match="scheduling"):
+        prefilled("mine", str(tmp_path / "none.yaml"))
+
+
 @pytest.mark.parametrize("program", sorted(BUILT_IN))
 @pytest.mark.parametrize("schedule", ["chunked", "prefill_first"])
 def test_every_program_serves_every_request(program: str, schedule: str) -> None:

@@ -20,6 +20,7 @@ from tercet.bench.summary import Samples
 from tercet.fleet import Fleet, Hearing, Member
 from tercet.programs import Program, data_parallel
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
+from tercet.scheduling import Scheduling
 from tercet.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, run_virtual
 
 # As at the front door: failures of a pattern, after which one engine may still serve the request.
@@ -80,11 +81,20 @@ class _Fleet:
 
 
 def run_once(
-    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, workload: SyntheticWorkload, seed: int
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    workload: SyntheticWorkload,
+    seed: int,
+    scheduling: Scheduling | None = None,
 ) -> Outcome:
-    """Simulate one run; the outcome depends on the arguments alone."""
+    """Simulate one run; the outcome depends on the arguments alone.
+
+    ``scheduling`` has the profiles that the program's picks go by, as new ones; without it they are the built-in ones.
+    """
     arrivals = requests_of(workload.check(), seed)
-    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed)
+    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling)
 
 
 def run_requests(
@@ -95,10 +105,11 @@ def run_requests(
     arrivals: Iterable[tuple[float, Request]],
     warm_up: int = 0,
     seed: int = 0,
+    scheduling: Scheduling | None = None,
 ) -> Outcome:
     """Simulate requests at given times, in order; the first ``warm_up`` are not measured."""
     with _young_garbage_only():
-        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed))
+        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed, scheduling))
 
 
 @contextmanager
@@ -120,8 +131,11 @@ async def _run(
     arrivals: Iterable[tuple[float, Request]],
     warm_up: int,
     seed: int,
+    scheduling: Scheduling | None,
 ) -> Outcome:
     built = _build(spec, profile, options, seed)
+    if scheduling is not None:
+        built.fleet.scheduling = scheduling
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.fleet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from tercet.bench.simulated.workload import SyntheticWorkload
 from tercet.bench.summary import Slo
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
+from tercet.scheduling import load_scheduling
 from tercet.sim import EngineOptions, load_profile
 
 
@@ -29,6 +31,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     workload: SyntheticWorkload
     seed: int = 0
     slo: Slo | None = None
+    scheduling: str | None = None
 
     def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> Point:
         """Run it at a rate; ``note`` is told how fast that went.
@@ -41,8 +44,10 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             options_from(EngineOptions(), self.options),
             msgspec.structs.replace(self.workload, rate=rate),
         )
+        # Read anew for each run: its plugins remember requests.
+        scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        outcome = run_once(program, spec, self.profile, options, workload, self.seed)
+        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling)
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"

@@ -11,6 +11,7 @@ results, and on FastAPI giving them what ``model_validate`` makes of a JSON body
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -73,7 +74,7 @@ class ShortWay:
         body: Body | None = scope.get(BODY)
         path = scope["path"].removeprefix(scope.get("root_path", "")) if body is not None else ""
         kind = self._kinds.get(path)
-        if body is None or kind is None or not body.asked.stream:
+        if body is None or kind is None or body.asked.stream is not True:
             await self._app(scope, receive, send)
             return
         context = RequestContext(headers_of(scope), asked=body.asked)
@@ -85,7 +86,8 @@ class ShortWay:
                 entered.enter_context(serving(stream))
                 chunks = await self._chunks(kind, body, scope)
             if stream is not None and chunks is not None:
-                await _answer(stream, chunks, send)
+                # In a task of its own: a token wakes up all that waits for it, up to the task, and not the layers here.
+                await asyncio.create_task(_answer(stream, chunks, send))
                 self._metrics.observe(scope, path, began)
                 return
         await self._app(scope, receive, send)
@@ -123,6 +125,8 @@ async def _answer(stream: PlainStream, chunks: Chunks, send: Send) -> None:
                         continue
                     await send({"type": BODY_PART, "body": chunk.encode(), "more_body": True})
                     stream.learn(chunk)
+                    if stream.writes:
+                        await stream.pump()
         finally:
             await stream.close()
         # vLLM makes all that is left once the last result is there, so that nothing waits here for what follows it.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from tercet.protocol import Output
+from tercet.protocol import EngineError, Output
 from tercet.router.program_outputs import ProgramOutputs
 from tercet.router.streaming.connection import Connection
 from tercet.router.streaming.stats import StreamStats
@@ -46,6 +46,8 @@ class PlainStream:
         self._uncounted: list[int] = []
         self._results: AsyncGenerator[RequestOutput, None] | None = None
         self.finished = False
+        # What the program has brought vLLM, and vLLM has not asked for yet.
+        self._waiting: EngineCoreOutput | Exception | None = None
 
     # ---- what vLLM's stream generator sees -------------------------------------------------------------------
 
@@ -76,24 +78,24 @@ class PlainStream:
             raise RuntimeError("vLLM added a request without telling its engine-core client")
         try:
             with outputs.failures():
-                async with aclosing(outputs.stream) as stream:
-                    async for output in stream:
-                        unwritten = self.write(output) if self._takes(output) else outputs.to_core_output(output)
-                        if unwritten is None:
-                            if self.connection.is_full:
-                                await self.connection.has_room()
-                            continue
-                        result = self._process(unwritten, queue)
+                async with aclosing(outputs.stream):
+                    while not self.finished:
+                        result = self._process(await self._next_for_vllm(), queue)
                         if result is None:
                             continue
                         self.finished = result.finished
                         # The client has it before the program goes on to what the next one needs.
                         yield result
-                        if result.finished:
-                            return
         finally:
             self._processor.abort_requests((self._state.request_id,), internal=True)
             queue.close()
+
+    async def _next_for_vllm(self) -> EngineCoreOutput:
+        await self.pump()
+        found, self._waiting = self._waiting, None
+        if isinstance(found, EngineCoreOutput):
+            return found
+        raise found or EngineError("the program ended before its sequence did")
 
     def _process(self, output: EngineCoreOutput, queue: Any) -> RequestOutput | None:
         """What vLLM makes of an output, with the tokens counted in that it did not see."""
@@ -106,6 +108,30 @@ class PlainStream:
         return result
 
     # ---- the short way ---------------------------------------------------------------------------------------
+
+    @property
+    def writes(self) -> bool:
+        """Whether it knows how: vLLM has made a chunk of all that it was given, and chunks look alike from now on."""
+        return self._template is not None
+
+    async def pump(self) -> None:
+        """Run the program and write its outputs, until there is one, or an error, that is vLLM's to handle.
+
+        vLLM's stream generator would do it by asking for its next result. Done before, the program's outputs do not
+        wake up all the generators between.
+        """
+        outputs = self._outputs
+        if outputs is None or self._waiting is not None or self.finished:
+            return
+        try:
+            async for output in outputs.stream:
+                self._waiting = self.write(output) if self._takes(output) else outputs.to_core_output(output)
+                if self._waiting is not None:
+                    return
+                if self.connection.is_full:
+                    await self.connection.has_room()
+        except Exception as error:  # raised where vLLM asks for its next result
+            self._waiting = error
 
     def _takes(self, output: Output) -> bool:
         return (
