@@ -47,9 +47,14 @@ class Body:
         """ASGI's ``receive``: the body, then whatever comes."""
         if not self._given:
             self._given = True
-            content, self.content = self.content, b""  # vLLM has its own copy from now on
+            content = self.content
+            self.drop()  # vLLM has its own copy from now on
             return {"type": "http.request", "body": content, "more_body": False}
         return await (self._receive() if self._next is None else asyncio.shield(self._next))
+
+    def drop(self) -> None:
+        """Nobody needs the content any more, which may be large."""
+        self.content = b""
 
     def left(self) -> asyncio.Future[Message]:
         """Done once the client has closed its connection."""

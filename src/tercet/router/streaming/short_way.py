@@ -86,6 +86,7 @@ class ShortWay:
                 entered.enter_context(serving(stream))
                 chunks = await self._chunks(kind, body, scope)
             if stream is not None and chunks is not None:
+                body.drop()
                 # In a task of its own: a token wakes up all that waits for it, up to the task, and not the layers here.
                 await asyncio.create_task(_answer(stream, chunks, send))
                 self._metrics.observe(scope, path, began)
@@ -108,7 +109,8 @@ class ShortWay:
             if not kind.is_plain(request):
                 return None
             chunks = await kind.create(request, Request(scope))
-        except Exception:  # whatever it is, vLLM's own way answers it
+        except Exception as error:  # whatever it is, vLLM's own way answers it
+            logger.debug("left to vLLM's own way: %s: %s", type(error).__name__, error)
             return None
         return chunks if isinstance(chunks, AsyncGenerator) else None
 
