@@ -31,7 +31,6 @@ from typing import cast
 
 STEP = 0.02
 MODEL_NAME = "m"
-OF_A_STREAM = 100
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -170,19 +169,19 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def measure(
-    server: str, case: str, port: int, pids: list[int], seconds: float, streams: int = 0, rate: float = 0.0
+    server: str, case: str, port: int, pids: list[int], seconds: float, tokens: int, streams: int = 0, rate: float = 0.0
 ) -> Row:
     """Put load on a port and count what it cost the processes."""
     command = [sys.executable, __file__, "--clients-of", str(port), "--streams", str(streams), "--rate", str(rate)]
-    command += ["--seconds", str(seconds), "--tokens", str(OF_A_STREAM)]
+    command += ["--seconds", str(seconds), "--tokens", str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdout is not None
         clients.stdout.readline()
         before = cpu_seconds(pids)
         found = json.loads(clients.stdout.readline())
         used = cpu_seconds(pids) - before
-    tokens, took = found["tokens"], found["seconds"]
-    row = Row(server, case, used / max(1, tokens) * 1e6, tokens / took, found["ttft"], used / took)
+    received, took = found["tokens"], found["seconds"]
+    row = Row(server, case, used / max(1, received) * 1e6, received / took, found["ttft"], used / took)
     print(f"{server:24}{case:>22}{row.us_per_token:10.1f}{row.tokens_per_second:10.0f}{row.ttft_ms:8.2f}{row.cpu:7.2f}")
     return row
 
@@ -254,11 +253,11 @@ def run(args: argparse.Namespace) -> list[Row]:
         print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
         for streams in (16, 64):
             for name, port, pids in servers:
-                rows.append(measure(name, f"{streams} streams", port, pids, args.seconds, streams=streams))
+                rows.append(measure(name, f"{streams} streams", port, pids, args.seconds, args.tokens, streams=streams))
         for name, port, pids in servers:
-            rows.append(measure(name, "100 requests/s", port, pids, args.seconds, rate=100.0))
+            rows.append(measure(name, "100 requests/s", port, pids, args.seconds, args.tokens, rate=100.0))
         rows += [
-            measure("tercet", f"{streams} streams", door, [door_pid], args.seconds, streams=streams)
+            measure("tercet", f"{streams} streams", door, [door_pid], args.seconds, args.tokens, streams=streams)
             for streams in args.many
         ]
     return rows
@@ -270,7 +269,7 @@ def main() -> None:
     parser.add_argument("--clients-of", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--streams", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=OF_A_STREAM, help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")

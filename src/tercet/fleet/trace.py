@@ -124,7 +124,7 @@ class TracedEngine:
                     generation.note(item)
                     if item.usage is not None:
                         self._note_start(request, begin, len(output), item, started)
-                    if item.finish_reason is not None and item.broken_off:
+                    if item.broken_off:
                         self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
                     yield item
 

@@ -32,7 +32,7 @@ def require_whole(output: Any) -> None:
     """Raises :class:`ProgramFault` for what is no output, :class:`BrokenOff` for one that is not the end it claims."""
     if not isinstance(output, Output):
         raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
-    if output.finish_reason is not None and output.broken_off:
+    if output.broken_off:
         raise BrokenOff(output)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from tercet.protocol import TercetError
 from tercet.router.body import NOTHING, App, Asked, Message, Receive, Scope, Send
 from tercet.router.entrance import ASKED, refuse
 
+T = TypeVar("T")
 TRACE_HEADER = "x-tercet-trace"
 PROGRAM_HEADER = "x-tercet-program"
 DONE = b"data: [DONE]"
@@ -47,13 +48,18 @@ def current() -> RequestContext:
 
 
 @contextmanager
-def serving_request(context: RequestContext) -> Generator[None]:
-    """While entered, this is the HTTP request being served."""
-    token = _current.set(context)
+def held(variable: ContextVar[T | None], value: T) -> Generator[None]:
+    """While entered, the variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+def serving_request(context: RequestContext) -> AbstractContextManager[None]:
+    """While entered, this is the HTTP request being served."""
+    return held(_current, context)
 
 
 def headers_of(scope: Scope) -> dict[str, str]:

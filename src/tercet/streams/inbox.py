@@ -71,9 +71,6 @@ class Inbox:
         sequence.position += len(item.token_ids)
         if item.ending is not None and item.ending.is_last:
             del self._open[item.number]
-        if item.ending is None:  # nearly every item
-            sequence.deliver(Output(item.token_ids))
-            return
         try:
             output = item.to_output()
         except TercetError as error:

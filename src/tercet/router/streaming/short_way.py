@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -70,28 +70,29 @@ class ShortWay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        if not await self._serve(scope, send):
+            await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, send: Send) -> bool:
+        """Serve the request if it is a plain stream; whether it was one."""
         began = perf_counter()
         body: Body | None = scope.get(BODY)
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if body is not None else ""
-        kind = self._kinds.get(path)
-        if body is None or kind is None or body.asked.stream is not True:
-            await self._app(scope, receive, send)
-            return
-        context = RequestContext(headers_of(scope), asked=body.asked)
-        with ExitStack() as entered:
-            stream = self._stream_for(scope, context)
-            chunks: Any = None
-            if stream is not None:
-                entered.enter_context(serving_request(context))
-                entered.enter_context(serving(stream))
-                chunks = await self._chunks(kind, body, scope)
-            if stream is not None and chunks is not None:
-                body.drop()
-                # In a task of its own: a token wakes up all that waits for it, up to the task, and not the layers here.
-                await asyncio.create_task(_answer(stream, chunks, send))
-                self._metrics.observe(scope, path, began)
-                return
-        await self._app(scope, receive, send)
+        if body is None or body.asked.stream is not True:
+            return False
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        kind, context = self._kinds.get(path), RequestContext(headers_of(scope), asked=body.asked)
+        stream = self._stream_for(scope, context)
+        if kind is None or stream is None:
+            return False
+        with serving_request(context), serving(stream):
+            chunks = await self._chunks(kind, body, scope)
+            if chunks is None:
+                return False
+            body.drop()
+            # In a task of its own: a token wakes up all that waits for it, up to the task, and not the layers here.
+            await asyncio.create_task(_answer(stream, chunks, send))
+        self._metrics.observe(scope, path, began)
+        return True
 
     def _stream_for(self, scope: Scope, context: RequestContext) -> PlainStream | None:
         if not is_plain_call(scope, context.headers):

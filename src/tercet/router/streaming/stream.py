@@ -11,8 +11,8 @@ the engine-core client; on ``process_outputs`` putting what it makes of an outpu
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import EngineError, Output
+from tercet.router.context import held
 from tercet.router.program_outputs import ProgramOutputs
 from tercet.router.streaming.connection import Connection
 from tercet.router.streaming.stats import StreamStats
@@ -147,8 +148,10 @@ class PlainStream:
         The text before a stop string is not sent: it belongs to the last chunk, which is vLLM's.
         """
         template, num_tokens = self._template, len(output.token_ids)
+        if template is None:
+            raise RuntimeError("the stream has no template to write by")
         stop, text = self._detokenize(output.token_ids)
-        if stop is not None or template is None:
+        if stop is not None:
             self._stats.count(self._state.stats, num_tokens)
             return EngineCoreOutput(
                 request_id=self._state.request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
@@ -175,11 +178,6 @@ def current_stream() -> PlainStream | None:
     return _current.get()
 
 
-@contextmanager
-def serving(stream: PlainStream) -> Generator[None]:
+def serving(stream: PlainStream) -> AbstractContextManager[None]:
     """While entered, the current task serves this stream."""
-    token = _current.set(stream)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return held(_current, stream)

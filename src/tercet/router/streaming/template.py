@@ -46,12 +46,6 @@ def template_of(chunk: str) -> Template | None:
     return Template(event[:at], event[at + len(_encode(text)) :])
 
 
-def is_opening(chunk: str) -> bool:
-    """Whether the chunk only says who speaks, as a chat's first one does."""
-    choice = _only_choice(chunk)
-    return choice is not None and "role" in (choice.get("delta") or {})
-
-
 def _only_choice(chunk: str) -> dict[str, Any] | None:
     if not (chunk.startswith(EVENT) and chunk.endswith(END)):
         return None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tercet.router.streaming.template import is_opening, template_of
+from tercet.router.streaming.template import template_of
 
 
 class Choice(BaseModel):
@@ -74,9 +74,8 @@ def test_a_chat_chunk_is_a_template_unless_it_says_more() -> None:
 )
 def test_other_events_are_no_templates(other: str) -> None:
     assert template_of(other) is None
-    assert not is_opening(other)
 
 
-def test_a_chats_first_chunk_is_an_opening() -> None:
-    assert is_opening(chat(delta={"role": "assistant", "content": ""}))
-    assert not is_opening(chat(delta={"content": ""}))
+def test_a_chats_first_chunk_which_says_who_speaks_is_none() -> None:
+    assert template_of(chat(delta={"role": "assistant", "content": ""})) is None
+    assert template_of(chat(delta={"content": ""})) is not None
