@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -15,6 +16,7 @@ import msgspec
 from tercet.cluster.pinning import as_cpu_list, split_cores
 from tercet.cluster.vllm_flags import KV_TRANSFER, value_of, without
 from tercet.protocol import BadRequest
+from tercet.vllm_plugin.waiting import spin_seconds
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"
@@ -117,8 +119,12 @@ def kv_events_flag(spec: EngineSpec) -> list[str]:
     return [KV_EVENTS, json.dumps(config, separators=(",", ":"))]
 
 
-def engine_env(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables of the server process, beside those that it inherits."""
+def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables of the server process, beside those that it inherits.
+
+    Raises :class:`~tercet.protocol.BadRequest` for one of Tercet's own that cannot be used.
+    """
+    spin_seconds(inherited, on_cpu=bool(spec.cores))
     env = {"VLLM_PLUGINS": PLUGIN, "TERCET_ENGINE_NAME": spec.name, "VLLM_NO_USAGE_STATS": "1"}
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"

@@ -36,6 +36,7 @@ def require_supported() -> None:
 
 
 def _relied_on() -> list[tuple[str, bool]]:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -73,6 +74,10 @@ def _relied_on() -> list[tuple[str, bool]]:
         (
             "OutputProcessor.update_scheduler_stats and get_num_queued_tokens",
             hasattr(OutputProcessor, "update_scheduler_stats") and hasattr(OutputProcessor, "get_num_queued_tokens"),
+        ),
+        (
+            "SpinCondition.wait and busy_loop_s",
+            _takes(SpinCondition.wait, "timeout_ms") and _takes(SpinCondition.__init__, "is_reader", "busy_loop_s"),
         ),
         ("EngineCoreClient.make_async_mp_client", hasattr(EngineCoreClient, "make_async_mp_client")),
     ]

@@ -22,7 +22,9 @@ def register() -> None:
     from tercet.vllm_plugin.core import install_core_methods
     from tercet.vllm_plugin.resume import install_worker_hook
     from tercet.vllm_plugin.seeded import install_seeded_prompt_hook
+    from tercet.vllm_plugin.waiting import install_waiting_hook
 
     install_core_methods()
     install_worker_hook()
     install_seeded_prompt_hook()
+    install_waiting_hook()

@@ -53,6 +53,11 @@ def test_the_command_loads_the_plugin() -> None:
     assert value_of(argv, "--max-num-batched-tokens") == "512"
 
 
+def test_a_wrong_variable_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(BadRequest, match="TERCET_SPIN_SECONDS=soon"):
+        engine_env(spec(cores=(0,)), {"TERCET_SPIN_SECONDS": "soon"})
+
+
 @pytest.mark.parametrize(
     "given", [("--max-num-batched-tokens", "64"), ("--max-num-batched-tokens=64",), ("--max_num_batched_tokens", "64")]
 )

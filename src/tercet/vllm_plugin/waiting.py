@@ -1,0 +1,70 @@
+"""How vLLM's processes wait for one another on a CPU: asleep, and not by looking all the time.
+
+An engine core and its workers pass messages through shared memory. Whoever waits looks again and again for a second,
+yielding its core in between, and only then sleeps until it is told. With an accelerator that costs nothing but a core.
+Where engines compute on those cores it takes them from a step, its own or another engine's, and from whoever brings the
+step's tokens to clients. Asleep, a step begins a fraction of a millisecond later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tercet.protocol import BadRequest
+
+VARIABLE = "TERCET_SPIN_SECONDS"
+NAP_MS = 2
+NAPS_AFTER_READ = 1.0  # vLLM's own limit between looking and sleeping
+
+
+def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
+    """For how long to look before sleeping; ``None`` leaves it to vLLM.
+
+    Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` says otherwise. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    given = environment.get(VARIABLE)
+    if given is None:
+        return 0.0 if on_cpu else None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"{VARIABLE}={given}: must be a number of seconds, 0 or more", VARIABLE)
+    return seconds
+
+
+def install_waiting_hook() -> None:
+    """Let readers of vLLM's message queues sleep as soon as there is nothing to read.
+
+    Relies on: ``SpinCondition.wait`` looking for ``busy_loop_s`` seconds after ``last_read`` and then polling a socket
+    that writers notify with every message, for ``timeout_ms`` at most; its caller looks again after each return. The
+    socket drops a notice while it still carries the one before, so right after a read nobody sleeps longer than
+    ``NAP_MS`` at a time.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    seconds = spin_seconds(os.environ, current_platform.is_cpu())
+    if seconds is None or getattr(SpinCondition.wait, "tercet_hook", False):
+        return
+    begin: Callable[..., None] = SpinCondition.__init__
+    wait: Callable[..., None] = SpinCondition.wait
+
+    def begin_with(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self.is_reader:
+            self.busy_loop_s = seconds
+
+    def nap_or_sleep(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
+            timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
+        wait(self, timeout_ms)
+
+    nap_or_sleep.tercet_hook = True  # type: ignore[attr-defined]
+    SpinCondition.__init__ = begin_with  # type: ignore[method-assign]
+    SpinCondition.wait = nap_or_sleep  # type: ignore[method-assign]
