@@ -16,10 +16,12 @@ def queue() -> Iterator[tuple[object, object]]:
     """A writer and a reader of one queue, whose reader sleeps between messages."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
+    from tercet.vllm_plugin.compat import require_supported
     from tercet.vllm_plugin.waiting import install_waiting_hook
 
     begin, wait = SpinCondition.__init__, SpinCondition.wait
     install_waiting_hook()
+    require_supported()  # each process checks, whoever has installed the hooks before
     try:
         writer = MessageQueue(1, 1)
         yield writer, MessageQueue.create_from_handle(writer.export_handle(), 0)

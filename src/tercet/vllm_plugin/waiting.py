@@ -8,6 +8,7 @@ step's tokens to clients. Asleep, a step begins a fraction of a millisecond late
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -55,11 +56,13 @@ def install_waiting_hook() -> None:
     begin: Callable[..., None] = SpinCondition.__init__
     wait: Callable[..., None] = SpinCondition.wait
 
+    @functools.wraps(begin)
     def begin_with(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         if self.is_reader:
             self.busy_loop_s = seconds
 
+    @functools.wraps(wait)
     def nap_or_sleep(self: Any, timeout_ms: int | None = None) -> None:
         if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
             timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
