@@ -30,7 +30,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
-from tercet.router.short_prompts import tokenize_short_prompts_here
+from tercet.router.short_prompts import render_short_prompts_here
 from tercet.router.workers.sharing import Shared, Sharing, answering
 from tercet.streams import Listener
 
@@ -229,5 +229,5 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     finally:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.attach(engine_client.output_processor)
-    tokenize_short_prompts_here(engine_client.renderer)
+    render_short_prompts_here(engine_client.renderer)
     return engine_client
