@@ -3,8 +3,8 @@
 vLLM hands every prompt to a thread, and to a task for each step on its way. That costs more than tokenising a short one
 does, and under load the thread waits for the interpreter's lock for longer than the event loop would be held up.
 
-Relies on a renderer tokenising a text prompt by its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and on
-its ``render_cmpl`` returning what ``render_cmpl_async`` does.
+Relies on a renderer tokenising a text prompt by its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and
+on its ``render_cmpl`` returning what ``render_cmpl_async`` does.
 """
 
 from __future__ import annotations
