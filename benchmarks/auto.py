@@ -1,11 +1,13 @@
 """`auto` beside the static programs: mean JCT over rates and prompt mixes, one of which changes half-way.
 
     python benchmarks/auto.py --simulate smollm2-135m-cpu [--fleet both=2] [--seeds 3]
+    python benchmarks/auto.py --simulate mine.json --fleet both=2@here --max-num-batched-tokens 512
     python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,long,change] [--rounds 2] [--requests 20]
 
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
-left with the plan that it gets here. A mix is prompts and answers of these lengths, in tokens, one after the other.
+left with the plan that it gets here. With a profile of your own (`tercet profile measure`) mixes and rates are those of
+a running fleet. A mix is prompts and answers of these lengths, in tokens, one after the other.
 
 The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %
 bootstrap interval over rounds and requests, which have the same arrivals and lengths for every program.
@@ -108,7 +110,9 @@ def _programs(text: str) -> list[str]:
 
 def _report(given: argparse.Namespace, name: str) -> float:
     """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
-    mixes = MEASURED if given.url else CPU if "cpu" in given.simulate else ACCELERATOR
+    mixes = (
+        MEASURED if given.url or given.simulate.endswith(".json") else CPU if "cpu" in given.simulate else ACCELERATOR
+    )
     if name not in mixes:
         raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
     mix, ratios = mixes[name], list[float]()
@@ -124,6 +128,12 @@ def _report(given: argparse.Namespace, name: str) -> float:
         cells = " | ".join(f"{means[label]:.3f}" for label in given.programs)
         print(f"| {rate:g} | {cells} | {ratios[-1]:.3f}{within} |", flush=True)
     return max(ratios)
+
+
+def _mixes(given: argparse.Namespace) -> Mapping[str, Mix]:
+    if given.url or given.simulate.endswith(".json"):
+        return MEASURED
+    return CPU if "cpu" in given.simulate else ACCELERATOR
 
 
 def _interval(auto: list[Floats], best: list[Floats]) -> str:

@@ -6,8 +6,10 @@ A token source, an engine that has its tokens ready, sends one to each stream ev
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
 divided by the tokens that the clients received. Detokenisation and the handling of requests are in it. Then the time to
 first token at 100 requests/s, which is all the front door's as the source answers at once, and as many tokens as one
-process carries. The peer's source sits inside vLLM's API server and costs it less than a real engine's messages would,
-so the comparison is in the peer's favour. `vllm-router` is left out if it is not installed and no wheel is given.
+process carries. Both servers get one message per step from a process of its own: the front door in the words of
+Tercet's engines, the API server in those of vLLM's engine core. `vllm-router` is left out if it is not installed and no
+wheel is given. `--step` is the time from one token of a stream to its next: where it is short, processes do not sleep
+between steps, and wake up with cold caches less often.
 """
 
 from __future__ import annotations
@@ -194,8 +196,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(*command: str, port: int, path: str = "/health", **env: str) -> Generator[int]:
-    """A server while entered; its process id, once it answers."""
+def process(*command: str, port: int | None = None, path: str = "/health", **env: str) -> Generator[int]:
+    """A process while entered; its id, once it answers on its port, if it has one."""
     import urllib.error
     import urllib.request
 
@@ -205,7 +207,7 @@ def process(*command: str, port: int, path: str = "/health", **env: str) -> Gene
     )
     try:
         deadline = time.monotonic() + 120
-        while True:
+        while port is not None:
             if child.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{' '.join(command)} did not start")
             with suppress(urllib.error.URLError, OSError):
@@ -230,7 +232,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     with ExitStack() as stack:
         source_port, door, stock, proxy = (free_port() for _ in range(4))
         this = str(Path(__file__).with_name("token_source.py"))
-        stack.enter_context(process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status"))
+        step = {"TOKEN_SOURCE_STEP": str(args.step)}
+        stack.enter_context(
+            process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status", **step)
+        )
         door_pid = stack.enter_context(
             process(
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
@@ -238,7 +243,9 @@ def run(args: argparse.Namespace) -> list[Row]:
                 "--log-level", "warning", port=door,
             )
         )  # fmt: skip
-        stock_pid = stack.enter_context(process(this, "peer", str(stock), model, port=stock))
+        sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        stack.enter_context(process(this, "core", *sockets, **step))
+        stock_pid = stack.enter_context(process(this, "peer", str(stock), model, *sockets, port=stock))
         servers = [("tercet", door, [door_pid]), ("vllm api server", stock, [stock_pid])]
         if args.router_wheel:
             path = os.pathsep.join(filter(None, (args.router_wheel, os.environ.get("PYTHONPATH", ""))))
@@ -271,6 +278,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=100, help="of each stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
     parser.add_argument("--json", type=Path, help="where to write the measurements")

@@ -1,10 +1,8 @@
 """The simulator against a real fleet: the same requests at the same times, mean TTFT, TPOT and JCT side by side.
 
-Start a prefill and a decode engine on cores of their own, and a front door, leave the machine alone, and run it:
+Start a prefill and a decode engine and a front door, leave the machine alone, and run it:
 
-    taskset -c 0 tercet engine --port 8001 &
-    taskset -c 1 tercet engine --port 8002 &
-    tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode &
+    tercet up --port 8000 &
     python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
 
 The profile is measured first on the fleet's own engines (``tercet profile measure``) unless the file is there. Nothing

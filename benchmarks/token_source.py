@@ -1,22 +1,25 @@
-"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's front door, one inside vLLM's API server.
+"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's front door, one for vLLM's API server.
 
 python benchmarks/token_source.py source PORT
-python benchmarks/token_source.py peer PORT MODEL_DIRECTORY
+python benchmarks/token_source.py core INPUTS OUTPUTS                     (ZeroMQ addresses, of the peer's sockets)
+python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS
+
+`TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
 
-STEP = 0.02
+STEP = float(os.environ.get("TOKEN_SOURCE_STEP", "0.02"))
 MODEL_NAME = "m"
 
 
@@ -82,8 +85,64 @@ async def _steps() -> AsyncGenerator[None, None]:
 # ---- the peer ------------------------------------------------------------------------------------------------
 
 
-async def peer(port: int, model: str) -> None:
-    """vLLM's API server as it is, over an engine client with the same tokens, at the same steps."""
+async def core(inputs: str, outputs: str) -> None:
+    """An engine core in the words of vLLM's own: the same tokens at the same steps, one message for each step."""
+    import zmq
+    import zmq.asyncio
+    from vllm.v1.engine import (
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        EngineCoreRequestType,
+        FinishReason,
+    )
+    from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    context: Any = zmq.asyncio.Context()
+    requests, answers = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    requests.setsockopt(zmq.IDENTITY, bytes(2))  # the engine of rank 0
+    requests.connect(inputs)
+    answers.connect(outputs)
+    decoder, encoder = MsgpackDecoder(EngineCoreRequest), MsgpackEncoder()
+    running: dict[str, int] = {}
+
+    async def say(found: list[EngineCoreOutput]) -> None:
+        await answers.send_multipart(encoder.encode(EngineCoreOutputs(outputs=found)), copy=False)
+
+    def following(name: str, left: int) -> EngineCoreOutput:
+        if left == 1:
+            del running[name]
+        else:
+            running[name] = left - 1
+        last = FinishReason.LENGTH if left == 1 else None
+        return EngineCoreOutput(request_id=name, new_token_ids=[1000 + left % 1000], finish_reason=last)
+
+    async def listen() -> None:
+        while True:
+            kind, *frames = await requests.recv_multipart(copy=False)
+            if kind.bytes == EngineCoreRequestType.ADD.value:
+                request: EngineCoreRequest = decoder.decode(frames)
+                assert request.sampling_params is not None
+                running[request.request_id] = (request.sampling_params.max_tokens or 16) - 1
+                stats = PrefillStats()
+                stats.set(len(request.prompt_token_ids or ()), 0, 0)
+                await say([EngineCoreOutput(request_id=request.request_id, new_token_ids=[1000], prefill_stats=stats)])
+            elif kind.bytes == EngineCoreRequestType.ABORT.value:
+                for name in msgspec.msgpack.decode(frames[0].buffer):
+                    running.pop(name, None)
+
+    await requests.send(b"")  # it is ready
+    listening = asyncio.create_task(listen())
+    async for _ in _steps():
+        if listening.done():
+            listening.result()
+        if running:
+            await say([following(name, left) for name, left in list(running.items())])
+
+
+async def peer(port: int, model: str, inputs: str, outputs: str) -> None:
+    """vLLM's API server as it is, for an engine core that listens there."""
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -91,76 +150,18 @@ async def peer(port: int, model: str) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
-    from vllm.v1.metrics.stats import PrefillStats
-
-    class Client(EngineCoreClient):
-        """Makes outputs where a real one would receive them."""
-
-        def __init__(self) -> None:
-            self.running: dict[str, int] = {}
-            self.fresh: list[EngineCoreOutput] = []
-            self.wake = asyncio.Event()
-            self.due = time.monotonic()
-            self.engine_ranks_managed = [0]
-            self.resources = type("Resources", (), {"engine_dead": False})()
-
-        async def get_output_async(self) -> EngineCoreOutputs:
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, self.due - time.monotonic())):
-                        await self.wake.wait()
-                self.wake.clear()
-                outputs, self.fresh = self.fresh, []
-                if time.monotonic() >= self.due:
-                    self.due = max(self.due + STEP, time.monotonic())
-                    outputs += [self._next(name, left) for name, left in list(self.running.items())]
-                if outputs:
-                    return EngineCoreOutputs(outputs=outputs)
-
-        def _next(self, name: str, left: int) -> EngineCoreOutput:
-            if left == 1:
-                del self.running[name]
-            else:
-                self.running[name] = left - 1
-            last = FinishReason.LENGTH if left == 1 else None
-            return EngineCoreOutput(request_id=name, new_token_ids=[1000 + left % 1000], finish_reason=last)
-
-        async def add_request_async(self, request: EngineCoreRequest) -> None:
-            assert request.sampling_params is not None
-            self.running[request.request_id] = (request.sampling_params.max_tokens or 16) - 1
-            stats = PrefillStats()
-            stats.set(len(request.prompt_token_ids or ()), 0, 0)
-            self.fresh.append(
-                EngineCoreOutput(request_id=request.request_id, new_token_ids=[1000], prefill_stats=stats)
-            )
-            self.wake.set()
-
-        async def abort_requests_async(self, request_ids: list[str]) -> None:
-            for name in request_ids:
-                self.running.pop(name, None)
-
-        async def get_supported_tasks_async(self) -> tuple[Any, ...]:
-            return ("generate",)
-
-        async def reset_mm_cache_async(self) -> None: ...
-
-        def shutdown(self, timeout: float | None = None) -> None: ...
-
-        def dp_engines_running(self) -> bool:
-            return bool(self.running)
 
     argv = ["--model", model, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--max-model-len", "2048", "--disable-uvicorn-access-log"]
     args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
     _, sock = setup_server(args, reuse_port=False)
     config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
-    client = Client()
-    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
-    engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
+    addresses = {"input_address": inputs, "output_address": outputs}
+    engine = AsyncLLM(
+        config, executor_class=Executor, log_stats=True, log_requests=False, client_addresses=addresses
+    )  # fmt: skip
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     await (await serve_http(app, sock=sock, host="127.0.0.1", port=port, log_level="warning", access_log=False))
@@ -170,8 +171,13 @@ def main() -> None:
     """Serve until killed."""
     import uvloop
 
-    part, port, *rest = sys.argv[1:]
-    uvloop.run(source(int(port)) if part == "source" else peer(int(port), rest[0]))
+    part, *rest = sys.argv[1:]
+    if part == "source":
+        uvloop.run(source(int(rest[0])))
+    elif part == "core":
+        uvloop.run(core(*rest))
+    else:
+        uvloop.run(peer(int(rest[0]), *rest[1:]))
 
 
 if __name__ == "__main__":

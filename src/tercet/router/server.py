@@ -11,6 +11,7 @@ import asyncio
 import gc
 import importlib
 import logging
+import os
 import signal
 import socket
 from contextlib import AsyncExitStack
@@ -80,6 +81,8 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 
 
 def _import_vllm() -> None:
+    # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
         importlib.import_module(module)
 
