@@ -95,9 +95,10 @@ async def core(inputs: str, outputs: str) -> None:
         EngineCoreRequest,
         EngineCoreRequestType,
         FinishReason,
+        UtilityOutput,
     )
     from vllm.v1.metrics.stats import PrefillStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
     context: Any = zmq.asyncio.Context()
     requests, answers = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
@@ -131,6 +132,11 @@ async def core(inputs: str, outputs: str) -> None:
             elif kind.bytes == EngineCoreRequestType.ABORT.value:
                 for name in msgspec.msgpack.decode(frames[0].buffer):
                     running.pop(name, None)
+            elif kind.bytes == EngineCoreRequestType.UTILITY.value:
+                _, call, method, _ = MsgpackDecoder().decode(frames)
+                result = UtilityResult(("generate",) if method == "get_supported_tasks" else None)
+                found = EngineCoreOutputs(utility_output=UtilityOutput(call, result=result))
+                await answers.send_multipart(encoder.encode(found))
 
     await requests.send(b"")  # it is ready
     listening = asyncio.create_task(listen())
