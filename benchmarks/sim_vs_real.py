@@ -10,9 +10,10 @@ is fitted to the workloads: they are held out. The simulator is given what the c
 answer was, and that both engines share a host; the rest is prediction.
 
 Where machines are shared, their speed changes within minutes. So the profile is compared with a few prefills and decode
-steps before and after each run, of an engine alone and beside the other one: its times are scaled by what they took
-more or less than it says, and its ``sharing`` is what they show (both are printed for each run). The workloads take no
-part in that, either. They are run in turns, ``--rounds`` times, and the means over all rounds are compared.
+steps before and after each run, of an engine alone and beside the other one: its times are scaled by what all of these
+took more or less than it says, and its ``sharing`` is what they show (both are printed). One such look is too short to
+tell one run's minutes from another's. The workloads take no part in that, either. They are run in turns, ``--rounds``
+times, and the means over all rounds are compared.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tercet.cluster.model import resolve_model
 from tercet.programs import load_program
 from tercet.protocol import Request, TercetError
 from tercet.sim import EngineOptions, Profile, StepModel, load_profile
-from tercet.sim.profile import Sharing, pairs_of
+from tercet.sim.profile import pairs_of
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512
@@ -68,12 +69,10 @@ TOKENS = 256
 
 
 class Run(NamedTuple):
-    """A workload under a program in one round: metrics by their names, the simulation's scales, engines' busy time."""
+    """A workload under a program in one round: metrics by their names, and the share of time that engines were busy."""
 
     real: Mapping[str, float]
     simulated: Mapping[str, float]
-    scales: tuple[float, float]
-    sharing: Sharing | None
     busy: float
 
 
@@ -121,27 +120,27 @@ class Comparison:
         self._profile = load_profile(profile)
         self._requests = requests
         self._max_step_tokens = max_step_tokens
-        self._seen: dict[Neighbour, list[Seconds]] | None = None
 
     def compare(self, rounds: int) -> list[float]:
         """Print a row for each workload, program and metric; returns the relative errors, without their signs."""
-        runs: dict[tuple[str, str], list[Run]] = {}
+        found: dict[tuple[str, str], list[Point]] = {}
+        seen = asyncio.run(self.look())
         for _ in range(rounds):
             for name, program in product(WORKLOADS, PROGRAMS):
-                run = self.run(*WORKLOADS[name], program)
-                runs.setdefault((name, program), []).append(run)
-                prefill, decode = run.scales
-                found = ", ".join(f"{metric} {run.simulated[metric] / run.real[metric] - 1:+.1%}" for metric in METRICS)
-                print(f"{name}, {program}: {found}; scales {prefill:.2f}, {decode:.2f}; {run.sharing}", file=sys.stderr)
+                point = asyncio.run(run_real(self._url, program, *WORKLOADS[name], self._requests))
+                found.setdefault((name, program), []).append(point)
+                for neighbour, seconds in asyncio.run(self.look()).items():
+                    seen[neighbour] += seconds
+        profile, scales = self.profile_of(seen), self.scales_of(seen["sleep"])
+        print(f"scales {scales[0]:.2f}, {scales[1]:.2f}; {profile.sharing}", file=sys.stderr)
+        runs = {
+            (name, program): [self.run(program, point, profile, scales) for point in points]
+            for (name, program), points in found.items()
+        }
         return list(rows_of(runs))
 
-    def run(self, rate: float, workload: str, program: str) -> Run:
-        """One run, between two looks at the machine."""
-        before = self._seen or asyncio.run(self.look())
-        real = asyncio.run(run_real(self._url, program, rate, workload, self._requests))
-        after = self._seen = asyncio.run(self.look())
-        seen: dict[Neighbour, list[Seconds]] = {neighbour: before[neighbour] + after[neighbour] for neighbour in before}
-        profile, scales = self.profile_of(seen), self.scales_of(seen["sleep"])
+    def run(self, program: str, real: Point, profile: Profile, scales: tuple[float, float]) -> Run:
+        """What was measured, beside a simulation of the same requests."""
         options = EngineOptions(
             max_num_batched_tokens=self._max_step_tokens, prefill_scale=scales[0], decode_scale=scales[1]
         )
@@ -150,7 +149,7 @@ class Comparison:
             file.flush()
             outcome = simulate(program, file.name, real.records, options)
         simulated = point_of(0.0, outcome, None).summary.flat()
-        return Run(chosen(real.metrics, real.errors), chosen(simulated, {}), scales, profile.sharing, outcome.busy)
+        return Run(chosen(real.metrics, real.errors), chosen(simulated, {}), outcome.busy)
 
     async def look(self) -> dict[Neighbour, list[Seconds]]:
         """How long steps of one engine take now, by what the other one does."""
