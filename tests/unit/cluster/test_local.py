@@ -24,12 +24,12 @@ from tercet.protocol import BadRequest
 SERVER = """
 import http.server, signal, subprocess, sys, time
 port, mode = int(sys.argv[1]), sys.argv[2]
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before it says that it is there
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
 if mode == "dies":
     print("the model is not there"); sys.exit(3)
-if mode == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
