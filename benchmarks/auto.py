@@ -110,9 +110,7 @@ def _programs(text: str) -> list[str]:
 
 def _report(given: argparse.Namespace, name: str) -> float:
     """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
-    mixes = (
-        MEASURED if given.url or given.simulate.endswith(".json") else CPU if "cpu" in given.simulate else ACCELERATOR
-    )
+    mixes = _mixes(given)
     if name not in mixes:
         raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
     mix, ratios = mixes[name], list[float]()
