@@ -7,9 +7,10 @@ own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, f
 divided by the tokens that the clients received. Detokenisation and the handling of requests are in it. Then the time to
 first token at 100 requests/s, which is all the front door's as the source answers at once, and as many tokens as one
 process carries. Both servers get one message per step from a process of its own: the front door in the words of
-Tercet's engines, the API server in those of vLLM's engine core. `vllm-router` is left out if it is not installed and no
-wheel is given. `--step` is the time from one token of a stream to its next: where it is short, processes do not sleep
-between steps, and wake up with cold caches less often.
+Tercet's engines, the API server in those of vLLM's engine core. `writes alone` is a server that writes ready-made
+chunks and does nothing else: none that sends each token by itself can cost less. `vllm-router` is left out if it is not
+installed and no wheel is given. `--step` is the time from one token of a stream to its next: where it is short,
+processes do not sleep between steps, and wake up with cold caches less often.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     model = resolve_model("smollm2", lambda _: None)
     rows: list[Row] = []
     with ExitStack() as stack:
-        source_port, door, stock, proxy = (free_port() for _ in range(4))
+        source_port, door, stock, proxy, floor = (free_port() for _ in range(5))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step)}
         stack.enter_context(
@@ -247,6 +248,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         stack.enter_context(process(this, "core", *sockets, **step))
         stock_pid = stack.enter_context(process(this, "peer", str(stock), model, *sockets, port=stock))
         servers = [("tercet", door, [door_pid]), ("vllm api server", stock, [stock_pid])]
+        writer_pid = stack.enter_context(process(this, "writer", str(floor), str(args.tokens), port=floor, **step))
+        servers.append(("writes alone", floor, [writer_pid]))
         if args.router_wheel:
             path = os.pathsep.join(filter(None, (args.router_wheel, os.environ.get("PYTHONPATH", ""))))
             proxy_pid = stack.enter_context(

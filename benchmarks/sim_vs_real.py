@@ -125,9 +125,9 @@ class Comparison:
         """Print a row for each workload, program and metric; returns the relative errors, without their signs."""
         found: dict[tuple[str, str], list[Point]] = {}
         seen = asyncio.run(self.look())
-        for _ in range(rounds):
+        for seed in range(rounds):
             for name, program in product(WORKLOADS, PROGRAMS):
-                point = asyncio.run(run_real(self._url, program, *WORKLOADS[name], self._requests))
+                point = asyncio.run(run_real(self._url, program, *WORKLOADS[name], self._requests, seed))
                 found.setdefault((name, program), []).append(point)
                 for neighbour, seconds in asyncio.run(self.look()).items():
                     seen[neighbour] += seconds
@@ -196,10 +196,16 @@ def chosen(metrics: Mapping[str, float | int | None], errors: Mapping[str, objec
     return {metric: float(value) for metric, value in found.items() if value is not None}
 
 
-async def run_real(url: str, program: str, rate: float, workload: str, requests: int) -> Point:
-    """One point of ``tercet bench serve``."""
+async def run_real(url: str, program: str, rate: float, workload: str, requests: int, seed: int) -> Point:
+    """One point of ``tercet bench serve``; with another seed it finds nothing of itself in the engines' caches."""
     config = ServeConfig(
-        base_url=url, program=program, request_rate=(rate,), workload=(workload,), num_prompts=requests, num_warmups=3
+        base_url=url,
+        program=program,
+        request_rate=(rate,),
+        workload=(workload,),
+        num_prompts=requests,
+        num_warmups=3,
+        seed=seed,
     )
     contender = Contender(program, url, program)
     bench = await prepare(config, [contender], resolve_model)

@@ -1,8 +1,11 @@
 """Engines with ready-made tokens, for `front_door.py`: one for Tercet's front door, one for vLLM's API server.
 
+And a server that only writes: what the kernel and the event loop cost by themselves.
+
 python benchmarks/token_source.py source PORT
 python benchmarks/token_source.py core INPUTS OUTPUTS                     (ZeroMQ addresses, of the peer's sockets)
 python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS
+python benchmarks/token_source.py writer PORT TOKENS
 
 `TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds.
 """
@@ -21,6 +24,13 @@ import msgspec
 
 STEP = float(os.environ.get("TOKEN_SOURCE_STEP", "0.02"))
 MODEL_NAME = "m"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,"model":"m",'
+    b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
+)
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+LAST = b"0\r\n\r\n"
 
 
 # ---- the token source ----------------------------------------------------------------------------------------
@@ -173,6 +183,47 @@ async def peer(port: int, model: str, inputs: str, outputs: str) -> None:
     await (await serve_http(app, sock=sock, host="127.0.0.1", port=port, log_level="warning", access_log=False))
 
 
+# ---- the floor -----------------------------------------------------------------------------------------------
+
+
+class Writing(asyncio.Protocol):
+    """One client's connection: each of its requests begins an answer of ``tokens`` ready-made chunks."""
+
+    def __init__(self, running: dict[Writing, int], tokens: int) -> None:
+        self._running = running
+        self._tokens = tokens
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(HEAD + CHUNK)
+        if data.startswith(b"POST"):
+            self._running[self] = self._tokens - 1
+
+    def step(self) -> None:
+        left = self._running[self]
+        if left == 1:
+            del self._running[self]
+            self._transport.write(CHUNK + LAST)
+        else:
+            self._running[self] = left - 1
+            self._transport.write(CHUNK)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._running.pop(self, None)
+
+
+async def writer(port: int, tokens: int) -> None:
+    """A server that knows its answers: one write per stream and step, nothing parsed, rendered or detokenised."""
+    running: dict[Writing, int] = {}
+    loop = asyncio.get_running_loop()
+    await loop.create_server(lambda: Writing(running, tokens), "127.0.0.1", port)
+    async for _ in _steps():
+        for stream in list(running):
+            stream.step()
+
+
 def main() -> None:
     """Serve until killed."""
     import uvloop
@@ -182,6 +233,8 @@ def main() -> None:
         uvloop.run(source(int(rest[0])))
     elif part == "core":
         uvloop.run(core(*rest))
+    elif part == "writer":
+        uvloop.run(writer(int(rest[0]), int(rest[1])))
     else:
         uvloop.run(peer(int(rest[0]), *rest[1:]))
 

@@ -1,7 +1,7 @@
 """Runs one command and never outlives its parent: ``python guard.py GRACE COMMAND...``, a pipe as standard input.
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
-and everything in this session is stopped: the command, its children, and what they left behind, with SIGTERM, and
+and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
 after ``GRACE`` seconds with SIGKILL. SIGTERM to this process is passed on; the command's exit code is then its own.
 Needs the standard library alone, so that it starts at once and stays small.
 """
@@ -40,7 +40,7 @@ class Guard:
                 passed_on = True
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
-                self._end_session()
+                self._end_group()
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
@@ -54,8 +54,8 @@ class Guard:
             os.read(self._wakeup, 4096)
         return PARENT in ready and not os.read(PARENT, 4096)
 
-    def _end_session(self) -> None:
-        """Never returns: this process is part of the session that it kills."""
+    def _end_group(self) -> None:
+        """Never returns: this process is part of the group that it kills."""
         os.killpg(0, signal.SIGTERM)
         deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""One child process: in a session of its own, with its output in a log file, and never left behind."""
+"""One child process: in a process group of its own, with its output in a log file, and never left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Process:
 
     ``grace`` are the seconds that it gets to end by itself when it is stopped. It runs under
     :mod:`tercet.cluster.guard`, which ends it and all of its children when this process is gone, even killed outright.
-    Guard, command and children are one session, so that each can be reached after the others' end.
+    Guard, command and children are one process group, so that each can be reached after the others' end.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class Process:
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, **self._env},
-                    start_new_session=True,
+                    # No session of its own: Linux's autogroup schedules each session as one, and then a front door or an
+                    # engine core that wakes up may wait until another engine's prefill is over.
+                    process_group=0,
                 )
         except BaseException:
             self._cut_lifeline()
@@ -67,7 +69,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the guard, which is also the id of the session; ``None`` before the start."""
+        """Process id of the guard, which is also the id of the group; ``None`` before the start."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -98,37 +100,37 @@ class Process:
         return StartFailed("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self) -> None:
-        """SIGTERM to its whole session, SIGKILL to what is left after the grace period."""
+        """SIGTERM to its whole group, SIGKILL to what is left after the grace period."""
         process = self._process
         try:
             if process is None:
                 return
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # the guard passes it on to the session
+                process.terminate()  # the guard passes it on to the group
             try:
                 await asyncio.wait_for(process.wait(), self._grace)
             except TimeoutError:
-                self._signal_session(signal.SIGKILL)
+                self._signal_group(signal.SIGKILL)
                 await process.wait()
             await self._end_stragglers()
         finally:
             self._cut_lifeline()
 
     async def _end_stragglers(self) -> None:
-        """After the command's own end: what stays in its session gets a moment, and then SIGKILL."""
+        """After the command's own end: what stays in its group gets a moment, and then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal_session(number)
-            if await self._session_ends():
+            self._signal_group(number)
+            if await self._group_ends():
                 return
 
-    async def _session_ends(self) -> bool:
+    async def _group_ends(self) -> bool:
         for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
             if self._process is None or not _any_alive(self._process.pid):
                 return True
             await asyncio.sleep(_ASK_SECONDS)
         return False
 
-    def _signal_session(self, number: int) -> None:
+    def _signal_group(self, number: int) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)

@@ -1,4 +1,4 @@
-"""The guard: whatever happens to whom, in the end nothing of the session is left."""
+"""The guard: whatever happens to whom, in the end nothing of the group is left."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ asyncio.run(main())
 """
 
 
-def session(sid: int) -> list[psutil.Process]:
-    """Everything alive in a session, orphans included."""
-    return [process for process in psutil.process_iter() if _sid(process.pid) == sid and _alive(process)]
+def members(pgid: int) -> list[psutil.Process]:
+    """Everything alive in a process group, orphans included."""
+    return [process for process in psutil.process_iter() if _pgid(process.pid) == pgid and _alive(process)]
 
 
-def _sid(pid: int) -> int | None:
+def _pgid(pid: int) -> int | None:
     try:
-        return os.getsid(pid)
+        return os.getpgid(pid)
     except ProcessLookupError:
         return None
 
@@ -59,11 +59,11 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def empties(sid: int, seconds: float) -> bool:
+def empties(pgid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while session(sid) and time.monotonic() < deadline:
+    while members(pgid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not session(sid)
+    return not members(pgid)
 
 
 def until_running(log: Path) -> None:
@@ -80,23 +80,23 @@ def start_parent(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[bytes], in
 
 
 @pytest.mark.parametrize("moment", ["at once", "running"])
-def test_a_killed_parent_takes_the_whole_session_along(tmp_path: Path, moment: str) -> None:
-    parent, sid = start_parent(tmp_path, "obedient")
+def test_a_killed_parent_takes_the_whole_group_along(tmp_path: Path, moment: str) -> None:
+    parent, pgid = start_parent(tmp_path, "obedient")
     if moment == "running":
         until_running(tmp_path / "p.log")
-        assert len(session(sid)) == 3
+        assert len(members(pgid)) == 3
     parent.kill()
     parent.wait()
-    assert empties(sid, 10)
+    assert empties(pgid, 10)
 
 
 def test_also_when_the_command_ignores_sigterm(tmp_path: Path) -> None:
-    parent, sid = start_parent(tmp_path, "stubborn")
+    parent, pgid = start_parent(tmp_path, "stubborn")
     until_running(tmp_path / "p.log")
     parent.kill()
     parent.wait()
-    assert not empties(sid, 1)
-    assert empties(sid, 10)
+    assert not empties(pgid, 1)
+    assert empties(pgid, 10)
 
 
 async def start(tmp_path: Path, mode: str) -> Process:
@@ -110,7 +110,7 @@ async def test_the_commands_exit_code_is_passed_on_and_its_child_ended(tmp_path:
     process = await start(tmp_path, "ends")
     assert await process.ended() == 5
     assert process.pid
-    assert not session(process.pid)
+    assert not members(process.pid)
 
 
 async def test_a_command_that_is_killed_is_told_apart(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ async def test_a_command_that_is_killed_is_told_apart(tmp_path: Path) -> None:
     (command,) = psutil.Process(process.pid).children()
     command.kill()
     assert await process.ended() == 128 + signal.SIGKILL
-    assert not session(process.pid)
+    assert not members(process.pid)
 
 
 async def test_a_killed_guard_is_the_end_of_its_command(tmp_path: Path) -> None:
@@ -127,7 +127,16 @@ async def test_a_killed_guard_is_the_end_of_its_command(tmp_path: Path) -> None:
     assert process.pid
     os.kill(process.pid, signal.SIGKILL)
     assert await process.ended() == -signal.SIGKILL
-    assert not session(process.pid)
+    assert not members(process.pid)
+
+
+async def test_it_stays_in_our_session(tmp_path: Path) -> None:
+    process = await start(tmp_path, "obedient")
+    assert process.pid
+    assert os.getpgid(process.pid) == process.pid
+    # Linux schedules sessions against one another: see docs/operations.md.
+    assert os.getsid(process.pid) == os.getsid(0)
+    await process.stop()
 
 
 async def test_stopping_is_quick_when_everybody_obeys(tmp_path: Path) -> None:
@@ -136,7 +145,7 @@ async def test_stopping_is_quick_when_everybody_obeys(tmp_path: Path) -> None:
     began = time.monotonic()
     await process.stop()
     assert time.monotonic() - began < 2
-    assert not session(process.pid)
+    assert not members(process.pid)
     await process.stop()
 
 
@@ -147,7 +156,7 @@ async def test_stopping_right_after_the_start(tmp_path: Path, after: float) -> N
     assert process.pid
     await asyncio.sleep(after)
     await process.stop()
-    assert not session(process.pid)
+    assert not members(process.pid)
 
 
 async def test_cancelling_stop_still_ends_everything(tmp_path: Path) -> None:
