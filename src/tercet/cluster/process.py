@@ -57,8 +57,8 @@ class Process:
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, **self._env},
-                    # No session of its own: Linux's autogroup schedules each session as one, and then a front door or an
-                    # engine core that wakes up may wait until another engine's prefill is over.
+                    # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
+                    # engine core that wakes up in another one may wait until a prefill is over.
                     process_group=0,
                 )
         except BaseException:
