@@ -23,9 +23,11 @@ Seconds = tuple[float, float]
 Neighbour = Literal["sleep", "prefill", "decode", "linger"]
 NEIGHBOURS: tuple[Neighbour, ...] = ("sleep", "prefill", "decode", "linger")
 # What is measured, and what the other engine does meanwhile.
-PREFILLS, BATCH, CONTEXT, STEPS = 4, 2, 128, 24
+PREFILLS, BATCH, CONTEXT, STEPS = 4, 2, 128, 48
 DECODE_TOKENS = 512
 SETTLE_SECONDS = 1.0
+# Before each prefill, as between requests: an engine that slept beside one that computed finds its caches taken.
+SLEEP_SECONDS = 1.0
 # A neighbour that lingers is given a short prompt this often; how long it does so is looked for within some seconds.
 POKE_TOKENS, POKE_SECONDS = 16, 0.5
 LINGER_SECONDS = 3.0
@@ -113,7 +115,10 @@ async def _gaps_after(one: Probe, other: Probe, prefill_tokens: int) -> list[tup
 
 async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
     """Mean seconds of a prefill and of a decode step."""
-    prefills = [(await one.ttft(one.fresh(prefill_tokens)))[0] for _ in range(PREFILLS)]
+    prefills = list[float]()
+    for _ in range(PREFILLS):
+        await asyncio.sleep(SLEEP_SECONDS)
+        prefills.append((await one.ttft(one.fresh(prefill_tokens)))[0])
     seconds, _ = await one.decode(BATCH, CONTEXT, STEPS)
     return statistics.mean(prefills), seconds
 
