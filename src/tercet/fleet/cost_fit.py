@@ -8,7 +8,7 @@ from operator import mul
 SWEEPS = 8
 WILD = 3.0
 # The first observations change much; later ones are solved for several at a time.
-FIRST, TOGETHER = 32, 4
+FIRST, EVERY = 32, 4
 
 
 class Fit:
@@ -54,7 +54,7 @@ class Fit:
             old * self._forgetting + weight * feature * value / scale
             for old, feature in zip(self._products, row, strict=True)
         ]
-        if self.count <= FIRST or self.count % TOGETHER == 0:
+        if self.count <= FIRST or self.count % EVERY == 0:
             self._solve()
 
     def _weight(self, error: float) -> float:
