@@ -60,8 +60,11 @@ class KVTransport(Protocol):
         """
         ...
 
-    def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:
-        """Queue ``blocks`` of one layer for the receiver's slots from ``slot`` on; the KV must stay as it is."""
+    def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
+        """Queue ``blocks`` of every one of ``layers`` for the receiver's slots from ``slot`` on.
+
+        The layers are neighbours. The KV must stay as it is.
+        """
         ...
 
     def finish(self, send_id: str, begin: int, end: int) -> None:

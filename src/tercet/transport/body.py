@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tercet.transport.frames import Header
-from tercet.transport.vectors import Vector, address_of
+from tercet.transport.vectors import Bytes, Vector, address_of
 
-Receive = Callable[[Vector], int]
+Receive = Callable[[Bytes], int]
 
 
 class Body:
@@ -18,7 +18,7 @@ class Body:
     ``lease`` is set while they go into KV. ``dropped``: they were refused, and go nowhere.
     """
 
-    def __init__(self, header: Header, into: Vector, lease: str | None = None) -> None:
+    def __init__(self, header: Header, into: Bytes, lease: str | None = None) -> None:
         self.header = header
         self.into = into
         self.lease = lease

@@ -5,7 +5,7 @@
 | CHALLENGE | receiver, first | | random bytes, which the sender's proof must cover |
 | HELLO | sender, first | | a :class:`Greeting` |
 | WELCOME | receiver | | a :class:`Welcome` |
-| PIECE | sender | send, lease, layer, slots ``[begin, end)``, part of parts | that part of a block for each slot |
+| PIECE | sender | send, lease, slots ``[begin, end)`` of layers, part of parts | that part of each block, by layers |
 | REFERENCE | sender | as PIECE | a :class:`Reference`: where the receiver reads the blocks |
 | FIN | sender | send, lease, tokens ``[begin, end)``, frames | |
 | ACK | receiver | send | |
@@ -28,12 +28,12 @@ from tercet.protocol import TercetError
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC2"
+MAGIC = b"TRC3"
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024
 MAX_GREETING_BYTES = 256 * 1024
 NONCE_BYTES = 16
-_HEADER = struct.Struct("<4sB3xQ16sIIIIHHQ")
+_HEADER = struct.Struct("<4sB3xQ16sIIIIHHQI")
 HEADER_BYTES = _HEADER.size
 NO_LEASE = "0" * 32
 
@@ -61,7 +61,10 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """One frame's header. ``send`` is a sender's number for the send, never 0 and never used twice."""
+    """One frame's header. ``send`` is a sender's number for the send, never 0 and never used twice.
+
+    It is about ``layers`` layers, the first of which is ``layer``.
+    """
 
     kind: Kind
     send: int = 0
@@ -73,6 +76,7 @@ class Header(NamedTuple):
     part: int = 0
     parts: int = 1
     nbytes: int = 0
+    layers: int = 1
 
     def pack(self) -> bytes:
         """Its bytes."""
@@ -119,7 +123,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """The sender's blocks, one for each slot, of which ``[offset, offset + size)`` is to be read."""
+    """The sender's blocks, one for each slot, of which ``[offset, offset + size)`` is to be read in every layer."""
 
     blocks: tuple[int, ...]
     offset: int

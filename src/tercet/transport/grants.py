@@ -39,9 +39,9 @@ class Grant:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of one layer.
+    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of ``layers`` layers.
 
-    ``unit`` is how many tokens the sender's slots have, 0 if as many as the grant's.
+    ``layer`` is the first of them. ``unit`` is how many tokens the sender's slots have, 0 if as many as the grant's.
     """
 
     layer: int
@@ -50,6 +50,7 @@ class Piece:
     part: int = 0
     parts: int = 1
     unit: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,14 @@ class GrantTable:
         with self._changed:
             grant = self._find(lease).grant
         num_slots = _num_slots(grant, piece.unit)
-        inside = 0 <= piece.layer < self._num_layers and 0 <= piece.begin < piece.end <= num_slots
+        inside = (
+            0 <= piece.layer < piece.layer + piece.layers <= self._num_layers
+            and 0 <= piece.begin < piece.end <= num_slots
+        )
         if not (inside and 0 <= piece.part < piece.parts <= MAX_PARTS):
             raise BadRequest(
-                f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layer {piece.layer} is "
-                f"outside the lease's {num_slots} slots and {self._num_layers} layers"
+                f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layers [{piece.layer}, "
+                f"{piece.layer + piece.layers}) is outside the lease's {num_slots} slots and {self._num_layers} layers"
             )
         return grant
 
@@ -165,8 +169,8 @@ class GrantTable:
             opened = self._find(lease)
             found = _send_of(opened, send, piece.part, piece.parts, piece.unit)
             found.frames += 1
-            layer, slots = 1 << piece.layer, slice(piece.begin, piece.end)
-            found.arrived[slots] = [layers | layer for layers in found.arrived[slots]]
+            new, slots = ((1 << piece.layers) - 1) << piece.layer, slice(piece.begin, piece.end)
+            found.arrived[slots] = [layers | new for layers in found.arrived[slots]]
             return self._settle(opened, send, found)
 
     def claim(self, lease: str, send: SendKey, claim: Claim) -> int | None:

@@ -36,7 +36,7 @@ from tercet.transport.references import Referred, batches, copies
 from tercet.transport.rules import Rules
 from tercet.transport.session import Answer, Session
 from tercet.transport.threads import Turn
-from tercet.transport.vectors import Vector
+from tercet.transport.vectors import Run, Vector
 
 logger = logging.getLogger(__name__)
 MAX_REFERENCE_BYTES = 1024 * 1024
@@ -72,7 +72,7 @@ class Inbound:
         if header.nbytes:
             if header.nbytes > self._scratch.nbytes:
                 self._scratch = memoryview(bytearray(header.nbytes))
-            return Body(header, Vector.of(self._scratch[: header.nbytes]))
+            return Body(header, Run(self._scratch[: header.nbytes]))
         self.settle()
         self._unless_refused(header, self._claim)
         return None
@@ -172,9 +172,10 @@ class Inbound:
                 return self._staged(header, self._joined.block)
             blocks = self._rules.grants.locate(header.lease, self._piece_of(header))
             size = self._part_bytes(header)
-            if header.nbytes != size * len(blocks):
-                raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {len(blocks)} blocks' parts of {size}")
-            places = self._rules.region.places(header.layer, blocks, header.part * size, size)
+            if header.nbytes != size * len(blocks) * header.layers:
+                count = f"{len(blocks)} blocks' parts of {size} in {header.layers} layers"
+                raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {count}")
+            places = self._rules.region.places(_layers(header), blocks, header.part * size, size)
             return Body(header, Vector(places, self._rules.region, header.nbytes), header.lease)
         except ProtocolViolation:
             raise
@@ -186,11 +187,11 @@ class Inbound:
         """Let a piece of blocks of another size wait until it is complete."""
         self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
         size = self._heads_of(header) * block.block_bytes // block.heads
-        if header.nbytes != size * (header.end - header.begin):
+        if header.nbytes != size * (header.end - header.begin) * header.layers:
             raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for slots of {size}")
         if self._staging.nbytes < header.nbytes:
             self._staging = memoryview(bytearray(header.nbytes))
-        return Body(header, Vector.of(self._staging[: header.nbytes]))
+        return Body(header, Run(self._staging[: header.nbytes]))
 
     def _place(self, header: Header) -> None:
         """Put a staged piece's tokens in place."""
@@ -198,12 +199,15 @@ class Inbound:
         assert ours is not None
         assert theirs is not None
         heads, part = self._heads_of(header), self._part_bytes(header)
-        size = header.nbytes // (header.end - header.begin)
-        for move in self._rules.grants.locate_tokens(header.lease, self._piece_of(header)):
-            source = self._staging[(move.slot - header.begin) * size :][:size]
-            with self._rules.grants.writing(header.lease):
-                target = region.blocks(header.layer, move.block)[header.part * part :][:part]
-                place(source, theirs, target, ours, heads, move)
+        slots = header.end - header.begin
+        size = header.nbytes // (slots * header.layers)
+        moves = self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
+        for number, layer in enumerate(_layers(header)):
+            for move in moves:
+                source = self._staging[(number * slots + move.slot - header.begin) * size :][:size]
+                with self._rules.grants.writing(header.lease):
+                    target = region.blocks(layer, move.block)[header.part * part :][:part]
+                    place(source, theirs, target, ours, heads, move)
         self._arrived(header)
 
     def _heads_of(self, header: Header) -> int:
@@ -220,7 +224,8 @@ class Inbound:
         return size
 
     def _arrived(self, header: Header, by_reference: bool = False) -> None:
-        moved = (header.end - header.begin) * self._part_bytes(header) if by_reference else header.nbytes
+        parts = (header.end - header.begin) * header.layers
+        moved = parts * self._part_bytes(header) if by_reference else header.nbytes
         end = self._rules.grants.arrived(header.lease, self._key(header), self._piece_of(header))
         self._rules.counters.count(
             bytes_received=moved,
@@ -292,7 +297,13 @@ class Inbound:
         return 0 if block is None else block.tokens
 
     def _piece_of(self, header: Header) -> Piece:
-        return Piece(header.layer, header.begin, header.end, header.part, header.parts, self._unit)
+        return Piece(
+            header.layer, header.begin, header.end, header.part, header.parts, self._unit, header.layers
+        )  # fmt: skip
 
     def _key(self, header: Header) -> tuple[str, int]:
         return self._joined.name, header.send
+
+
+def _layers(header: Header) -> range:
+    return range(header.layer, header.layer + header.layers)

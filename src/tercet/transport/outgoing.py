@@ -16,7 +16,7 @@ from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
 from tercet.transport.region import KVRegion
-from tercet.transport.vectors import Places, Vector, address_of
+from tercet.transport.vectors import Places, Run, Vector, address_of
 
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
 # the number of a send that is over.
@@ -46,22 +46,25 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Item:
-    """One frame to be written: blocks of one layer, or, with none, the claim that ``[begin, end)`` is complete."""
+    """One frame to be written: blocks of some layers, or, with none, the claim that ``[begin, end)`` is complete."""
 
     outgoing: Outgoing
     begin: int
     end: int
-    layer: int = 0
+    layers: range = range(1)
     blocks: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV."""
-        return len(self.blocks) * self.outgoing.strip.size
+        return len(self.layers) * len(self.blocks) * self.outgoing.strip.size
 
     def _header(self, kind: Kind, frames: int = 0) -> Header:
         out, strip = self.outgoing, self.outgoing.strip
-        return Header(kind, out.number, out.lease, self.layer, self.begin, self.end, frames, strip.part, strip.parts)
+        return Header(
+            kind, out.number, out.lease, self.layers.start, self.begin, self.end, frames, strip.part, strip.parts,
+            layers=len(self.layers),
+        )  # fmt: skip
 
     def claim(self) -> bytes:
         """As FIN."""
@@ -79,7 +82,7 @@ class Item:
 
     def places(self, region: KVRegion) -> Places:
         """Where its bytes are."""
-        return region.places(self.layer, self.blocks, self.outgoing.strip.source_offset, self.outgoing.strip.size)
+        return region.places(self.layers, self.blocks, self.outgoing.strip.source_offset, self.outgoing.strip.size)
 
 
 def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
@@ -95,9 +98,9 @@ def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
     return Vector(np.concatenate(parts), (text, region), len(text) + sum(item.nbytes for item in items))
 
 
-def by_reference(items: Sequence[Item]) -> Vector:
+def by_reference(items: Sequence[Item]) -> Run:
     """Frames that say where the KV is."""
-    return Vector.of(b"".join(item.reference() if item.blocks else item.claim() for item in items))
+    return Run(b"".join(item.reference() if item.blocks else item.claim() for item in items))
 
 
 class OutboundCounters:
@@ -119,7 +122,14 @@ class OutboundCounters:
             return dict(self._values)
 
 
-def units(blocks: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
-    """Cut blocks into frames of at most ``limit``."""
-    for start in range(0, len(blocks), limit):
-        yield tuple(blocks[start : start + limit])
+def units(
+    layers: range, blocks: Sequence[int], limit: int, together: int
+) -> Iterator[tuple[range, int, tuple[int, ...]]]:
+    """Cut into frames: of at most ``limit`` blocks; of several layers only if those have ``together`` at most.
+
+    Each is some layers, the position of its first block, and its blocks.
+    """
+    at_once = max(1, together // max(1, len(blocks)))
+    for first in range(0, len(layers), at_once):
+        for start in range(0, len(blocks), limit):
+            yield layers[first : first + at_once], start, tuple(blocks[start : start + limit])

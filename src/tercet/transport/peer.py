@@ -111,20 +111,22 @@ class Peer:
             self._origin.region.begin(outgoing.number)
             return outgoing
 
-    def push(self, outgoing: Outgoing, layer: int, slot: int, blocks: Sequence[int]) -> None:
-        """Queue blocks of one layer."""
+    def push(self, outgoing: Outgoing, layers: range, slot: int, blocks: Sequence[int]) -> None:
+        """Queue blocks of neighbouring layers."""
         shape = self._origin.region.shape
         inside = not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
-        if not (inside and 0 <= layer < len(shape.planes) and 0 <= slot < MAX_TOKENS - len(blocks)):
-            reason = f"slot {slot}, layer {layer}, blocks {list(blocks)!r:.80} are not in this rank's KV"
+        known = layers.step == 1 and 0 <= layers.start <= layers.stop <= len(shape.planes)
+        if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
+            reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))
         referred = self._transport not in (None, TCP)
-        limit = MAX_REFERENCED_BLOCKS if referred else max(1, UNIT_BYTES // outgoing.strip.size)
-        for unit in units(blocks, limit):
+        size = outgoing.strip.size
+        limit = MAX_REFERENCED_BLOCKS if referred else max(1, UNIT_BYTES // size)
+        for some, start, unit in units(layers, blocks, limit, limit if referred else GATHERED_BYTES // size):
+            item = Item(outgoing, slot + start, slot + start + len(unit), some, unit)
             outgoing.frames += 1
-            outgoing.bytes += len(unit) * outgoing.strip.size
-            self._queue.put(Item(outgoing, slot, slot + len(unit), layer, unit))
-            slot += len(unit)
+            outgoing.bytes += item.nbytes
+            self._queue.put(item)
         return None
 
     def finish(self, outgoing: Outgoing, begin: int, end: int) -> None:
@@ -291,8 +293,8 @@ class Peer:
                 item.outgoing.writers -= 1
             self._state.changed.notify_all()
         # Only now: one of them may, when it is told, cancel another one, and wait for its writers.
-        for item in items:
-            self._tell(item.outgoing)
+        for outgoing in {item.outgoing.number: item.outgoing for item in items}.values():
+            self._tell(outgoing)
 
     def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
         for item in items:

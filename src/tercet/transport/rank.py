@@ -105,9 +105,9 @@ class RankTransport:
         """See :meth:`tercet.transport.KVTransport.open`."""
         self._sender.open(send_id, target, on_done)
 
-    def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:
+    def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
         """See :meth:`tercet.transport.KVTransport.push`."""
-        self._sender.push(send_id, layer, slot, blocks)
+        self._sender.push(send_id, layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
         """See :meth:`tercet.transport.KVTransport.finish`."""

@@ -17,7 +17,7 @@ from tercet.transport.inbound import Inbound
 from tercet.transport.rules import Rules
 from tercet.transport.sockets import shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
-from tercet.transport.vectors import Vector
+from tercet.transport.vectors import Bytes
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
@@ -183,7 +183,7 @@ class Stream:
                 raise EndOfStream
             into = into[count:]
 
-    def _receive(self, into: Vector) -> int:
+    def _receive(self, into: Bytes) -> int:
         count = into.receive(self._connection)
         if count == 0:
             raise EndOfStream

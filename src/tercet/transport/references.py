@@ -21,27 +21,29 @@ Numbers = NDArray[np.int64]
 def copies(
     header: Header, size: int, reference: Reference, theirs: RegionShape, ours: RegionShape, blocks: Sequence[int]
 ) -> Copies:
-    """From the sender's blocks to ``size`` bytes, the header's part, of each of our ``blocks``.
+    """From the sender's blocks to ``size`` bytes, the header's part, of each of our ``blocks``; in the header's layers.
 
     Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
     not fit.
     """
     sources, targets = _array(reference.blocks), np.array(blocks, dtype=np.int64)
     inside = sources.size > 0 and min(reference.blocks) >= 0 and max(reference.blocks) < theirs.num_blocks
-    fits = 0 <= reference.offset <= theirs.block_bytes - size and header.layer < len(theirs.planes)
+    layers = range(header.layer, header.layer + header.layers)
+    fits = 0 <= reference.offset <= theirs.block_bytes - size and layers.stop <= len(theirs.planes)
     if reference.size != size or len(sources) != len(targets) or not (inside and fits):
         raise TransferFailed("the reference does not fit the slots that it is for")
-    here, there = ours.block(header.layer, 0) + header.part * size, theirs.block(header.layer, 0) + reference.offset
     counts: Numbers | int = 1
     whole = header.parts == 1 and reference.offset == 0 and size == theirs.block_bytes
     if whole and not (apart := _apart(sources, targets)).all():
         first, counts = _runs(apart, max(1, MAX_COPY_BYTES // size))
         sources, targets = sources[first], targets[first]
-    found = np.empty((len(sources), 3), dtype=np.int64)
-    found[:, 0] = counts * size
-    found[:, 1] = there + sources * theirs.block_bytes
-    found[:, 2] = here + targets * ours.block_bytes
-    return found
+    within = np.empty((len(sources), 3), dtype=np.int64)
+    within[:, 0] = counts * size
+    within[:, 1] = sources * theirs.block_bytes
+    within[:, 2] = targets * ours.block_bytes
+    there, here = reference.offset, header.part * size
+    begins = np.array([(0, theirs.planes[layer] + there, ours.planes[layer] + here) for layer in layers])
+    return (begins[:, None] + within).reshape(-1, 3)
 
 
 def _array(blocks: Sequence[int]) -> Numbers:

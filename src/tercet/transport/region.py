@@ -128,22 +128,25 @@ class KVRegion:
         start = self.shape.block(layer, first)
         return self.bytes[start : start + count * self.shape.block_bytes]
 
-    def places(self, layer: int, blocks: Sequence[int], offset: int, size: int) -> Places:
-        """Where bytes ``[offset, offset + size)`` of each block are; of whole blocks, neighbours are joined.
+    def places(self, layers: range, blocks: Sequence[int], offset: int, size: int) -> Places:
+        """Where bytes ``[offset, offset + size)`` of each layer's blocks are; of whole blocks, neighbours are joined.
 
         Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
         """
         numbers = np.array(blocks, dtype=np.int64)
         first, last = int(numbers.min()), int(numbers.max())
-        self.blocks(layer, first, last - first + 1)
+        for layer in layers:
+            self.blocks(layer, first, last - first + 1)
         lengths: NDArray[np.int64] | int = size
         if size == self.shape.block_bytes:
             numbers, counts = neighbours(numbers)
             lengths = counts * size
-        found = np.empty((len(numbers), 2), dtype=np.uint64)
-        found[:, 0] = numbers * self.shape.block_bytes + (self._address + self.shape.block(layer, 0) + offset)
-        found[:, 1] = lengths
-        return found
+        within = np.empty((len(numbers), 2), dtype=np.uint64)
+        within[:, 0] = numbers * self.shape.block_bytes
+        within[:, 1] = lengths
+        start = self._address + offset
+        begins = np.array([(start + self.shape.planes[layer], 0) for layer in layers], dtype=np.uint64)
+        return (begins[:, None] + within).reshape(-1, 2)
 
     def begin(self, number: int) -> None:
         """The blocks of send ``number`` are pinned from now on."""

@@ -73,11 +73,11 @@ class Sender:
             self.counters.count(sends_failed=1)
             on_done(refusal)
 
-    def push(self, send_id: str, layer: int, slot: int, blocks: Sequence[int]) -> None:
+    def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
         """See :meth:`tercet.transport.KVTransport.push`; a send that has ended takes no more."""
         found = self._sends.get(send_id)
         if found is not None:
-            found[0].push(found[1], layer, slot, blocks)
+            found[0].push(found[1], layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
         """See :meth:`tercet.transport.KVTransport.finish`."""

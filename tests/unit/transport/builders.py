@@ -27,7 +27,7 @@ from tercet.transport.frames import (
 from tercet.transport.inbound import Inbound
 from tercet.transport.region import RegionShape
 from tercet.transport.rules import Rules
-from tercet.transport.vectors import Places, Vector
+from tercet.transport.vectors import Bytes, Places
 
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE, OTHER_LEASE = "12" * 16, "34" * 16
@@ -189,14 +189,14 @@ class Conversation:
         self.inbound.end(body)
         return True
 
-    def _receive(self, into: Vector) -> int:
+    def _receive(self, into: Bytes) -> int:
         some = bytes(self._data[: into.left])
         del self._data[: len(some)]
         scatter(some, into)
         return len(some)
 
 
-def scatter(data: bytes, into: Vector) -> None:
+def scatter(data: bytes, into: Bytes) -> None:
     """Fill the first places of a vector that is not to be used up."""
     for address, length in into.rest.tolist():
         ctypes.memmove(address, data[:length], min(length, len(data)))
@@ -217,10 +217,12 @@ def piece(
     lease: str = LEASE,
     part: int = 0,
     parts: int = 1,
+    layers: int = 1,
 ) -> bytes:  # fmt: skip
-    """Slots of a layer, full of one byte, or of ``fill``."""
-    body = fill if isinstance(fill, bytes) else bytes([fill]) * ((end - begin) * BLOCK_BYTES // max(1, parts))
-    return frame(Header(Kind.PIECE, send, lease, layer, begin, end, 0, part, parts), body)
+    """Slots of some layers, full of one byte, or of ``fill``."""
+    size = (end - begin) * layers * BLOCK_BYTES // max(1, parts)
+    body = fill if isinstance(fill, bytes) else bytes([fill]) * size
+    return frame(Header(Kind.PIECE, send, lease, layer, begin, end, 0, part, parts, layers=layers), body)
 
 
 def fin(begin: int, end: int, frames: int, send: int = 1, lease: str = LEASE, part: int = 0, parts: int = 1) -> bytes:
@@ -230,9 +232,9 @@ def fin(begin: int, end: int, frames: int, send: int = 1, lease: str = LEASE, pa
 
 def reference(
     layer: int, begin: int, blocks: Sequence[int], send: int = 1, lease: str = LEASE,
-    offset: int = 0, size: int = BLOCK_BYTES, part: int = 0, parts: int = 1, end: int | None = None,
+    offset: int = 0, size: int = BLOCK_BYTES, part: int = 0, parts: int = 1, end: int | None = None, layers: int = 1,
 ) -> bytes:  # fmt: skip
-    """Slots of a layer, to be read from the sender's blocks."""
+    """Slots of some layers, to be read from the sender's blocks."""
     end = begin + len(blocks) if end is None else end
     body = msgspec.msgpack.encode(Reference(tuple(blocks), offset, size))
-    return frame(Header(Kind.REFERENCE, send, lease, layer, begin, end, 0, part, parts), body)
+    return frame(Header(Kind.REFERENCE, send, lease, layer, begin, end, 0, part, parts, layers=layers), body)

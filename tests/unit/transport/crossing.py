@@ -55,8 +55,7 @@ def send(
     outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
     send_id = secrets.token_hex(8)
     sender.open(send_id, Target(receiver.addresses, name, strip), outcomes.put)
-    for layer in range(layers):
-        sender.push(send_id, layer, 0, list(sources))
+    sender.push(send_id, range(layers), 0, list(sources))
     sender.finish(send_id, 0, end)
     outcome = outcomes.get(timeout=SECONDS)
     if lease is None and isinstance(outcome, SendReport):

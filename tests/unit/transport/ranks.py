@@ -92,8 +92,9 @@ class Send:
         self._done.put(outcome)
 
     def push(self, layers: Sequence[int], blocks: Sequence[int], slot: int = 0) -> None:
-        for layer in layers:
-            self.sender.push(self.send_id, layer, slot, blocks)
+        """A range of layers together, others one by one."""
+        for some in [layers] if isinstance(layers, range) else [range(layer, layer + 1) for layer in layers]:
+            self.sender.push(self.send_id, some, slot, blocks)
 
     def finish(self, end: int, begin: int = 0) -> None:
         self.sender.finish(self.send_id, begin, end)

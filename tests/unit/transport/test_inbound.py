@@ -48,17 +48,19 @@ def feed_in_cuts(talk: Conversation, data: bytes, cuts: list[int]) -> None:
 
 @st.composite
 def whole_sends(draw: st.DrawFn) -> tuple[list[bytes], dict[tuple[int, int], bytes]]:
-    """The frames of a send, in any order, and what its slots are to hold."""
+    """The frames of a send, in any order, and what its slots are to hold. Layers come one by one, or together."""
     contents: dict[tuple[int, int], bytes] = {}
     frames: list[bytes] = []
-    for layer in range(LAYERS):
+    together = draw(st.booleans())
+    for layers in [range(LAYERS)] if together else [range(layer, layer + 1) for layer in range(LAYERS)]:
         cut = draw(st.integers(0, 3))
         for begin, end in ((0, cut), (cut, 3)):
-            body = draw(st.binary(min_size=(end - begin) * BLOCK_BYTES, max_size=(end - begin) * BLOCK_BYTES))
-            for slot in range(begin, end):
-                contents[layer, slot] = body[(slot - begin) * BLOCK_BYTES :][:BLOCK_BYTES]
+            size = len(layers) * (end - begin) * BLOCK_BYTES
+            body = draw(st.binary(min_size=size, max_size=size))
+            for at, place in enumerate((layer, slot) for layer in layers for slot in range(begin, end)):
+                contents[place] = body[at * BLOCK_BYTES :][:BLOCK_BYTES]
             if body:
-                frames.append(piece(layer, begin, end, body))
+                frames.append(piece(layers.start, begin, end, body, layers=len(layers)))
     return draw(st.permutations([*frames, fin(0, 41, len(frames))])), contents
 
 
@@ -147,6 +149,10 @@ def test_what_comes_after_the_revocation_goes_nowhere(at: int) -> None:
         piece(LAYERS, 0, 1, 1),
         piece(2**32 - 1, 0, 1, 1),
         piece(0, 3, 4, 1),
+        piece(0, 0, 1, b"x", layers=0),
+        piece(0, 0, 1, 1, layers=LAYERS + 1),
+        piece(1, 0, 1, 1, layers=LAYERS),
+        piece(0, 0, 1, b"x", layers=2**32 - 1),
         piece(0, 2, 4, 1),
         piece(0, 2**32 - 2, 2**32 - 1, 1),
         piece(0, 1, 1, b"x"),
@@ -164,7 +170,9 @@ def test_what_comes_after_the_revocation_goes_nowhere(at: int) -> None:
         fin(0, 48, 0, lease=OTHER_LEASE),
     ],
     ids=[
-        "layer", "layer far", "slot", "slots", "slot far", "no slots", "backward", "part", "no parts", "uneven parts",
+        "layer", "layer far", "slot",
+        "no layers", "layers", "layers from 1", "many layers", "slots", "slot far", "no slots", "backward",
+        "part", "no parts", "uneven parts",
         "many parts", "lease", "nothing arrived", "tokens", "no tokens", "tokens far", "claimed part", "claimed lease",
     ],
 )  # fmt: skip
@@ -294,7 +302,7 @@ FRAMES = st.one_of(
     st.builds(piece, st.integers(0, 1), st.just(0), st.just(3), st.integers(0, 9), SENDS),
     st.builds(
         piece, st.integers(0, 1), st.just(0), st.just(2), st.integers(0, 9), SENDS, st.just(LEASE),
-        st.integers(0, 2), st.integers(0, 4),
+        st.integers(0, 2), st.integers(0, 4), st.integers(0, 3),
     ),
     st.builds(fin, st.integers(0, 60), st.integers(0, 60), st.integers(0, 3), SENDS),
     st.just(WHOLE),
@@ -302,7 +310,7 @@ FRAMES = st.one_of(
         lambda header, body: header._replace(nbytes=len(body)).pack() + body,
         st.builds(
             Header, st.sampled_from(Kind), SENDS, st.sampled_from([LEASE, OTHER_LEASE]), NUMBERS, NUMBERS, NUMBERS,
-            NUMBERS, st.integers(0, 4), st.integers(0, 4),
+            NUMBERS, st.integers(0, 4), st.integers(0, 4), st.just(0), NUMBERS,
         ),
         st.binary(max_size=3 * BLOCK_BYTES),
     ),
@@ -357,15 +365,18 @@ def other_block(tokens: int, slot: int) -> bytes:
     )
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "layers together"])
 @pytest.mark.parametrize("tokens", [8, 12, 24, 32, 48])
-def test_blocks_of_another_size_are_put_together(tokens: int) -> None:
+def test_blocks_of_another_size_are_put_together(tokens: int, together: bool) -> None:
     talk = Conversation(Receiving(block=OURS), greet=False)
     talk.say(talk.hello(block=BlockShape(tokens, 2, 1, 1)))
     assert talk.welcome() == "tcp"
     count = -(-48 // tokens)
     body = b"".join(other_block(tokens, slot) for slot in range(count))
     said = [piece(layer, 0, count, body) for layer in range(LAYERS)]
-    assert talk.say(b"".join(said) + fin(0, 48, 2)) == [(Kind.ACK, 1)]
+    if together:
+        said = [piece(0, 0, count, LAYERS * body, layers=LAYERS)]
+    assert talk.say(b"".join(said) + fin(0, 48, len(said))) == [(Kind.ACK, 1)]
     for layer in range(LAYERS):
         for slot, block in enumerate((5, 2, 3)):
             assert talk.receiving.block(layer, block) == other_block(16, slot)

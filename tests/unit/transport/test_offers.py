@@ -65,8 +65,7 @@ def offering(source: KVRegion, offer: bytes) -> Generator[Callable[[Target, OnDo
 
     def begin(target: Target, on_done: OnDone) -> str:
         sender.open("send", target, on_done)
-        for layer in range(LAYERS):
-            sender.push("send", layer, 0, ALL)
+        sender.push("send", range(LAYERS), 0, ALL)
         sender.finish("send", 0, BLOCKS * TOKENS)
         settle(lambda: sender.transport_to(target.addresses))
         return sender.transport_to(target.addresses) or ""

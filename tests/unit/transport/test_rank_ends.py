@@ -17,7 +17,7 @@ from tercet.transport import (
     TransportSettings,
     peer,
 )
-from tercet.transport.vectors import Vector
+from tercet.transport.vectors import Bytes
 from tests.unit.transport.ranks import (
     SECONDS,
     TOKENS,
@@ -102,7 +102,7 @@ def test_after_a_revocation_nothing_is_written_and_the_sender_hears_of_it(backen
         for wait_for in (0, 1, 3, 6):
             lease, begun = grant(receiver, blocks), receiver.counters()["pieces_received"]
             send = Send(sender, receiver.addresses, lease, whole(ours))
-            pusher = threading.Thread(target=send.push, args=(range(layers), blocks))
+            pusher = threading.Thread(target=send.push, args=(list(range(layers)), blocks))
             pusher.start()
             settle(lambda least=begun + wait_for: receiver.counters()["pieces_received"] >= least)
             assert receiver.revoke(lease) == 0
@@ -161,8 +161,7 @@ def test_a_caller_that_fails_to_take_its_answer_harms_nobody() -> None:
     with rank(ours) as sender, rank(theirs) as receiver:
         lease = grant(receiver, (0,))
         sender.open("failing", Target(receiver.addresses, lease, whole(ours)), fail)
-        for layer in range(2):
-            sender.push("failing", layer, 0, [1])
+        sender.push("failing", range(2), 0, [1])
         sender.finish("failing", 0, TOKENS)
         idle(sender)
         transfer(sender, ours, receiver, *SCATTERED)
@@ -174,11 +173,11 @@ def test_a_callback_may_cancel_another_send_of_the_same_frames(monkeypatch: pyte
     ours, theirs = filled(2, 40, KIB, 1), filled(2, 40, KIB, 2)
     with rank(ours, settings(streams=1)) as sender, rank(theirs) as receiver:
 
-        def write(sock: socket.socket, vector: Vector) -> None:
+        def write(sock: socket.socket, vector: Bytes) -> None:
             assert both_are_queued.wait(SECONDS)
             real(sock, vector)
             if next(calls) == 1:  # frames of both have just been written, and the writer has not left them
-                sender.push("first", -1, 0, [0])
+                sender.push("first", range(-1, 0), 0, [0])
 
         monkeypatch.setattr(peer, "send_all", write)
         before = Send(sender, receiver.addresses, grant(receiver, (4, 5)), whole(ours))
@@ -186,7 +185,7 @@ def test_a_callback_may_cancel_another_send_of_the_same_frames(monkeypatch: pyte
         settle(lambda: sender.transport_to(receiver.addresses) == "tcp")
         other = Send(sender, receiver.addresses, grant(receiver, (2, 3)), whole(ours))
         sender.open("first", Target(receiver.addresses, grant(receiver, (0, 1)), whole(ours)), lambda _: other.cancel())
-        sender.push("first", 0, 0, [4, 5])
+        sender.push("first", range(1), 0, [4, 5])
         other.push([0], (6, 7))
         both_are_queued.set()
         outcome = other.wait()
@@ -224,7 +223,7 @@ def test_the_receiver_hears_of_a_claim_before_the_sender_does() -> None:
 def test_unknown_sends_are_fine() -> None:
     ours = filled(2, 4, KIB, 1)
     with rank(ours) as sender:
-        sender.push("nobody", 0, 0, [1])
+        sender.push("nobody", range(1), 0, [1])
         sender.finish("nobody", 0, TOKENS)
         sender.cancel("nobody")
         idle(sender)

@@ -75,6 +75,14 @@ def test_blocks_are_read_into_their_slots(reading: Reading) -> None:
     }  # fmt: skip
 
 
+def test_a_reference_may_be_to_several_layers(reading: Reading) -> None:
+    assert reading.say(reference(0, 0, [1, 2, 4], layers=LAYERS) + fin(0, 48, 1)) == [(Kind.ACK, 1)]
+    found = [set(reading.receiving.block(layer, block)) for layer in range(LAYERS) for block in (5, 2, 3)]
+    assert found == [{1}, {2}, {4}, {16 + 1}, {16 + 2}, {16 + 4}]
+    assert reading.receiving.touched() == LEASED
+    assert reading.receiving.counters["bytes_received"] == 6 * BLOCK_BYTES
+
+
 def test_neighbours_on_both_sides_go_in_one_copy(reading: Reading) -> None:
     """Slots 1 and 2 are blocks 2 and 3."""
     reading.say(reference(0, 0, [4, 5, 6]))
@@ -182,6 +190,10 @@ def test_a_lease_that_ends_between_two_batches(reading: Reading, monkeypatch: py
         reference(0, 0, [1], size=21, parts=3),
         reference(0, 0, [1], part=1),
         reference(LAYERS, 0, [1]),
+        reference(0, 0, [1], layers=0),
+        reference(0, 0, [1], layers=LAYERS + 1),
+        reference(1, 0, [1], layers=LAYERS),
+        reference(0, 0, [1], layers=2**32 - 1),
         reference(0, 3, [1]),
         reference(0, 2, [1, 2]),
         reference(0, 0, [1], lease="34" * 16),
@@ -201,11 +213,12 @@ def test_a_reference_that_cannot_be_read_is_a_violation(reading: Reading, body: 
 
 SMALL = st.integers(-1, 9)
 REFERENCES = st.builds(
-    lambda layer, begin, blocks, send, offset, size, part, parts, more: reference(
-        layer, begin, blocks, send, LEASE, offset, size, part, parts, begin + len(blocks) + more
+    lambda layer, begin, blocks, send, offset, size, part, parts, more, layers: reference(
+        layer, begin, blocks, send, LEASE, offset, size, part, parts, begin + len(blocks) + more, layers
     ),
     st.integers(0, 2), st.integers(0, 3), st.lists(SMALL, max_size=3), st.integers(1, 3), st.sampled_from([0, 0, 32]),
     st.sampled_from([64, 64, 32, 16]), st.integers(0, 2), st.sampled_from([1, 1, 2, 4]), st.sampled_from([0, 0, 0, 1]),
+    st.integers(0, 3),
 )  # fmt: skip
 
 

@@ -199,8 +199,7 @@ class _Flood:
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
             self._transport.open(send, self._target, outcomes.put)
-            for layer in range(self._layers):
-                self._transport.push(send, layer, 0, range(1, self._slots + 1))
+            self._transport.push(send, range(self._layers), 0, range(1, self._slots + 1))
             self._transport.finish(send, self._info.begin, self._info.end)
             outcome = outcomes.get(timeout=ACK_SECONDS)
             if isinstance(outcome, TercetError):

@@ -123,8 +123,7 @@ class OurTransport:
         target = Target(self._addresses, lease, Strip(0, case.piece_bytes))
         began = time.perf_counter()
         self._transport.open(send, target, outcomes.put)
-        for layer in range(case.layers):
-            self._transport.push(send, layer, 0, sources)
+        self._transport.push(send, range(case.layers), 0, sources)
         self._transport.finish(send, 0, end)
         outcome = outcomes.get(timeout=ACK_SECONDS)
         took = time.perf_counter() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tercet.protocol import TercetError
@@ -57,10 +57,11 @@ class Sends:
 
     def push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         """Push blocks of some planes."""
+        together = list(neighbouring(planes))
         for push in pushes:
             for part in self._parts(push.send_id):
-                for plane in planes:
-                    self._transport.push(part, plane, push.slot, push.blocks)
+                for layers in together:
+                    self._transport.push(part, layers, push.slot, push.blocks)
 
     def complete(self, completion: Completion) -> None:
         """Everything of a send has been pushed."""
@@ -103,3 +104,12 @@ class Sends:
         if found is not None:
             done = SendDone(send_id, self._rank, found.bytes, found.pieces, found.error)
             self._report(found.notify, done)
+
+
+def neighbouring(planes: Sequence[int]) -> Iterator[range]:
+    """Planes as ranges: ``[4, 5, 6, 1]`` as ``[4, 7)`` and ``[1, 2)``."""
+    begin = 0
+    for at in range(1, len(planes) + 1):
+        if at == len(planes) or planes[at] != planes[at - 1] + 1:
+            yield range(planes[begin], planes[at - 1] + 1)
+            begin = at
