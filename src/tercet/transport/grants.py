@@ -14,8 +14,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
 from tercet.transport.recut import Move, first_token, moves
+from tercet.transport.region import Numbers
 
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
@@ -86,6 +89,7 @@ Ranges = list[tuple[int, int]]
 @dataclass
 class _Open:
     grant: Grant
+    numbers: Numbers  # the grant's blocks
     sends: dict[SendKey, _Send] = field(default_factory=dict[SendKey, _Send])
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
@@ -113,24 +117,24 @@ class GrantTable:
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
-            self._open[grant.lease] = _Open(grant)
+            self._open[grant.lease] = _Open(grant, np.array(grant.blocks, dtype=np.int64))
 
-    def locate(self, lease: str, piece: Piece) -> tuple[int, ...]:
+    def locate(self, lease: str, piece: Piece) -> Numbers:
         """The blocks that a piece goes to, in slot order.
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
-        return self._grant_for(lease, piece).blocks[piece.begin : piece.end]
+        return self._open_for(lease, piece).numbers[piece.begin : piece.end]
 
     def locate_tokens(self, lease: str, piece: Piece) -> list[Move]:
         """As :meth:`locate`, for a sender whose blocks have another size."""
-        grant, slots = self._grant_for(lease, piece), range(piece.begin, piece.end)
+        grant, slots = self._open_for(lease, piece).grant, range(piece.begin, piece.end)
         return moves(slots, piece.unit, grant.begin, grant.blocks, grant.block_size)
 
-    def _grant_for(self, lease: str, piece: Piece) -> Grant:
+    def _open_for(self, lease: str, piece: Piece) -> _Open:
         with self._changed:
-            grant = self._find(lease).grant
-        num_slots = _num_slots(grant, piece.unit)
+            opened = self._find(lease)
+        num_slots = _num_slots(opened.grant, piece.unit)
         inside = (
             0 <= piece.layer < piece.layer + piece.layers <= self._num_layers
             and 0 <= piece.begin < piece.end <= num_slots
@@ -140,7 +144,7 @@ class GrantTable:
                 f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layers [{piece.layer}, "
                 f"{piece.layer + piece.layers}) is outside the lease's {num_slots} slots and {self._num_layers} layers"
             )
-        return grant
+        return opened
 
     def writing(self, lease: str) -> Writing:
         """While inside, the lease's blocks may be written: a revocation waits.

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
-from tercet.transport.region import KVRegion
+from tercet.transport.region import KVRegion, Numbers
 from tercet.transport.vectors import Places, Run, Vector, address_of
 
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
@@ -44,7 +44,7 @@ class Outgoing:
     claimed_at: float | None = None  # when FIN was written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Item:
     """One frame to be written: blocks of some layers, or, with none, the claim that ``[begin, end)`` is complete."""
 
@@ -52,7 +52,12 @@ class Item:
     begin: int
     end: int
     layers: range = range(1)
-    blocks: tuple[int, ...] = ()
+    blocks: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether it has no blocks."""
+        return not len(self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +78,7 @@ class Item:
     def reference(self) -> bytes:
         """As REFERENCE: the receiver copies."""
         strip = self.outgoing.strip
-        body = msgspec.msgpack.encode(Reference(self.blocks, strip.source_offset, strip.size))
+        body = msgspec.msgpack.encode(Reference(tuple(self.blocks.tolist()), strip.source_offset, strip.size))
         return frame(self._header(Kind.REFERENCE), body)
 
     def piece(self) -> bytes:
@@ -87,20 +92,20 @@ class Item:
 
 def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
     """Frames with the KV in them, from where it is."""
-    texts = [item.piece() if item.blocks else item.claim() for item in items]
+    texts = [item.claim() if item.is_claim else item.piece() for item in items]
     text = b"".join(texts)
     at, parts = address_of(text), list[Places]()
     for item, own in zip(items, texts, strict=True):
         parts.append(np.array([(at, len(own))], dtype=np.uint64))
         at += len(own)
-        if item.blocks:
+        if not item.is_claim:
             parts.append(item.places(region))
     return Vector(np.concatenate(parts), (text, region), len(text) + sum(item.nbytes for item in items))
 
 
 def by_reference(items: Sequence[Item]) -> Run:
     """Frames that say where the KV is."""
-    return Run(b"".join(item.reference() if item.blocks else item.claim() for item in items))
+    return Run(b"".join(item.claim() if item.is_claim else item.reference() for item in items))
 
 
 class OutboundCounters:
@@ -122,14 +127,15 @@ class OutboundCounters:
             return dict(self._values)
 
 
-def units(
-    layers: range, blocks: Sequence[int], limit: int, together: int
-) -> Iterator[tuple[range, int, tuple[int, ...]]]:
-    """Cut into frames: of at most ``limit`` blocks; of several layers only if those have ``together`` at most.
+def units(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
+    """Cut ``count`` blocks in each layer into frames of at most ``limit``: its layers, and which of their blocks.
 
-    Each is some layers, the position of its first block, and its blocks.
+    A frame has several layers if there is room, or some of one layer's blocks; then they have as many as the others.
     """
-    at_once = max(1, together // max(1, len(blocks)))
+    if not count:
+        return
+    at_once, cuts = max(1, limit // count), -(-count // limit)
+    size = -(-count // cuts)
     for first in range(0, len(layers), at_once):
-        for start in range(0, len(blocks), limit):
-            yield layers[first : first + at_once], start, tuple(blocks[start : start + limit])
+        for start in range(0, count, size):
+            yield layers[first : first + at_once], slice(start, min(start + size, count))

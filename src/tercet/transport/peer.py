@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from tercet.protocol import BadRequest, TercetError, TransferFailed
 from tercet.transport.backends import TCP
@@ -122,8 +123,9 @@ class Peer:
         referred = self._transport not in (None, TCP)
         size = outgoing.strip.size
         limit = MAX_REFERENCED_BLOCKS if referred else max(1, UNIT_BYTES // size)
-        for some, start, unit in units(layers, blocks, limit, limit if referred else GATHERED_BYTES // size):
-            item = Item(outgoing, slot + start, slot + start + len(unit), some, unit)
+        numbers = np.array(blocks, dtype=np.int64)
+        for some, cut in units(layers, len(blocks), limit):
+            item = Item(outgoing, slot + cut.start, slot + cut.stop, some, numbers[cut])
             outgoing.frames += 1
             outgoing.bytes += item.nbytes
             self._queue.put(item)
@@ -298,10 +300,10 @@ class Peer:
 
     def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
         for item in items:
-            if not item.blocks:
+            if item.is_claim:
                 item.outgoing.claimed_at = time.monotonic()
         send_all(sock, by_value(items, self._origin.region) if self._transport == TCP else by_reference(items))
-        pieces = [item for item in items if item.blocks]
+        pieces = [item for item in items if not item.is_claim]
         self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), pieces_sent=len(pieces))
 
     # ---- the reading thread ----------------------------------------------------------------------------------

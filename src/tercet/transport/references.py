@@ -10,23 +10,22 @@ from numpy.typing import NDArray
 from tercet.protocol import TransferFailed
 from tercet.transport.backends import Copies
 from tercet.transport.frames import Header, Reference
-from tercet.transport.region import RegionShape, groups
+from tercet.transport.region import Numbers, RegionShape, groups
 
 # Neighbours are joined up to here.
 MAX_COPY_BYTES = 1024 * 1024
 MAX_REFERRED_ROWS = 65536
-Numbers = NDArray[np.int64]
 
 
 def copies(
-    header: Header, size: int, reference: Reference, theirs: RegionShape, ours: RegionShape, blocks: Sequence[int]
+    header: Header, size: int, reference: Reference, theirs: RegionShape, ours: RegionShape, blocks: Numbers
 ) -> Copies:
     """From the sender's blocks to ``size`` bytes, the header's part, of each of our ``blocks``; in the header's layers.
 
     Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
     not fit.
     """
-    sources, targets = _array(reference.blocks), np.array(blocks, dtype=np.int64)
+    sources, targets = _array(reference.blocks), blocks
     inside = sources.size > 0 and min(reference.blocks) >= 0 and max(reference.blocks) < theirs.num_blocks
     layers = range(header.layer, header.layer + header.layers)
     fits = 0 <= reference.offset <= theirs.block_bytes - size and layers.stop <= len(theirs.planes)

@@ -26,6 +26,7 @@ TAIL_BYTES = LIVE_WORDS * WORD_BYTES + PAGE_BYTES
 # A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+Numbers = NDArray[np.int64]
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -128,21 +129,20 @@ class KVRegion:
         start = self.shape.block(layer, first)
         return self.bytes[start : start + count * self.shape.block_bytes]
 
-    def places(self, layers: range, blocks: Sequence[int], offset: int, size: int) -> Places:
+    def places(self, layers: range, blocks: Numbers, offset: int, size: int) -> Places:
         """Where bytes ``[offset, offset + size)`` of each layer's blocks are; of whole blocks, neighbours are joined.
 
         Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
         """
-        numbers = np.array(blocks, dtype=np.int64)
-        first, last = int(numbers.min()), int(numbers.max())
+        first, last = int(blocks.min()), int(blocks.max())
         for layer in layers:
             self.blocks(layer, first, last - first + 1)
-        lengths: NDArray[np.int64] | int = size
+        lengths: Numbers | int = size
         if size == self.shape.block_bytes:
-            numbers, counts = neighbours(numbers)
+            blocks, counts = neighbours(blocks)
             lengths = counts * size
-        within = np.empty((len(numbers), 2), dtype=np.uint64)
-        within[:, 0] = numbers * self.shape.block_bytes
+        within = np.empty((len(blocks), 2), dtype=np.uint64)
+        within[:, 0] = blocks * self.shape.block_bytes
         within[:, 1] = lengths
         start = self._address + offset
         begins = np.array([(start + self.shape.planes[layer], 0) for layer in layers], dtype=np.uint64)
@@ -162,7 +162,7 @@ class KVRegion:
         os.close(self.fd)
 
 
-def neighbours(blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
+def neighbours(blocks: Numbers) -> tuple[Numbers, Numbers | int]:
     """Group them: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
     apart = blocks[1:] - blocks[:-1] != 1
     if apart.all():
@@ -171,7 +171,7 @@ def neighbours(blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np
     return blocks[first], counts
 
 
-def groups(apart: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
     """Where groups begin, and how many they have; ``apart[i]``: another group begins after item i."""
     edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     return edges[:-1], edges[1:] - edges[:-1]

@@ -10,20 +10,16 @@ from tercet.transport.agent.sends import neighbouring
 from tercet.transport.outgoing import units
 
 
-@given(
-    st.integers(0, 5), st.integers(1, 9), st.lists(st.integers(0, 99), max_size=20), st.integers(1, 9),
-    st.integers(0, 9),
-)  # fmt: skip
-def test_units_are_every_block_of_every_layer_once(
-    first: int, count: int, blocks: list[int], limit: int, less: int
-) -> None:
-    layers, together = range(first, first + count), max(0, limit - less)
-    found = list(units(layers, blocks, limit, together))
-    assert sorted((layer, start + at, block) for some, start, unit in found for layer in some
-                  for at, block in enumerate(unit)) == sorted((layer, at, block) for layer in layers
-                                                             for at, block in enumerate(blocks))  # fmt: skip
-    assert all(0 < len(unit) <= limit for _, _, unit in found)
-    assert all(len(some) == 1 or len(some) * len(unit) <= together for some, _, unit in found)
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
+def test_units_are_every_block_of_every_layer_once(first: int, num_layers: int, count: int, limit: int) -> None:
+    layers = range(first, first + num_layers)
+    found = list(units(layers, count, limit))
+    places = [(layer, at) for some, cut in found for layer in some for at in range(count)[cut]]
+    assert sorted(places) == [(layer, at) for layer in layers for at in range(count)]
+    sizes = [(len(some), cut.stop - cut.start) for some, cut in found]
+    assert all(num * size <= limit and size > 0 for num, size in sizes)
+    # None is left with a few blocks while the others are full.
+    assert not sizes or max(size for _, size in sizes) - min(size for _, size in sizes) < max(1, -(-count // limit))
 
 
 @pytest.mark.parametrize(

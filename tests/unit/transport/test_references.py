@@ -264,11 +264,12 @@ def test_copies_are_the_blocks_in_order_and_neighbours_joined(
     sources: list[int], targets: list[int], limit: int
 ) -> None:
     targets, size = targets[: len(sources)], 64
+    numbers = np.array(targets)
     shape = shape_of([40 * size], 40, size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_COPY_BYTES", limit * size)
         header = Header(Kind.REFERENCE, 1, LEASE, 0, 0, len(sources))
-        found = module.copies(header, size, Reference(tuple(sources), 0, size), shape, shape, targets).tolist()
+        found = module.copies(header, size, Reference(tuple(sources), 0, size), shape, shape, numbers).tolist()
     pieces = [(there + at, here + at) for length, there, here in found for at in range(0, length, size)]
     assert pieces == [(source * size, target * size) for source, target in zip(sources, targets, strict=True)]
     assert all(length <= limit * size for length, _, _ in found)

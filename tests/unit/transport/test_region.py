@@ -147,7 +147,7 @@ def test_places_are_that_part_of_each_block(blocks: list[int], offset: int, data
     try:
         for block in range(BLOCKS):
             region.blocks(1, block)[:] = bytes(range(block, block + BLOCK_BYTES))
-        found = gather(region.places(range(1, 2), blocks, offset, size))
+        found = gather(region.places(range(1, 2), np.array(blocks), offset, size))
         assert found == b"".join(bytes(range(block + offset, block + offset + size)) for block in blocks)
     finally:
         region.close()
@@ -156,18 +156,18 @@ def test_places_are_that_part_of_each_block(blocks: list[int], offset: int, data
 @pytest.mark.parametrize("blocks", [[-1], [0, BLOCKS], [BLOCKS, 0], [2, -1, 3]], ids=str)
 def test_places_of_blocks_that_there_are_not(region: KVRegion, blocks: list[int]) -> None:
     with pytest.raises(BadRequest):
-        region.places(range(1), blocks, 0, BLOCK_BYTES)
+        region.places(range(1), np.array(blocks), 0, BLOCK_BYTES)
     with pytest.raises(BadRequest):
-        region.places(range(1, LAYERS + 1), [0], 0, BLOCK_BYTES)
+        region.places(range(1, LAYERS + 1), np.array([0]), 0, BLOCK_BYTES)
 
 
 def test_places_of_several_layers_follow_one_another(region: KVRegion) -> None:
-    found = gather(region.places(range(LAYERS), [2, 1], 1, 3))
+    found = gather(region.places(range(LAYERS), np.array([2, 1]), 1, 3))
     assert found == b"".join(bytes(region.blocks(layer, block)[1:4]) for layer in range(LAYERS) for block in (2, 1))
 
 
 def test_neighbours_are_one_place(region: KVRegion) -> None:
-    places = region.places(range(1), [1, 2, 3, 0], 0, BLOCK_BYTES)
+    places = region.places(range(1), np.array([1, 2, 3, 0]), 0, BLOCK_BYTES)
     assert places[:, 1].tolist() == [3 * BLOCK_BYTES, BLOCK_BYTES]
 
 
