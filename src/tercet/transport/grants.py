@@ -15,6 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
 from tercet.transport.recut import Move, first_token, moves
@@ -70,12 +71,12 @@ class Claim:
 
 @dataclass
 class _Send:
-    """One send under a lease: the layers that each slot has (a bit each), and its claim once that is here."""
+    """One send under a lease: what has arrived, by layer and slot, and its claim once that is here."""
 
     part: int
     parts: int
     unit: int
-    arrived: list[int]
+    arrived: NDArray[np.bool_]
     frames: int = 0
     claim: Claim | None = None
 
@@ -101,7 +102,6 @@ class GrantTable:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._complete = (1 << num_layers) - 1
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._changed = threading.Condition()
@@ -171,10 +171,9 @@ class GrantTable:
         """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
         with self._changed:
             opened = self._find(lease)
-            found = _send_of(opened, send, piece.part, piece.parts, piece.unit)
+            found = self._send_of(opened, send, piece.part, piece.parts, piece.unit)
             found.frames += 1
-            new, slots = ((1 << piece.layers) - 1) << piece.layer, slice(piece.begin, piece.end)
-            found.arrived[slots] = [layers | new for layers in found.arrived[slots]]
+            found.arrived[piece.layer : piece.layer + piece.layers, piece.begin : piece.end] = True
             return self._settle(opened, send, found)
 
     def claim(self, lease: str, send: SendKey, claim: Claim) -> int | None:
@@ -189,7 +188,7 @@ class GrantTable:
             grant = opened.grant
             if not grant.begin <= claim.begin < claim.end <= grant.end:
                 raise BadRequest(f"[{claim.begin}, {claim.end}) is outside the lease's [{grant.begin}, {grant.end})")
-            found = _send_of(opened, send, claim.part, claim.parts, claim.unit)
+            found = self._send_of(opened, send, claim.part, claim.parts, claim.unit)
             if found.claim is not None:
                 raise BadRequest("a send makes one claim")
             found.claim = claim
@@ -238,6 +237,18 @@ class GrantTable:
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
+    def _send_of(self, opened: _Open, send: SendKey, part: int, parts: int, unit: int) -> _Send:
+        found = opened.sends.get(send)
+        same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
+        if not (same and 0 <= part < parts <= MAX_PARTS):
+            raise BadRequest("a send fills one part of the blocks, always the same")
+        if found is None:
+            if len(opened.sends) >= MAX_SENDS:
+                raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
+            arrived = np.zeros((self._num_layers, _num_slots(opened.grant, unit)), dtype=np.bool_)
+            found = opened.sends[send] = _Send(part, parts, unit, arrived)
+        return found
+
     def _settle(self, opened: _Open, send: SendKey, found: _Send) -> int | None:
         if found.claim is None or found.frames < found.claim.frames:
             return None
@@ -245,10 +256,13 @@ class GrantTable:
         grant, end = opened.grant, found.claim.end
         unit = found.unit or grant.block_size
         begin, origin = first_token(found.claim.begin, unit), first_token(grant.begin, unit)
-        for slot in range((begin - origin) // unit, -(-(end - origin) // unit)):
-            if found.arrived[slot] != self._complete:
-                missing = self._num_layers - found.arrived[slot].bit_count()
-                raise TransferFailed(f"slot {slot} lacks {missing} of {self._num_layers} layers")
+        first = (begin - origin) // unit
+        claimed = found.arrived[:, first : -(-(end - origin) // unit)]
+        if not claimed.all():
+            layers = claimed.sum(axis=0)
+            at = int((layers < self._num_layers).argmax())
+            missing = self._num_layers - int(layers[at])
+            raise TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
         parts = opened.valid.setdefault(found.parts, {})
         parts[found.part] = _merged(parts.get(found.part, []), (max(begin, grant.begin), end))
         return _valid_end(opened)
@@ -274,18 +288,6 @@ def _num_slots(grant: Grant, unit: int) -> int:
     unit = unit or grant.block_size
     end = grant.begin + len(grant.blocks) * grant.block_size
     return -(-(end - first_token(grant.begin, unit)) // unit)
-
-
-def _send_of(opened: _Open, send: SendKey, part: int, parts: int, unit: int) -> _Send:
-    found = opened.sends.get(send)
-    same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
-    if not (same and 0 <= part < parts <= MAX_PARTS):
-        raise BadRequest("a send fills one part of the blocks, always the same")
-    if found is None:
-        if len(opened.sends) >= MAX_SENDS:
-            raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
-        found = opened.sends[send] = _Send(part, parts, unit, [0] * _num_slots(opened.grant, unit))
-    return found
 
 
 def _valid_end(opened: _Open) -> int:
