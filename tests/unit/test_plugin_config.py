@@ -24,6 +24,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"port": "9000-8000"}, "port"),
     ({"streams": 0}, "streams"),
     ({"send_timeout": -1}, "send_timeout"),
+    ({"receive_limit": -1}, "receive_limit"),
+    ({"receive_limit": "fast"}, "receive_limit"),
     ({"agent_cpus": "one"}, "agent_cpus"),
     ({"agent_cpus": "3-1"}, "agent_cpus"),
     ({"agent_cpus": "-1"}, "agent_cpus"),
@@ -36,6 +38,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_setting_is_refused_by_name(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         parse_config(extra)
+
+
+def test_the_limit_is_given_in_gigabytes_per_second() -> None:
+    assert parse_config({"receive_limit": 1.5}).transport_settings().receive_limit == 1.5e9
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,13 @@ class Inbound:
         if body.lease is not None:
             try:
                 with self._rules.grants.writing(body.lease):
-                    return self._fill(body, receive)
+                    count = self._fill(body, receive)
             except TercetError as error:
                 self._refuse(body.header, error)
                 body.divert(self._scratch)
+            else:
+                self._rules.pace.took(count)
+                return count
         return self._fill(body, receive)
 
     def _fill(self, body: Body, receive: Receive) -> int:
@@ -276,6 +279,7 @@ class Inbound:
                 with rules.grants.writing(lease):
                     session.reader.read(some)
                 self._turn.took(nbytes)
+                rules.pace.took(nbytes)
             live = session.reader.word(session.shape.word(send)) == send
         except OSError as error:
             raise TransferFailed(f"the sender's memory cannot be read: {error}") from error

@@ -16,6 +16,7 @@ from tercet.transport.region import KVRegion
 from tercet.transport.rules import Rules
 from tercet.transport.sender import Sender
 from tercet.transport.session import MAX_STREAMS
+from tercet.transport.threads import Pace
 
 MAX_PORT = 65535
 
@@ -27,7 +28,7 @@ class TransportSettings:
     ``transport``: ``auto``, ``tcp`` or a backend's name. ``hosts``: addresses to listen on; a sender spreads its
     connections over them. ``ports``: which to try, any if empty. ``streams``: connections per peer when KV travels
     through them. ``secret``: what all ranks of a fleet must know. ``timeout``: seconds without progress after which a
-    send fails.
+    send fails. ``receive_limit``: bytes per second that are taken in at most, 0 for any number.
     """
 
     transport: str = AUTO_NAME
@@ -36,6 +37,7 @@ class TransportSettings:
     streams: int = 2
     secret: str = ""
     timeout: float = 30.0
+    receive_limit: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` naming the setting that is wrong."""
@@ -47,6 +49,8 @@ class TransportSettings:
             raise BadRequest(f"streams: {self.streams} is not from 1 to {MAX_STREAMS}", "streams")
         if not self.timeout > 0:
             raise BadRequest(f"timeout: {self.timeout} s is no time to wait", "timeout")
+        if not self.receive_limit >= 0:
+            raise BadRequest(f"receive_limit: {self.receive_limit} bytes/s is no limit", "receive_limit")
 
 
 class RankTransport:
@@ -72,7 +76,8 @@ class RankTransport:
         self._grants = GrantTable(region.num_layers)
         tcp_allowed = settings.transport in (AUTO_NAME, TCP)
         self._rules = Rules(
-            region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed, block
+            region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed, block,
+            Pace(settings.receive_limit),
         )  # fmt: skip
         offers = {backend.name: backend.offer() for backend in self._backends} | ({TCP: b""} if tcp_allowed else {})
         origin = Origin(region, fingerprint, settings.secret, settings.timeout, settings.streams, offers, block=block)

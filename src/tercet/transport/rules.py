@@ -12,6 +12,7 @@ from tercet.transport.grants import GrantTable
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion
 from tercet.transport.session import Sessions
+from tercet.transport.threads import Pace
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Rules:
     """One receiver's region and leases, whom it takes KV from, and by which ways.
 
     ``fingerprint`` and ``secret`` must be the sender's, too. ``block`` tells how our blocks can be cut between tokens,
-    if they can. ``on_finished(lease, valid_end)`` hears of every claim that holds, before it is acknowledged.
+    if they can. ``pace`` is how fast KV is taken in. ``on_finished(lease, valid_end)`` hears of every claim that holds,
+    before it is acknowledged.
     """
 
     region: KVRegion
@@ -58,5 +60,6 @@ class Rules:
     backends: Sequence[Backend] = ()
     tcp_allowed: bool = True
     block: BlockShape | None = None
+    pace: Pace = field(default_factory=Pace)
     counters: InboundCounters = field(default_factory=InboundCounters)
     sessions: Sessions = field(default_factory=Sessions)

@@ -36,7 +36,9 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other process can push. ``send_timeout``: seconds without progress after which a push fails.
 
     ``agent_cpus``: CPUs on which the process that moves KV runs, such as ``3`` or ``0-1,6``; empty lets it use all that
-    the engine may. Give it one that does not compute, and decode steps do not notice what is received.
+    the engine may. Give it one that does not compute, and decode steps do not share a core with what is received.
+    ``receive_limit``: 10^9 bytes per second that each rank takes in at most, 0 for any number. Cores share the way to
+    memory; a limit keeps decode steps even where that is narrow.
     """
 
     lease_ttl: Seconds = 60.0
@@ -48,6 +50,7 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str = ""
     send_timeout: Seconds = 30.0
     agent_cpus: str | int = ""
+    receive_limit: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def cpus(self) -> frozenset[int]:
         """``agent_cpus`` as numbers; raises ``ValueError`` for what is no list of CPUs."""
@@ -59,7 +62,9 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"transport is {self.transport!r}; choose {', '.join(NAMES)}")
         secret = self.secret or os.environ.get(SECRET_VARIABLE, "")
         hosts, ports = _hosts(self.host), _ports(str(self.port))
-        return TransportSettings(self.transport, hosts, ports, self.streams, secret, self.send_timeout)
+        return TransportSettings(
+            self.transport, hosts, ports, self.streams, secret, self.send_timeout, self.receive_limit * 1e9
+        )  # fmt: skip
 
 
 def parse_config(extra: Mapping[str, Any]) -> PluginConfig:
