@@ -37,8 +37,9 @@ def transfer(
 ) -> None:
     """Measure how fast KV moves between two processes of this machine, side by side in one run.
 
-    Plain `memcpy` by one thread, plain sockets with 1, 2 and 4 streams, each of our backends (a whole send, from
-    opening to acknowledgement), and NIXL and Mooncake called directly. Then the CPU that an idle pair of ranks uses.
+    Plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, of contiguous memory, and of the same pieces
+    as everything else moves; each of our backends (a whole send, from opening to acknowledgement); NIXL and Mooncake
+    called directly. Then the CPU that an idle pair of ranks uses.
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """

@@ -29,7 +29,7 @@ from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
 MAGIC = b"TRC3"
-MAX_PIECE_BYTES = 4 * 1024 * 1024
+MAX_PIECE_BYTES = 8 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024
 MAX_GREETING_BYTES = 256 * 1024
 NONCE_BYTES = 16

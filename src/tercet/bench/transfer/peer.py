@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
 from tercet.protocol import EngineError, TercetError
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
+from tercet.transport.vectors import Vector
 
 FINGERPRINT = "bench"
 ANSWER_SECONDS = 120.0
@@ -65,7 +67,7 @@ class _Receiving:
         self._region: KVRegion = case.region()
         self._case = case
         self._transports: dict[str, RankTransport] = {}
-        self._sockets: list[socket.socket] = []
+        self._targets: tuple[int, ...] = ()
         self._libraries: dict[str, Library] = {}
 
     def listen(self, way: str, settings: bytes) -> tuple[str, ...]:
@@ -99,12 +101,35 @@ class _Receiving:
     def _accept(self, listener: socket.socket, streams: int) -> None:
         whole = self._region.bytes
         share = len(whole) // streams
-        with listener:
-            for stream in range(streams):
-                connection, _ = listener.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                part = whole[stream * share : (stream + 1) * share]
-                threading.Thread(target=_drain, args=(connection, part), daemon=True).start()
+        for stream, connection in enumerate(_accepted(listener, streams)):
+            part = whole[stream * share : (stream + 1) * share]
+            threading.Thread(target=_drain, args=(connection, part), daemon=True).start()
+
+    def piece_sockets(self, streams: int) -> tuple[str, int]:
+        """Listen for plain connections that bring pieces, each its share of those that :meth:`scatter` names."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept_pieces, args=(listener, streams), daemon=True).start()
+        return listener.getsockname()
+
+    def _accept_pieces(self, listener: socket.socket, streams: int) -> None:
+        for stream, connection in enumerate(_accepted(listener, streams)):
+            share = slice(stream, None, streams)
+            threading.Thread(target=self._drain_pieces, args=(connection, share), daemon=True).start()
+
+    def scatter(self, blocks: tuple[int, ...]) -> None:
+        """Where the next round's pieces go, in each layer."""
+        self._targets = blocks
+
+    def _drain_pieces(self, connection: socket.socket, share: slice) -> None:
+        with connection:
+            while connection.recv(1):
+                pieces = pieces_of(self._region, self._case, self._targets[share])
+                while pieces.left:
+                    count = pieces.receive(connection)
+                    if not count:
+                        return
+                    pieces.advance(count)
+                connection.sendall(b"!")
 
     def direct_connect(self, library: str, offered: bytes) -> None:
         """Prepare to read with a library alone."""
@@ -122,6 +147,20 @@ class _Receiving:
     def cpu_seconds(self) -> float:
         """CPU time of this process so far."""
         return time.process_time()
+
+
+def pieces_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
+    """Some blocks of every layer, for one system call after another."""
+    places = region.places(range(case.layers), np.array(blocks, dtype=np.int64), 0, case.piece_bytes)
+    return Vector(places, region, case.layers * len(blocks) * case.piece_bytes)
+
+
+def _accepted(listener: socket.socket, count: int) -> Iterator[socket.socket]:
+    with listener:
+        for _ in range(count):
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield connection
 
 
 def _drain(connection: socket.socket, into: memoryview) -> None:

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from tercet.bench.transfer.cases import Case, Table
 from tercet.bench.transfer.direct import direct_ways
 from tercet.bench.transfer.peer import Peer
-from tercet.bench.transfer.ways import Memcpy, OurTransport, PlainSockets, Way
+from tercet.bench.transfer.ways import Memcpy, OurTransport, PlainSockets, SocketsInPieces, Way
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
 
-SOCKET_STREAMS = (1, 2, 4)
+SOCKET_STREAMS, PIECES_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")
 # Idle processes are watched for so long; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
@@ -62,6 +62,11 @@ def _ways(
     makers += [
         (f"socket x{number}", lambda number=number: PlainSockets(case, source, peer, number))
         for number in SOCKET_STREAMS
+    ]
+    makers += [
+        (f"pieces x{number}", lambda number=number: SocketsInPieces(case, source, peer, number))
+        for number in PIECES_STREAMS
+        if number <= case.slots
     ]
     for name in backends:
         settings = TransportSettings(name, streams=streams)
