@@ -211,6 +211,7 @@ class Inbound:
                 with self._rules.grants.writing(header.lease):
                     target = region.blocks(layer, move.block)[header.part * part :][:part]
                     place(source, theirs, target, ours, heads, move)
+        self._rules.pace.took(header.nbytes)
         self._arrived(header)
 
     def _heads_of(self, header: Header) -> int:

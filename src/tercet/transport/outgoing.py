@@ -13,11 +13,13 @@ import numpy as np
 
 from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
-from tercet.transport.frames import Header, Kind, Reference, frame
+from tercet.transport.frames import MAX_PIECE_BYTES, Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
 from tercet.transport.region import KVRegion, Numbers
 from tercet.transport.vectors import Places, Run, Vector, address_of
 
+# No smaller frames are made for the sake of further connections.
+LEAST_BYTES = 4 * 1024 * 1024
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
 # the number of a send that is over.
 _numbers = itertools.count(1 + secrets.randbits(62))
@@ -125,6 +127,14 @@ class OutboundCounters:
         """All of them."""
         with self._lock:
             return dict(self._values)
+
+
+def frame_bytes(total: int, streams: int) -> int:
+    """KV in a frame at most, for ``total`` bytes over some connections: a share for each, within bounds.
+
+    What either side does between two frames runs out of cold caches, so many small ones cost.
+    """
+    return min(MAX_PIECE_BYTES, max(LEAST_BYTES, -(-total // streams)))
 
 
 def units(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:

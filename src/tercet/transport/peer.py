@@ -13,10 +13,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from tercet.protocol import BadRequest, TercetError, TransferFailed
@@ -24,21 +23,21 @@ from tercet.transport.backends import TCP
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import (
     MAX_TEXT_BYTES,
-    NONCE_BYTES,
-    Greeting,
     Header,
     Kind,
     ProtocolViolation,
-    Welcome,
-    decode,
-    frame,
-    receiver_proof,
-    sender_proof,
 )
 from tercet.transport.mapping import Strip
-from tercet.transport.outgoing import Item, OutboundCounters, Outgoing, by_reference, by_value, next_number, units
-from tercet.transport.recut import BlockShape
-from tercet.transport.region import KVRegion
+from tercet.transport.origin import Origin
+from tercet.transport.outgoing import (
+    Item,
+    Outgoing,
+    by_reference,
+    by_value,
+    frame_bytes,
+    next_number,
+    units,
+)
 from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
 
@@ -47,26 +46,9 @@ CONNECT_SECONDS = 5.0
 # How long a cancel waits for the frame being written before it gives up the connection.
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
-# A frame through a connection is no larger, so that several connections share the work evenly. Much smaller ones cost:
-# what either side does between two frames runs out of cold caches.
-UNIT_BYTES = 8 * 1024 * 1024
 MAX_REFERENCED_BLOCKS = 65536
 # Small frames are gathered up to so many, or so many bytes, into one system call.
 MAX_GATHERED, GATHERED_BYTES = 64, 512 * 1024
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What every peer of one rank has in common."""
-
-    region: KVRegion
-    fingerprint: str
-    secret: str
-    timeout: float
-    streams: int
-    offers: Mapping[str, bytes]
-    block: BlockShape | None = None
-    counters: OutboundCounters = field(default_factory=OutboundCounters)
 
 
 @dataclass
@@ -123,7 +105,8 @@ class Peer:
             return self._end(outgoing, BadRequest(reason))
         referred = self._transport not in (None, TCP)
         size = outgoing.strip.size
-        limit = MAX_REFERENCED_BLOCKS if referred else max(1, UNIT_BYTES // size)
+        total = len(layers) * len(blocks) * size
+        limit = MAX_REFERENCED_BLOCKS if referred else max(1, frame_bytes(total, self._origin.streams) // size)
         numbers = np.array(blocks, dtype=np.int64)
         for some, cut in units(layers, len(blocks), limit):
             item = Item(outgoing, slot + cut.start, slot + cut.stop, some, numbers[cut])
@@ -189,7 +172,7 @@ class Peer:
     def _run_further(self, stream: int) -> None:
         try:
             with self._connect(stream) as sock:
-                self._greet(sock, stream, 0)
+                self._origin.join(sock, self._session, stream)
                 self._settle(sock)
                 self._write_all(sock)
         except Exception as error:
@@ -216,43 +199,9 @@ class Peer:
         word = next_number()
         self._origin.region.begin(word)
         try:
-            return self._greet(sock, 0, word).transport
+            return self._origin.join(sock, self._session, 0, word).transport
         finally:
             self._origin.region.end(word)
-
-    def _greet(self, sock: socket.socket, stream: int, word: int) -> Welcome:
-        """Prove who we are; stream 0 also says how our memory can be read, and waits for the receiver's choice."""
-        origin = self._origin
-        challenge = self._expect(sock, Kind.CHALLENGE)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        proof = sender_proof(origin.secret, challenge, nonce, self._session)
-        greeting = Greeting(origin.fingerprint, self._session, stream, nonce, proof)
-        if stream == 0:
-            offers = dict(origin.offers)
-            greeting = msgspec.structs.replace(
-                greeting, shape=origin.region.shape, word=word, offers=offers, block=origin.block
-            )
-        sock.sendall(frame(Header(Kind.HELLO), msgspec.msgpack.encode(greeting)))
-        if stream:
-            return Welcome(TCP, b"")
-        welcome = decode(self._expect(sock, Kind.WELCOME), Welcome)
-        expected = receiver_proof(origin.secret, challenge, nonce, self._session)
-        if not secrets.compare_digest(expected, welcome.proof):
-            raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
-        if welcome.transport not in origin.offers:
-            raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
-        return welcome
-
-    def _expect(self, sock: socket.socket, kind: Kind) -> bytes:
-        def too_long() -> None:
-            raise TransferFailed("no answer to the greeting")
-
-        header, body = read_frame(sock, MAX_TEXT_BYTES, too_long)
-        if header.kind is Kind.REFUSED:
-            raise ProtocolViolation(body.decode(errors="replace"))
-        if header.kind is not kind:
-            raise ProtocolViolation(f"a receiver says {kind.name} here, not {header.kind.name}")
-        return body
 
     # ---- the writing threads ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from tercet.protocol import BadRequest
 from tercet.transport.backends import AUTO_NAME, TCP, backends_for
 from tercet.transport.base import OnDone, OnFinished, Target
 from tercet.transport.grants import Grant, GrantTable
-from tercet.transport.peer import Origin
+from tercet.transport.origin import Origin
 from tercet.transport.receiver import Receiver
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import KVRegion

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from tercet.protocol import BadRequest, Conflict, TercetError, TransferFailed
 from tercet.transport.base import OnDone, SendReport, Target
+from tercet.transport.origin import Origin
 from tercet.transport.outgoing import OutboundCounters, Outgoing
-from tercet.transport.peer import Origin, Peer
+from tercet.transport.peer import Peer
 
 _LEASE = re.compile(r"[0-9a-f]{32}")
 

@@ -14,7 +14,7 @@ from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion, SendReport, Target, TransportSettings
 from tercet.transport.backends.host import held_by
 from tercet.transport.base import OnDone
-from tercet.transport.peer import Origin
+from tercet.transport.origin import Origin
 from tercet.transport.region import TAIL_BYTES
 from tercet.transport.sender import Sender
 from tercet.transport.sockets import parse_address

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.transport.agent.sends import neighbouring
-from tercet.transport.outgoing import units
+from tercet.transport.frames import MAX_PIECE_BYTES
+from tercet.transport.outgoing import LEAST_BYTES, frame_bytes, units
 
 
 @given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
@@ -20,6 +21,13 @@ def test_units_are_every_block_of_every_layer_once(first: int, num_layers: int, 
     assert all(num * size <= limit and size > 0 for num, size in sizes)
     # None is left with a few blocks while the others are full.
     assert not sizes or max(size for _, size in sizes) - min(size for _, size in sizes) < max(1, -(-count // limit))
+
+
+@given(st.integers(0, 2**40), st.integers(1, 64))
+def test_every_connection_gets_a_frame_unless_frames_were_small(total: int, streams: int) -> None:
+    size = frame_bytes(total, streams)
+    assert LEAST_BYTES <= size <= MAX_PIECE_BYTES
+    assert size == LEAST_BYTES or -(-total // size) >= streams
 
 
 @pytest.mark.parametrize(
