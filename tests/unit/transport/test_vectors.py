@@ -1,0 +1,74 @@
+"""Buffers and places, for one system call after another: whatever the sizes, all arrives, and waiting is told apart."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.transport.sockets import send_all, wait_in_calls
+from tercet.transport.vectors import Bytes, Run, Vector, address_of
+from tests.unit.transport.builders import gather
+
+
+def as_run(buffer: bytearray) -> Bytes:
+    return Run(buffer)
+
+
+def in_places(buffer: bytearray) -> Bytes:
+    """Three places, the buffer's last bytes first."""
+    third, at = len(buffer) // 3, address_of(buffer)
+    rows = [(at + 2 * third, len(buffer) - 2 * third), (at, third), (at + third, third)]
+    return Vector(np.array([row for row in rows if row[1]], dtype=np.uint64), buffer, len(buffer))
+
+
+BOTH = pytest.mark.parametrize("make", [as_run, in_places])
+
+
+@BOTH
+@given(st.binary(min_size=1, max_size=300_000), st.lists(st.integers(1, 100_000), max_size=5))
+def test_what_is_sent_arrives_in_its_places(make: Callable[[bytearray], Bytes], data: bytes, cuts: list[int]) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        for end in (near, far):
+            wait_in_calls(end, 0.01, 0.01)
+        sent, got = make(bytearray(data)), bytearray(len(data))
+        into = make(got)
+        while into.left:
+            if sent.left:
+                sent.advance(sent.send(near) or 0)
+            into.advance(into.receive(far) or 0)
+        assert got == data
+        assert sent.left == 0
+
+
+@BOTH
+def test_rest_is_what_is_left(make: Callable[[bytearray], Bytes]) -> None:
+    data = make(bytearray(b"abcdefghi"))
+    whole = gather(data.rest)
+    data.advance(4)
+    assert (gather(data.rest), data.left) == (whole[4:], 5)
+
+
+@BOTH
+def test_nothing_to_read_and_the_end_are_told_apart(make: Callable[[bytearray], Bytes]) -> None:
+    near, far = socket.socketpair()
+    with far:
+        wait_in_calls(far, 0.01, 0.01)
+        into = make(bytearray(3))
+        assert into.receive(far) is None
+        near.close()
+        assert into.receive(far) == 0
+
+
+@BOTH
+def test_a_peer_that_takes_nothing_is_a_timeout(make: Callable[[bytearray], Bytes]) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        wait_in_calls(near, 0.01, 0.01)
+        with pytest.raises(TimeoutError):
+            send_all(near, make(bytearray(10_000_000)))
