@@ -137,6 +137,7 @@ class RankTransport:
     def close(self) -> None:
         """See :meth:`tercet.transport.KVTransport.close`."""
         self._sender.close()
+        self._rules.pace.close()
         self._receiver.close()
         for backend in self._backends:
             backend.close()

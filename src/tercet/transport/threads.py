@@ -49,6 +49,7 @@ class Pace:
         self._limit = limit
         self._free_at = 0.0
         self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def took(self, nbytes: int) -> None:
         """Count what was taken in; returns once more may be. Not to be called while a lease is held."""
@@ -59,4 +60,8 @@ class Pace:
             self._free_at = max(self._free_at, now - BURST_SECONDS) + nbytes / self._limit
             wait = self._free_at - now
         if wait > 0:
-            time.sleep(wait)
+            self._over.wait(wait)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._over.set()

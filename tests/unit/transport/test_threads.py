@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -24,7 +25,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         assert seconds > 0
         self.slept += seconds
         self.now += seconds + self._oversleep
@@ -37,6 +38,7 @@ def test_no_more_than_the_limit_and_no_wait_for_nothing(steps: list[tuple[int, f
     clock, pace = Clock(oversleep), Pace(LIMIT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "time", clock)
+        patch.setattr(pace, "_over", clock)
         taken, idle = 0, 0.0
         for nbytes, pause in steps:
             pace.took(nbytes)
@@ -61,3 +63,12 @@ def test_a_limited_receiver_takes_its_time(backend: str) -> None:
         began = time.monotonic()
         report = transfer(sender, ours, receiver, range(20), range(20, 40))
         assert time.monotonic() - began >= report.bytes / limit - BURST_SECONDS
+
+
+def test_closing_ends_the_wait_of_whoever_took_too_much() -> None:
+    pace = Pace(1.0)
+    taking = threading.Thread(target=pace.took, args=(10**6,))
+    taking.start()
+    pace.close()
+    taking.join(60)
+    assert not taking.is_alive()
