@@ -78,6 +78,11 @@ class Header(NamedTuple):
     nbytes: int = 0
     layers: int = 1
 
+    @property
+    def layer_range(self) -> range:
+        """The layers that it is about."""
+        return range(self.layer, self.layer + self.layers)
+
     def pack(self) -> bytes:
         """Its bytes."""
         return _HEADER.pack(MAGIC, self.kind, self.send, bytes.fromhex(self.lease), *self[3:])

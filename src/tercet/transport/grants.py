@@ -114,10 +114,11 @@ class GrantTable:
         needed = -(-(grant.end - grant.begin) // grant.block_size)
         if needed != len(grant.blocks) or grant.begin % grant.block_size:
             raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
+        opened = _Open(grant, np.array(grant.blocks, dtype=np.int64))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
-            self._open[grant.lease] = _Open(grant, np.array(grant.blocks, dtype=np.int64))
+            self._open[grant.lease] = opened
 
     def locate(self, lease: str, piece: Piece) -> Numbers:
         """The blocks that a piece goes to, in slot order.

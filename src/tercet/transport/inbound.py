@@ -79,17 +79,17 @@ class Inbound:
 
     def receive(self, body: Body, receive: Receive) -> int:
         """Fill some of a body by ``receive``, which must not wait long; both return the number of bytes."""
-        if body.lease is not None:
-            try:
-                with self._rules.grants.writing(body.lease):
-                    count = self._fill(body, receive)
-            except TercetError as error:
-                self._refuse(body.header, error)
-                body.divert(self._scratch)
-            else:
-                self._rules.pace.took(count)
-                return count
-        return self._fill(body, receive)
+        if body.lease is None:
+            return self._fill(body, receive)
+        try:
+            with self._rules.grants.writing(body.lease):
+                count = self._fill(body, receive)
+        except TercetError as error:
+            self._refuse(body.header, error)
+            body.divert(self._scratch)
+            return self._fill(body, receive)
+        self._rules.pace.took(count)
+        return count
 
     def _fill(self, body: Body, receive: Receive) -> int:
         count = receive(body.into)
@@ -178,7 +178,7 @@ class Inbound:
             if header.nbytes != size * len(blocks) * header.layers:
                 count = f"{len(blocks)} blocks' parts of {size} in {header.layers} layers"
                 raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {count}")
-            places = self._rules.region.places(_layers(header), blocks, header.part * size, size)
+            places = self._rules.region.places(header.layer_range, blocks, header.part * size, size)
             return Body(header, Vector(places, self._rules.region, header.nbytes), header.lease)
         except ProtocolViolation:
             raise
@@ -205,7 +205,7 @@ class Inbound:
         slots = header.end - header.begin
         size = header.nbytes // (slots * header.layers)
         moves = self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
-        for number, layer in enumerate(_layers(header)):
+        for number, layer in enumerate(header.layer_range):
             for move in moves:
                 source = self._staging[(number * slots + move.slot - header.begin) * size :][:size]
                 with self._rules.grants.writing(header.lease):
@@ -308,7 +308,3 @@ class Inbound:
 
     def _key(self, header: Header) -> tuple[str, int]:
         return self._joined.name, header.send
-
-
-def _layers(header: Header) -> range:
-    return range(header.layer, header.layer + header.layers)

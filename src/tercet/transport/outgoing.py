@@ -20,6 +20,7 @@ from tercet.transport.vectors import Places, Run, Vector, address_of
 
 # No smaller frames are made for the sake of further connections.
 LEAST_BYTES = 4 * 1024 * 1024
+
 # Never given twice by a process, whatever the connection: a reader that looks at a live word late must not find there
 # the number of a send that is over.
 _numbers = itertools.count(1 + secrets.randbits(62))

@@ -21,23 +21,10 @@ import numpy as np
 from tercet.protocol import BadRequest, TercetError, TransferFailed
 from tercet.transport.backends import TCP
 from tercet.transport.base import OnDone, SendReport
-from tercet.transport.frames import (
-    MAX_TEXT_BYTES,
-    Header,
-    Kind,
-    ProtocolViolation,
-)
+from tercet.transport.frames import MAX_TEXT_BYTES, Header, Kind, ProtocolViolation
 from tercet.transport.mapping import Strip
 from tercet.transport.origin import Origin
-from tercet.transport.outgoing import (
-    Item,
-    Outgoing,
-    by_reference,
-    by_value,
-    frame_bytes,
-    next_number,
-    units,
-)
+from tercet.transport.outgoing import Item, Outgoing, by_reference, by_value, frame_bytes, next_number, units
 from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
 

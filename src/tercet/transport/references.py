@@ -27,7 +27,7 @@ def copies(
     """
     sources, targets = _array(reference.blocks), blocks
     inside = sources.size > 0 and min(reference.blocks) >= 0 and max(reference.blocks) < theirs.num_blocks
-    layers = range(header.layer, header.layer + header.layers)
+    layers = header.layer_range
     fits = 0 <= reference.offset <= theirs.block_bytes - size and layers.stop <= len(theirs.planes)
     if reference.size != size or len(sources) != len(targets) or not (inside and fits):
         raise TransferFailed("the reference does not fit the slots that it is for")

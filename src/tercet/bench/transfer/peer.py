@@ -6,7 +6,7 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -94,27 +94,15 @@ class _Receiving:
 
     def sockets(self, streams: int) -> tuple[str, int]:
         """Listen for plain connections; each gets a share of the region to fill, over and over."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._accept, args=(listener, streams), daemon=True).start()
-        return listener.getsockname()
-
-    def _accept(self, listener: socket.socket, streams: int) -> None:
         whole = self._region.bytes
         share = len(whole) // streams
-        for stream, connection in enumerate(_accepted(listener, streams)):
-            part = whole[stream * share : (stream + 1) * share]
-            threading.Thread(target=_drain, args=(connection, part), daemon=True).start()
+        return _listen(streams, lambda stream, connection: _drain(connection, whole[stream * share :][:share]))
 
     def piece_sockets(self, streams: int) -> tuple[str, int]:
         """Listen for plain connections that bring pieces, each its share of those that :meth:`scatter` names."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._accept_pieces, args=(listener, streams), daemon=True).start()
-        return listener.getsockname()
-
-    def _accept_pieces(self, listener: socket.socket, streams: int) -> None:
-        for stream, connection in enumerate(_accepted(listener, streams)):
-            share = slice(stream, None, streams)
-            threading.Thread(target=self._drain_pieces, args=(connection, share), daemon=True).start()
+        return _listen(
+            streams, lambda stream, connection: self._drain_pieces(connection, slice(stream, None, streams))
+        )  # fmt: skip
 
     def scatter(self, blocks: tuple[int, ...]) -> None:
         """Where the next round's pieces go, in each layer."""
@@ -155,12 +143,19 @@ def pieces_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
     return Vector(places, region, case.layers * len(blocks) * case.piece_bytes)
 
 
-def _accepted(listener: socket.socket, count: int) -> Iterator[socket.socket]:
-    with listener:
-        for _ in range(count):
-            connection, _ = listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            yield connection
+def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[str, int]:
+    """Take so many connections, a thread for each that serves it by its number; returns where."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with listener:
+            for stream in range(streams):
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=serve, args=(stream, connection), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()
 
 
 def _drain(connection: socket.socket, into: memoryview) -> None:
