@@ -109,9 +109,10 @@ class KVRegion:
         self._words = words.cast("Q")
 
     @classmethod
-    def create(cls, num_layers: int, num_blocks: int, block_bytes: int) -> KVRegion:
+    def create(cls, num_layers: int, num_blocks: int, block_bytes: int, offset: int = 0) -> KVRegion:
         """A new region, for tests and benchmarks; a real one is made of an engine's KV cache."""
-        shape = shape_of([num_blocks * block_bytes] * num_layers, num_blocks, block_bytes)
+        lengths, offsets = [num_blocks * block_bytes] * num_layers, [offset] * num_layers
+        shape = shape_of(lengths, num_blocks, block_bytes, offsets)
         return cls(create_file(shape), shape)
 
     @property

@@ -26,6 +26,9 @@ LEASED_TOKENS = 2048
 MEMCPY = "memcpy"
 COPIED_MIB = 48  # as much as the lease has in SmolLM2's case, and more than caches hold
 ACK_SECONDS = 60.0
+# Where an engine's planes begin in their first page: PyTorch aligns tensors to this. Were it another place than the
+# receiver's, loads would wait for stores that look like theirs in the address's last 12 bits.
+PLANE_OFFSET = 64
 
 
 Begin = Callable[[aiohttp.ClientSession], Awaitable["_Flood | _PlainCopy"]]
@@ -166,7 +169,7 @@ class _Flood:
         self._engine, self._seq_id, self._info = engine, seq_id, info
         self._slots = -(-(info.end - info.begin) // layout.block_size)
         self._layers = layout.num_layers
-        self._region = KVRegion.create(layout.num_layers, self._slots + 1, layout.block_bytes)
+        self._region = KVRegion.create(layout.num_layers, self._slots + 1, layout.block_bytes, PLANE_OFFSET)
         for layer in range(layout.num_layers):
             self._region.blocks(layer, 0, self._slots + 1)[:] = bytes((self._slots + 1) * layout.block_bytes)
         self._transport = RankTransport(self._region, layout.exchange_key, settings)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,7 @@ from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
 from tercet.protocol import EngineError, TercetError
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
+from tercet.transport.copying import past_the_caches
 from tercet.transport.vectors import Vector
 
 FINGERPRINT = "bench"
@@ -31,7 +34,8 @@ class Peer:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, case), daemon=True)
-        self._process.start()
+        with _environment(past_the_caches(os.environ)):  # as an engine starts its agent
+            self._process.start()
         theirs.close()
 
     @property
@@ -171,6 +175,19 @@ def _drain(connection: socket.socket, into: memoryview) -> None:
                 left -= count
                 at = (at + count) % max(1, len(into) - MIB)
             connection.sendall(b"!")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Generator[None]:
+    """While entered, processes start with these variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _serve(pipe: Connection, case: Case) -> None:

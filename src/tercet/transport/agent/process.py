@@ -16,6 +16,7 @@ import msgspec
 from tercet.protocol import EngineError
 from tercet.transport.agent.agent import MAX_NOTE_BYTES, Ready, Setup
 from tercet.transport.agent.messages import StepNote
+from tercet.transport.copying import past_the_caches
 from tercet.transport.rank import TransportSettings
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
@@ -58,7 +59,9 @@ class AgentProcess:
             for end in (self._channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
             command = [sys.executable, "-m", "tercet.transport.agent", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL, env=past_the_caches(os.environ)
+            )
         try:
             # Not on the command line, which everybody on the machine can read: the secret is in it.
             setup = Setup(rank, kv.fd, kv.shape, fingerprint, settings, tuple(sorted(cpus)), block)
