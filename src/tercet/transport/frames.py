@@ -28,7 +28,7 @@ from tercet.protocol import TercetError
 from tercet.transport.recut import BlockShape
 from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC3"
+MAGIC = b"TRC4"
 MAX_PIECE_BYTES = 8 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024
 MAX_GREETING_BYTES = 256 * 1024
@@ -36,6 +36,8 @@ NONCE_BYTES = 16
 _HEADER = struct.Struct("<4sB3xQ16sIIIIHHQI")
 HEADER_BYTES = _HEADER.size
 NO_LEASE = "0" * 32
+# A block's number in a reference, as NumPy calls it.
+REFERRED = "<i8"
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -128,9 +130,12 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """The sender's blocks, one for each slot, of which ``[offset, offset + size)`` is to be read in every layer."""
+    """The sender's blocks, one for each slot, of which ``[offset, offset + size)`` is to be read in every layer.
 
-    blocks: tuple[int, ...]
+    ``blocks`` has their numbers, each as :data:`REFERRED`.
+    """
+
+    blocks: bytes
     offset: int
     size: int
 

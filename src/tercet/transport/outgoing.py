@@ -13,10 +13,10 @@ import numpy as np
 
 from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
-from tercet.transport.frames import MAX_PIECE_BYTES, Header, Kind, Reference, frame
+from tercet.transport.frames import MAX_PIECE_BYTES, REFERRED, Header, Kind, Reference, frame
 from tercet.transport.mapping import Strip
 from tercet.transport.region import KVRegion, Numbers
-from tercet.transport.vectors import Places, Run, Vector, address_of
+from tercet.transport.vectors import Places, Vector, address_of
 
 # No smaller frames are made for the sake of further connections.
 LEAST_BYTES = 4 * 1024 * 1024
@@ -81,7 +81,8 @@ class Item:
     def reference(self) -> bytes:
         """As REFERENCE: the receiver copies."""
         strip = self.outgoing.strip
-        body = msgspec.msgpack.encode(Reference(tuple(self.blocks.tolist()), strip.source_offset, strip.size))
+        blocks = self.blocks.astype(REFERRED).tobytes()
+        body = msgspec.msgpack.encode(Reference(blocks, strip.source_offset, strip.size))
         return frame(self._header(Kind.REFERENCE), body)
 
     def piece(self) -> bytes:
@@ -104,11 +105,6 @@ def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
         if not item.is_claim:
             parts.append(item.places(region))
     return Vector(np.concatenate(parts), (text, region), len(text) + sum(item.nbytes for item in items))
-
-
-def by_reference(items: Sequence[Item]) -> Run:
-    """Frames that say where the KV is."""
-    return Run(b"".join(item.claim() if item.is_claim else item.reference() for item in items))
 
 
 class OutboundCounters:

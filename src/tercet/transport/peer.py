@@ -24,7 +24,8 @@ from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import MAX_TEXT_BYTES, Header, Kind, ProtocolViolation
 from tercet.transport.mapping import Strip
 from tercet.transport.origin import Origin
-from tercet.transport.outgoing import Item, Outgoing, by_reference, by_value, frame_bytes, next_number, units
+from tercet.transport.outgoing import Item, Outgoing, by_value, frame_bytes, next_number, units
+from tercet.transport.posting import Post
 from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune, wait_in_calls
 from tercet.transport.threads import start_thread
 
@@ -60,6 +61,9 @@ class Peer:
         self._transport: str | None = None
         self._state = _State()
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        # Set once it is agreed that KV goes by reference; from then on the queue is not used.
+        self._post: Post | None = None
+        self._posting = threading.Lock()
 
     @property
     def transport(self) -> str | None:
@@ -90,23 +94,24 @@ class Peer:
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))
-        referred = self._transport not in (None, TCP)
         size = outgoing.strip.size
         total = len(layers) * len(blocks) * size
-        limit = MAX_REFERENCED_BLOCKS if referred else max(1, frame_bytes(total, self._origin.streams) // size)
+        limit = (
+            max(1, frame_bytes(total, self._origin.streams) // size) if self._post is None else MAX_REFERENCED_BLOCKS
+        )
         numbers = np.array(blocks, dtype=np.int64)
         for some, cut in units(layers, len(blocks), limit):
             item = Item(outgoing, slot + cut.start, slot + cut.stop, some, numbers[cut])
             outgoing.frames += 1
             outgoing.bytes += item.nbytes
-            self._queue.put(item)
+            self._put(item)
         return None
 
     def finish(self, outgoing: Outgoing, begin: int, end: int) -> None:
         """Queue the claim that ``[begin, end)`` is complete."""
         if not 0 <= begin <= end < MAX_TOKENS:
             return self._end(outgoing, BadRequest(f"[{begin}, {end}) is no range of tokens"))
-        self._queue.put(Item(outgoing, begin, end))
+        self._put(Item(outgoing, begin, end))
         return None
 
     def cancel(self, outgoing: Outgoing) -> None:
@@ -149,9 +154,10 @@ class Peer:
                 self._transport = self._agree(sock)
                 self._settle(sock)
                 self._start_thread("tercet-acks", self._read_all, sock.dup())
-                if self._transport == TCP:
-                    for stream in range(1, self._origin.streams):
-                        self._start_thread("tercet-send", self._run_further, stream)
+                if self._transport != TCP:
+                    return self._post_all(sock)
+                for stream in range(1, self._origin.streams):
+                    self._start_thread("tercet-send", self._run_further, stream)
                 self._write_all(sock)
         except Exception as error:
             self._break(error)
@@ -190,6 +196,41 @@ class Peer:
         finally:
             self._origin.region.end(word)
 
+    # ---- frames by reference ---------------------------------------------------------------------------------
+
+    def _put(self, item: Item) -> None:
+        if self._post is None:
+            with self._posting:
+                if self._post is None:
+                    return self._queue.put(item)
+        try:
+            self._post_one(self._post, item)
+        except OSError as error:
+            self._break(error)
+        return None
+
+    def _post_one(self, post: Post, item: Item) -> None:
+        if item.outgoing.outcome is not None:
+            return  # it ended meanwhile
+        if item.is_claim:
+            item.outgoing.claimed_at = time.monotonic()
+            post.send(item.claim())
+        else:
+            post.send(item.reference())
+            self._origin.counters.count(bytes_sent=item.nbytes, pieces_sent=1)
+
+    def _post_all(self, sock: socket.socket) -> None:
+        """What was queued meanwhile; then what callers cannot write at once."""
+        post = Post(sock)
+        with self._posting:
+            while not self._queue.empty():
+                item = self._queue.get()
+                if item is not None:
+                    self._post_one(post, item)
+            self._post = post
+        if self._state.dead is None:  # else who ended the session may have done so before there was a post to close
+            post.deliver(self._origin.timeout)
+
     # ---- the writing threads ---------------------------------------------------------------------------------
 
     def _write_all(self, sock: socket.socket) -> None:
@@ -206,7 +247,7 @@ class Peer:
     def _gather(self, first: Item) -> list[Item]:
         """More of what is queued, as long as the frames are small."""
         found: list[Item] = []
-        total = first.nbytes if self._transport == TCP else 0
+        total = first.nbytes
         while len(found) < MAX_GATHERED and total < GATHERED_BYTES:
             try:
                 item = self._queue.get_nowait()
@@ -216,7 +257,7 @@ class Peer:
                 self._queue.put(None)
                 break
             found.append(item)
-            total += item.nbytes if self._transport == TCP else 0
+            total += item.nbytes
         return found
 
     def _begin_writing(self, outgoing: Outgoing) -> bool:
@@ -239,7 +280,7 @@ class Peer:
         for item in items:
             if item.is_claim:
                 item.outgoing.claimed_at = time.monotonic()
-        send_all(sock, by_value(items, self._origin.region) if self._transport == TCP else by_reference(items))
+        send_all(sock, by_value(items, self._origin.region))
         pieces = [item for item in items if not item.is_claim]
         self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), pieces_sent=len(pieces))
 
@@ -321,6 +362,8 @@ class Peer:
         self._origin.counters.count(sessions_lost=1)
         self._on_dead(self)
         self._queue.put(None)
+        if self._post is not None:
+            self._post.close()
         for outgoing in orphans:
             self._end(outgoing, error)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
 from tercet.transport.backends import Copies
-from tercet.transport.frames import Header, Reference
-from tercet.transport.region import Numbers, RegionShape, groups
+from tercet.transport.frames import REFERRED, Header, Reference
+from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
 
 # Neighbours are joined up to here.
 MAX_COPY_BYTES = 1024 * 1024
@@ -25,8 +25,9 @@ def copies(
     Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
     not fit.
     """
-    sources, targets = _array(reference.blocks), blocks
-    inside = sources.size > 0 and min(reference.blocks) >= 0 and max(reference.blocks) < theirs.num_blocks
+    sources, targets = _numbers(reference.blocks), blocks
+    # As unsigned numbers, of which negative ones are the largest.
+    inside = sources.size > 0 and int(sources.view(np.uint64).max()) < theirs.num_blocks
     layers = header.layer_range
     fits = 0 <= reference.offset <= theirs.block_bytes - size and layers.stop <= len(theirs.planes)
     if reference.size != size or len(sources) != len(targets) or not (inside and fits):
@@ -45,11 +46,10 @@ def copies(
     return (begins[:, None] + within).reshape(-1, 3)
 
 
-def _array(blocks: Sequence[int]) -> Numbers:
-    try:
-        return np.array(blocks, dtype=np.int64)
-    except OverflowError:
-        raise TransferFailed("the reference names blocks that there cannot be") from None
+def _numbers(blocks: bytes) -> Numbers:
+    if len(blocks) % WORD_BYTES:
+        raise TransferFailed("the reference names half a block")
+    return np.frombuffer(blocks, dtype=REFERRED).astype(np.int64, copy=False)
 
 
 def _apart(sources: Numbers, targets: Numbers) -> NDArray[np.bool_]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -230,11 +230,16 @@ def fin(begin: int, end: int, frames: int, send: int = 1, lease: str = LEASE, pa
     return Header(Kind.FIN, send, lease, 0, begin, end, frames, part, parts).pack()
 
 
+def referred(blocks: Iterable[int]) -> bytes:
+    """Block numbers as a reference has them; negative ones and those that are too large are said, too."""
+    return b"".join((block % 2**64).to_bytes(8, "little") for block in blocks)
+
+
 def reference(
     layer: int, begin: int, blocks: Sequence[int], send: int = 1, lease: str = LEASE,
     offset: int = 0, size: int = BLOCK_BYTES, part: int = 0, parts: int = 1, end: int | None = None, layers: int = 1,
 ) -> bytes:  # fmt: skip
     """Slots of some layers, to be read from the sender's blocks."""
     end = begin + len(blocks) if end is None else end
-    body = msgspec.msgpack.encode(Reference(tuple(blocks), offset, size))
+    body = msgspec.msgpack.encode(Reference(referred(blocks), offset, size))
     return frame(Header(Kind.REFERENCE, send, lease, layer, begin, end, 0, part, parts, layers=layers), body)

@@ -84,7 +84,7 @@ def test_answers() -> None:
 GREETING = Greeting(
     "same", "a", 0, b"n" * 16, b"p" * 32, shape_of([64], 1, 64), 5, {"host": b"x", "tcp": b""}, BlockShape(16, 1, 2, 2)
 )  # fmt: skip
-BODIES = [GREETING, Greeting("same", "a", 1, b"n", b"p"), Welcome("tcp", b"p"), Reference((1, 2), 0, 64)]
+BODIES = [GREETING, Greeting("same", "a", 1, b"n", b"p"), Welcome("tcp", b"p"), Reference(bytes(16), 0, 64)]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)

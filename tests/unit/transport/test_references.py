@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from tests.unit.transport.builders import (
     Receiving,
     fin,
     reference,
+    referred,
 )
 
 WORD = 77
@@ -205,7 +207,16 @@ def test_references_that_do_not_fit(reading: Reading, said: bytes) -> None:
     assert reading.receiving.touched() == set()
 
 
-@pytest.mark.parametrize("body", [b"\xc1", b"\x93\x91\x01\x00", b"\x93\x91\xa1a\x00\x40", b"\x80", b"\x91" * 9000])
+@pytest.mark.parametrize("nbytes", [1, 7, 9])
+def test_half_a_block_is_none(reading: Reading, nbytes: int) -> None:
+    body = msgspec.msgpack.encode(Reference(bytes(nbytes), 0, BLOCK_BYTES))
+    assert reading.say(frame(Header(Kind.REFERENCE, 1, LEASE, 0, 0, 1), body)) == [(Kind.REFUSED, 1)]
+    assert reading.reader.reads == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"\xc1", b"\x93\xc4\x01\x00", b"\x93\x91\x01\x00\x40", b"\x93\xc4\x09a\x00\x40", b"\x80", b"\x91" * 9000]
+)
 def test_a_reference_that_cannot_be_read_is_a_violation(reading: Reading, body: bytes) -> None:
     with pytest.raises(ProtocolViolation, match="Reference"):
         reading.say(frame(Header(Kind.REFERENCE, 1, LEASE, 0, 0, 1), body))
@@ -269,7 +280,7 @@ def test_copies_are_the_blocks_in_order_and_neighbours_joined(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_COPY_BYTES", limit * size)
         header = Header(Kind.REFERENCE, 1, LEASE, 0, 0, len(sources))
-        found = module.copies(header, size, Reference(tuple(sources), 0, size), shape, shape, numbers).tolist()
+        found = module.copies(header, size, Reference(referred(sources), 0, size), shape, shape, numbers).tolist()
     pieces = [(there + at, here + at) for length, there, here in found for at in range(0, length, size)]
     assert pieces == [(source * size, target * size) for source, target in zip(sources, targets, strict=True)]
     assert all(length <= limit * size for length, _, _ in found)
