@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tercet.fleet import Fleet, Member, Trace
-from tercet.programs import BUILT_IN, Program, load_program
+from tercet.programs import BUILT_IN, Program, load_program, outputs_of
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TransferFailed
 
 from .fakes import FakeEngine
@@ -27,7 +27,7 @@ def request_of(length: int = 100, **sampling: int) -> Request:
 
 
 async def tokens(program: Program, request: Request, fleet: Fleet) -> list[int]:
-    return [token async for output in program(request, fleet) for token in output.token_ids]
+    return [token async for output in outputs_of(program(request, fleet)) for token in output.token_ids]
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ async def test_cancelled_at_every_await_nothing_stays_taken(pair: Pair, name: st
     prefill, decode, fleet = pair
 
     async def serve() -> None:
-        async with aclosing(load_program(name)(request_of(), fleet)) as outputs:  # type: ignore[type-var]
+        async with aclosing(outputs_of(load_program(name)(request_of(), fleet))) as outputs:
             async for _ in outputs:
                 await asyncio.sleep(0)
 

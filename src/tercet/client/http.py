@@ -20,6 +20,8 @@ from tercet.protocol import (
     Request,
     Reservation,
     Sent,
+    Stream,
+    Tap,
     TercetError,
     UnknownSequence,
     from_wire,
@@ -158,10 +160,14 @@ class HttpEngine:
         )
         return await self._post("remote_send", call, Sent, quick=False)
 
-    async def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
+        """See :meth:`tercet.protocol.Engine.start_generate`. Outputs that come by the token stream can be tapped."""
+        tap = Tap()
+        return Stream(self._generate(request, begin, output, tap), tap)
+
+    async def _generate(
+        self, request: Request, begin: int, output: Sequence[int], tap: Tap
     ) -> AsyncGenerator[Output, None]:
-        """See :meth:`tercet.protocol.Engine.start_generate`."""
         call = StartGenerateCall(
             prompt=list(request.prompt),
             seq_id=request.seq_id,
@@ -184,6 +190,7 @@ class HttpEngine:
             line.start(msgspec.structs.replace(call, door=door))
             output_now = await outputs.get()
             self._held.pop(request.seq_id, None)
+            outputs.take = tap.offer
             yield output_now
             while output_now.finish_reason is None:
                 output_now = await outputs.get()

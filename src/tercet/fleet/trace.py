@@ -8,8 +8,20 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 import msgspec
 
 from tercet.fleet.cost_notes import RouteDecision
-from tercet.fleet.costs import Costs
-from tercet.protocol import Engine, EngineError, EngineStatus, Output, Request, Reservation, Sent, TercetError
+from tercet.fleet.costs import Costs, Generation
+from tercet.protocol import (
+    Engine,
+    EngineError,
+    EngineStatus,
+    Output,
+    Request,
+    Reservation,
+    Sent,
+    Stream,
+    Take,
+    Tap,
+    TercetError,
+)
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
@@ -106,16 +118,23 @@ class TracedEngine:
         self._note(event, started)
         return sent
 
-    async def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> AsyncGenerator[Output, None]:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
+        tap = Tap()
+        return Stream(self._generate(request, begin, output, tap), tap)
+
+    async def _generate(
+        self, request: Request, begin: int, output: Sequence[int], tap: Tap
+    ) -> AsyncGenerator[Output, None]:
         started = self._clock()
         with self._costs.generating(self.name, request, begin, len(output)) as generation:
             async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
+                if isinstance(stream, Stream):
+                    stream.tap(_noting(tap, generation))
+                items = aiter(stream)
                 while True:
                     try:  # :meth:`_watched` costs more than all the rest that is done for a token
-                        item = await anext(stream, None)
+                        item = await anext(items, None)
                     except TercetError as error:
                         self._on_failure(error)
                         raise
@@ -153,3 +172,15 @@ class TracedEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         return await self._engine.status()
+
+
+def _noting(tap: Tap, generation: Generation) -> Take:
+    """Offers outputs to ``tap``; ``generation`` is told of those that are taken."""
+
+    def take(output: Output) -> bool:
+        taken = output.usage is None and tap.offer(output)
+        if taken:
+            generation.note(output)
+        return taken
+
+    return take

@@ -1,5 +1,6 @@
 """Programs: serving patterns as async generators over a request and a fleet."""
 
+from tercet.programs.answer import Answer, outputs_of
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
 from tercet.programs.cache_bypass import cache_bypass
@@ -11,6 +12,7 @@ from tercet.programs.migrate_context import migrate_context
 
 __all__ = [
     "BUILT_IN",
+    "Answer",
     "Program",
     "auto",
     "balanced",
@@ -20,4 +22,5 @@ __all__ = [
     "disaggregated",
     "load_program",
     "migrate_context",
+    "outputs_of",
 ]

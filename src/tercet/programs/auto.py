@@ -1,19 +1,17 @@
 """Each request takes the route that is predicted to cost least."""
 
-from collections.abc import AsyncIterator
-
 from tercet.fleet import Fleet
-from tercet.protocol import Output, Request
+from tercet.programs.answer import Answer
+from tercet.protocol import Request
 
 
 async def auto(
     request: Request, fleet: Fleet, *, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
-) -> AsyncIterator[Output]:
+) -> Answer:
     """One engine, or a pair that may split the prompt; ``ttft`` and ``tpot`` are objectives in seconds."""
     with fleet.route(request, ttft, tpot, explore) as route:
         if route.prefill is None:
-            async for output in route.decode.start_generate(request):
-                yield output
+            yield route.decode.start_generate(request)
             return
         async with route.decode.prep_recv(request, route.split) as space:
             begin, output = space.matched_len, ()
@@ -25,5 +23,4 @@ async def auto(
                     yield sent.first
                 if sent.first is not None and sent.first.finished:
                     return
-            async for more in route.decode.start_generate(request, begin, output):
-                yield more
+            yield route.decode.start_generate(request, begin, output)

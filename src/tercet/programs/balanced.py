@@ -1,9 +1,10 @@
 """Prefill-decode disaggregation in which the decode engine prefills the end of the prompt."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from tercet.fleet import Fleet
-from tercet.protocol import BadRequest, Output, Request
+from tercet.programs.answer import Answer
+from tercet.protocol import BadRequest, Request
 
 DecodeStart = Callable[[Request], int]
 
@@ -16,7 +17,7 @@ async def balanced(
     decode_start: DecodeStart | None = None,
     min_send: int = 32,
     pick: str = "least_loaded",
-) -> AsyncIterator[Output]:
+) -> Answer:
     """One engine prefills the prompt up to ``decode_start``, the decode engine the rest and with it the first token.
 
     ``decode_start(request)`` says where, else the last ``balance_ratio`` of the prompt is left. With fewer than
@@ -29,8 +30,7 @@ async def balanced(
             if space.missing >= min_send:
                 with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
                     begin = (await prefill.remote_send(request, space, begin, start)).end
-            async for output in decode.start_generate(request, begin):
-                yield output
+            yield decode.start_generate(request, begin)
 
 
 def split_of(request: Request, balance_ratio: float) -> int:

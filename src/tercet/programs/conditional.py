@@ -1,11 +1,9 @@
 """One engine or two, decided for each request."""
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-
 from tercet.fleet import Fleet
+from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import prefilled_for
-from tercet.protocol import Output, Request
+from tercet.protocol import Request
 from tercet.scheduling.deciders import LoadBasedDecider
 
 
@@ -18,7 +16,7 @@ async def conditional(
     max_waiting: int = 5,
     decider: str | None = None,
     pick: str = "least_loaded",
-) -> AsyncIterator[Output]:
+) -> Answer:
     """Two engines for a prompt of ``min_prompt`` tokens of which the decode engine is believed to lack ``min_missing``.
 
     One engine while every prefill engine has more than ``max_waiting`` requests waiting. ``decider`` names a decider
@@ -27,7 +25,4 @@ async def conditional(
     rule = LoadBasedDecider(non_cached_tokens=min_missing, prompt_tokens=min_prompt, max_waiting=max_waiting)
     with fleet.pick("decode", by=pick, request=request) as decode:
         two = fleet.disaggregates(request, decode, decider or rule)
-        outputs = prefilled_for(decode, request, fleet, 1, pick) if two else decode.start_generate(request)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        yield prefilled_for(decode, request, fleet, 1, pick) if two else decode.start_generate(request)

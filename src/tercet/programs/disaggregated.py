@@ -1,29 +1,21 @@
 """Prefill-decode disaggregation."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
 from tercet.fleet import Fleet
-from tercet.protocol import Engine, Output, Request
+from tercet.programs.answer import Answer
+from tercet.protocol import Engine, Request
 
 
-async def disaggregated(
-    request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded"
-) -> AsyncGenerator[Output, None]:
+async def disaggregated(request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded") -> Answer:
     """Prefill on one engine, decode on another, which receives the KV while it is computed.
 
     The first token comes from the prefill engine. With fewer than ``min_send`` tokens missing on the decode engine,
     a transfer is not worth a second engine, and it prefills them itself.
     """
     with fleet.pick("decode", by=pick, request=request) as decode:
-        async with aclosing(prefilled_for(decode, request, fleet, min_send, pick)) as outputs:
-            async for output in outputs:
-                yield output
+        yield prefilled_for(decode, request, fleet, min_send, pick)
 
 
-async def prefilled_for(
-    decode: Engine, request: Request, fleet: Fleet, min_send: int, pick: str
-) -> AsyncGenerator[Output, None]:
+async def prefilled_for(decode: Engine, request: Request, fleet: Fleet, min_send: int, pick: str) -> Answer:
     """What :func:`disaggregated` does once it has its decode engine."""
     async with decode.prep_recv(request) as space:
         begin, output = space.matched_len, ()
@@ -35,5 +27,4 @@ async def prefilled_for(
                 if sent.first.finished:
                     return
                 begin, output = sent.end, sent.first.token_ids
-        async for more in decode.start_generate(request, begin, output):
-            yield more
+        yield decode.start_generate(request, begin, output)

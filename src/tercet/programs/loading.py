@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,17 +11,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tercet.fleet import Fleet
+from tercet.programs.answer import Answer
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
 from tercet.programs.cache_bypass import cache_bypass
 from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
-from tercet.protocol import BadRequest, Output, Request
+from tercet.protocol import BadRequest, Request
 from tercet.scheduling.modules import load_module
 
-Program = Callable[[Request, Fleet], AsyncIterator[Output]]
-BUILT_IN: Mapping[str, Callable[..., AsyncIterator[Output]]] = {
+Program = Callable[[Request, Fleet], Answer]
+BUILT_IN: Mapping[str, Callable[..., Answer]] = {
     "auto": auto,
     "balanced": balanced,
     "cache_bypass": cache_bypass,
@@ -44,7 +45,7 @@ def load_program(name: str, args: Mapping[str, str] | None = None) -> Program:
     return partial(function, **_convert(name, function, args or {}))
 
 
-def _from_file(name: str) -> Callable[..., AsyncIterator[Output]]:
+def _from_file(name: str) -> Callable[..., Answer]:
     path, colon, function_name = name.rpartition(":")
     if not colon:
         known = ", ".join(sorted(BUILT_IN))

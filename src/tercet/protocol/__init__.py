@@ -25,6 +25,7 @@ from tercet.protocol.errors import (
     from_wire,
 )
 from tercet.protocol.ranges import resolve_range
+from tercet.protocol.stream import Stream, Take, Tap
 from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
@@ -50,6 +51,9 @@ __all__ = [
     "Reservation",
     "Saturated",
     "Sent",
+    "Stream",
+    "Take",
+    "Tap",
     "TercetError",
     "TokenLogprob",
     "TransferFailed",

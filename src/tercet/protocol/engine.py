@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.stream import Stream
 from tercet.protocol.types import EngineStatus, Output, Request, Sent
 
 
@@ -72,8 +73,8 @@ class Engine(Protocol):
 
     def start_generate(
         self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> AsyncGenerator[Output, None]:
-        """Prefill ``prompt[begin:]``, then decode; yields outputs until one has a finish reason.
+    ) -> Stream | AsyncGenerator[Output, None]:
+        """Prefill ``prompt[begin:]``, then decode; outputs come until one has a finish reason.
 
         ``begin`` is the position up to which the caller provided KV; what is not there after all is computed.
         ``output`` are tokens generated already, elsewhere: they count for ``max_tokens``, penalties, ``min_tokens``,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tercet.fleet import Fleet
+from tercet.programs import Answer
 from tercet.protocol import EngineError, Output, Request
 from tercet.router.recovery import Recovery
 
@@ -47,11 +48,10 @@ def again(request: Request, recovery: Recovery) -> Request:
     return msgspec.structs.replace(request, seq_id=f"{request.seq_id}.{recovery.attempts}", sampling_params=params)
 
 
-async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> AsyncIterator[Output]:
+async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
     """The least loaded engine serves the request, after ``output`` that there is already.
 
     Of those that decode, if one is left: the others look idle, since sequences stay with them for their prompt only.
     """
     with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
-        async for more in engine.start_generate(request, output=output):
-            yield more
+        yield engine.start_generate(request, output=output)

@@ -71,7 +71,8 @@ class ProgramClient(EngineCoreClient):
             if self._output_processor is not None:
                 self._output_processor.abort_requests((request.request_id,), internal=True)
             raise
-        outputs, stream = ProgramOutputs(self._service, sequence, context), current_stream()
+        stream = current_stream()
+        outputs = ProgramOutputs(self._service, sequence, context, stream.take if stream is not None else None)
         if stream is not None:
             stream.begin(outputs)
             return

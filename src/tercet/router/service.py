@@ -10,11 +10,10 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, cast
 
 from tercet.fleet import Fleet, Trace
-from tercet.programs import BUILT_IN, Program, load_program
-from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, TercetError
+from tercet.programs import BUILT_IN, Program, load_program, outputs_of
+from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, Take, TercetError
 from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, require_whole
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
@@ -93,31 +92,38 @@ class Service:
     # ---- serving ---------------------------------------------------------------------------------------------
 
     def run(
-        self, request: Request, trace: Trace, model: str = "", began: float | None = None
+        self,
+        request: Request,
+        trace: Trace,
+        model: str = "",
+        began: float | None = None,
+        take: Take | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Run the request's program; yields its outputs and notes in ``trace`` what happened.
 
         ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its
-        time began to run (:func:`time.monotonic`), now if not given. Raises the program's
+        time began to run (:func:`time.monotonic`), now if not given. ``take`` is offered outputs of streams that the
+        program yields (:meth:`tercet.protocol.Stream.tap`); what it takes is not yielded. Raises the program's
         :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
         :class:`~tercet.protocol.DeadlineExceeded`.
         """
-        outputs = self._run(request, trace, model)
+        outputs = self._run(request, trace, model, take)
         if self._request_timeout is None:
             return outputs
         return self._in_time(outputs, time.monotonic() if began is None else began)
 
-    async def _run(self, request: Request, trace: Trace, model: str) -> AsyncGenerator[Output, None]:
+    async def _run(self, request: Request, trace: Trace, model: str, take: Take | None) -> AsyncGenerator[Output, None]:
         """The outputs of the program, and after a failure those of one engine that goes on where it stopped."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
         fleet = self.fleet.traced(trace)
         recovery = Recovery(self._retries, time.monotonic())
+        take = take and _noting(take, recovery)
         attempt = chosen.program(request, fleet)
         with self._metrics.sequence():
             while True:
                 try:
-                    async with aclosing(cast("AsyncGenerator[Any, None]", attempt)) as outputs:
+                    async with aclosing(outputs_of(attempt, take)) as outputs:
                         async for output in outputs:
                             require_whole(output)
                             recovery.note(output, time.monotonic())
@@ -212,6 +218,18 @@ class Service:
                 "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
                 returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,
             )  # fmt: skip
+
+
+def _noting(take: Take, recovery: Recovery) -> Take:
+    """As ``take``; what it takes, the client has."""
+
+    def noting(output: Output) -> bool:
+        taken = take(output)
+        if taken:
+            recovery.note(output, time.monotonic())
+        return taken
+
+    return noting
 
 
 def _load(plan: Plan) -> dict[str, Program]:

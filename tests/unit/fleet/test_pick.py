@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from tercet.fleet import EngineLoad, Fleet, Member, Role, Trace
-from tercet.programs import load_program
+from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineUnreachable, Request
 from tercet.scheduling import Scheduling
 
@@ -209,7 +209,7 @@ def test_a_decode_engine_that_no_profile_picked_is_looked_up(plan: Scheduling) -
 async def test_built_in_programs_pick_by_profile(plan: Scheduling, name: str) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
     program = load_program(name, {"pick": "scheduled"})
-    tokens = [token async for output in program(prompt(0, 100), fleet) for token in output.token_ids]
+    tokens = [token async for output in outputs_of(program(prompt(0, 100), fleet)) for token in output.token_ids]
     assert tokens == [100, 101, 102]
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
     assert fleet._choice.believed == {}  # pyright: ignore[reportPrivateUsage]
@@ -220,7 +220,7 @@ async def test_cancelled_anywhere_nothing_stays_believed(plan: Scheduling, steps
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
 
     async def run() -> None:
-        async for _ in load_program("disaggregated", {"pick": "scheduled"})(prompt(0, 100), fleet):
+        async for _ in outputs_of(load_program("disaggregated", {"pick": "scheduled"})(prompt(0, 100), fleet)):
             pass
 
     task = asyncio.create_task(run())

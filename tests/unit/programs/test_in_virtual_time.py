@@ -16,7 +16,7 @@ from tercet.bench.simulated.run import run_requests
 from tercet.bench.simulated.spec import parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.fleet import Fleet, Member, RouteDecision, Trace
-from tercet.programs import BUILT_IN, load_program
+from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
 from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
@@ -117,7 +117,7 @@ async def _decisions(slow: float) -> list[tuple[RouteDecision, float]]:
 
     async def serve(request: Request) -> None:
         trace, began, first = Trace(), loop.time(), 0.0
-        async for _ in BUILT_IN["auto"](request, fleet.traced(trace)):
+        async for _ in outputs_of(BUILT_IN["auto"](request, fleet.traced(trace))):
             first = first or loop.time()
         assert trace.decision is not None
         found.append((trace.decision, first - began))
@@ -158,7 +158,7 @@ async def _cancel(name: str) -> bool:
     fleet = Fleet(members, clock=loop.time, seed=0)
 
     async def serve(request: Request) -> None:
-        async with aclosing(BUILT_IN[name](request, fleet)) as outputs:  # type: ignore[type-var]
+        async with aclosing(outputs_of(BUILT_IN[name](request, fleet))) as outputs:
             async for _ in outputs:
                 pass
 

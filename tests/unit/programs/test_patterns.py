@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tercet.fleet import EngineLoad, Fleet, Member, Trace
-from tercet.programs import BUILT_IN, load_program, migrate_context
+from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Output, Request, TransferFailed, UnknownEngine
 
 from ..fakes import FakeEngine
@@ -28,7 +28,7 @@ def pair() -> Pair:
 
 
 async def run(name: str, fleet: Fleet, request: Request | None = None, **args: str) -> list[Output]:
-    return [output async for output in load_program(name, args)(request or request_of(), fleet)]
+    return [output async for output in outputs_of(load_program(name, args)(request or request_of(), fleet))]
 
 
 # ---- cache_bypass --------------------------------------------------------------------------------------------

@@ -56,8 +56,14 @@ async def breaks_off(request, fleet):
 
 async def wrong_picker(request, fleet):
     with fleet.pick(by="nonsense") as engine:
-        async for output in engine.start_generate(request):
-            yield output
+        yield engine.start_generate(request)
+
+async def leaves_it(request, fleet):
+    with fleet.pick() as engine:
+        yield engine.start_generate(request)
+
+async def leaves_it_twice(request, fleet):
+    yield leaves_it(request, fleet)
 
 async def refuses(request, fleet):
     raise BadRequest("prompt: not with me", "prompt")

@@ -16,7 +16,7 @@ from tercet.client import HttpEngine
 from tercet.cluster.addresses import free_ports, url_of
 from tercet.fleet import Fleet, Member, Trace
 from tercet.fleet.fleet import Role
-from tercet.programs import load_program
+from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, TransferFailed, UnknownSequence
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.profile import StepTimes
@@ -86,7 +86,8 @@ def test_the_front_door_serves_through_programs(program: str) -> None:
 
         async def one(index: int) -> tuple[Trace, list[int]]:
             trace, tokens = Trace(), list[int]()
-            async for output in serve(request_of(f"s{index}", 100, 8, first=index * 1000), found.fleet.traced(trace)):
+            request = request_of(f"s{index}", 100, 8, first=index * 1000)
+            async for output in outputs_of(serve(request, found.fleet.traced(trace))):
                 tokens += output.token_ids
             return trace, tokens
 

@@ -14,7 +14,7 @@ import pytest
 from tercet.client import HttpEngine
 from tercet.cluster.addresses import free_ports, url_of
 from tercet.fleet import Fleet, Member
-from tercet.programs import load_program
+from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.sim import SimEngine
 from tercet.sim.serving import ServerConfig, serving
@@ -139,7 +139,7 @@ async def test_a_program_that_is_cancelled_at_any_moment_leaves_nothing(program:
         fleet = Fleet([Member("p", prefill.url, "prefill", prefill), Member("d", decode.url, "decode", decode)])
 
         async def run(name: str) -> None:
-            async for _ in serve(request_of(name, 100, MANY), fleet):
+            async for _ in outputs_of(serve(request_of(name, 100, MANY), fleet)):
                 pass
 
         tasks = [asyncio.create_task(run(f"{name}")) for name in range(4)]

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from tercet.bench.simulated.spec import Fault, FleetSpec, members_of, options_fr
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import Fleet, Hearing, Member
-from tercet.programs import Program, data_parallel
+from tercet.programs import Program, data_parallel, outputs_of
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.scheduling import Scheduling
 from tercet.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, run_virtual
@@ -226,7 +225,7 @@ async def _with_fallback(
 ) -> AsyncGenerator[Output, None]:
     answered = False
     try:
-        async with aclosing(cast("AsyncGenerator[Output, None]", program(request, fleet))) as outputs:
+        async with aclosing(outputs_of(program(request, fleet))) as outputs:
             async for output in outputs:
                 answered = True
                 yield output
@@ -235,8 +234,9 @@ async def _with_fallback(
         if answered:
             raise
     outcome.fallbacks += 1
-    async for output in data_parallel(request, fleet, pick="least_loaded"):
-        yield output
+    async with aclosing(outputs_of(data_parallel(request, fleet, pick="least_loaded"))) as outputs:
+        async for output in outputs:
+            yield output
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:

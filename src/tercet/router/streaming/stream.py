@@ -119,13 +119,15 @@ class PlainStream:
         """Run the program and write its outputs, until there is one, or an error, that is vLLM's to handle.
 
         vLLM's stream generator would do it by asking for its next result. Done before, the program's outputs do not
-        wake up all the generators between.
+        wake up all the generators between. Most do not even wake up this task: see :meth:`take`.
         """
         outputs = self._outputs
         if outputs is None or self._waiting is not None or self.finished:
             return
         try:
             async for output in outputs.stream:
+                if self._waiting is not None:  # from this output, by :meth:`take`
+                    return
                 self._waiting = self.write(output) if self._takes(output) else outputs.to_core_output(output)
                 if self._waiting is not None:
                     return
@@ -133,6 +135,20 @@ class PlainStream:
                     await self.connection.has_room()
         except Exception as error:  # raised where vLLM asks for its next result
             self._waiting = error
+
+    def take(self, output: Output) -> bool:
+        """Write an output as soon as it arrives, while :meth:`pump` waits for it; see :class:`~tercet.protocol.Tap`.
+
+        One that :meth:`pump` has to act on is left to it: where the text ends here, where writing failed, and while the
+        client does not read.
+        """
+        if self.connection.is_full or not self._takes(output):
+            return False
+        try:
+            self._waiting = self.write(output)
+        except Exception as error:
+            self._waiting = error
+        return self._waiting is None
 
     def _takes(self, output: Output) -> bool:
         return (

@@ -1,0 +1,180 @@
+"""Streams that a program yields: their outputs in its place, their errors at its yield."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tercet.programs import Answer, outputs_of
+from tercet.protocol import EngineError, Output, Stream, Tap
+
+
+class Source:
+    """Makes streams, and knows which of them are open."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.closed = list[int]()
+
+    async def outputs(self, *tokens: int, error: BaseException | None = None) -> AsyncGenerator[Output, None]:
+        self.open += 1
+        try:
+            for token in tokens:
+                await asyncio.sleep(0)
+                yield Output((token,))
+            if error is not None:
+                raise error
+        finally:
+            self.open -= 1
+            self.closed.append(len(self.closed))
+
+    def stream(self, *tokens: int, error: BaseException | None = None) -> Stream:
+        return Stream(self.outputs(*tokens, error=error), Tap())
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+async def tokens(answer: Answer) -> list[int]:
+    return [token async for output in outputs_of(answer) for token in output.token_ids]
+
+
+async def test_outputs_streams_and_programs_in_their_order(source: Source) -> None:
+    async def inner() -> Answer:
+        yield source.stream(2, 3)
+        assert not source.open
+        yield Output((4,))
+
+    async def outer() -> Answer:
+        yield Output((1,))
+        yield inner()
+        yield source.outputs(5)  # a bare generator does, too
+        yield source.stream()
+        yield Output((6,))
+
+    assert await tokens(outer()) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_an_error_of_a_stream_is_raised_at_the_yield(source: Source) -> None:
+    async def program() -> Answer:
+        try:
+            yield source.stream(1, error=EngineError("it died"))
+        except EngineError:
+            assert not source.open
+            yield source.stream(2, 3)
+
+    assert await tokens(program()) == [1, 2, 3]
+
+
+async def test_an_error_that_nobody_catches_ends_it_all(source: Source) -> None:
+    cleaned = list[str]()
+
+    async def inner() -> Answer:
+        try:
+            yield source.stream(1, error=EngineError("it died"))
+        finally:
+            cleaned.append("inner")
+
+    async def outer() -> Answer:
+        try:
+            yield inner()
+        finally:
+            cleaned.append("outer")
+
+    found = list[Output]()
+    with pytest.raises(EngineError, match="it died"):
+        async for output in outputs_of(outer()):
+            found.append(output)
+    assert (len(found), cleaned, source.open) == (1, ["inner", "outer"], 0)
+
+
+async def test_a_program_may_end_where_its_stream_failed(source: Source) -> None:
+    async def program() -> Answer:
+        try:
+            yield source.stream(1, error=EngineError("it died"))
+        except EngineError:
+            return
+
+    assert await tokens(program()) == [1]
+
+
+@pytest.mark.parametrize("taken", range(4))
+async def test_closing_closes_the_stream_before_the_program(source: Source, taken: int) -> None:
+    order = list[str]()
+
+    async def program() -> Answer:
+        try:
+            yield source.stream(1, 2, 3, 4)
+        finally:
+            order.append(f"program, {source.open} open")
+
+    async with aclosing(outputs_of(program())) as outputs:
+        for _ in range(taken):
+            await anext(outputs)
+    assert (order, source.open) == (["program, 0 open"] if taken else [], 0)
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_cancelled_at_every_await(source: Source, steps: int) -> None:
+    left = list[bool]()
+
+    async def inner() -> Answer:
+        yield source.stream(1, 2)
+
+    async def program() -> Answer:
+        try:
+            await asyncio.sleep(0)
+            yield inner()
+            yield source.stream(3)
+        finally:
+            left.append(True)
+
+    async def run() -> None:
+        async with aclosing(outputs_of(program())) as outputs:
+            async for _ in outputs:
+                await asyncio.sleep(0)
+
+    task = asyncio.create_task(run())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert source.open == 0
+    assert left or not steps  # a task that never ran has entered nothing
+
+
+async def test_what_is_neither_is_passed_on() -> None:
+    async def program() -> AsyncIterator[Any]:
+        yield None
+
+    assert [part async for part in outputs_of(program())] == [None]
+
+
+async def test_a_tap_is_set_before_a_stream_is_asked(source: Source) -> None:
+    tap = Tap()
+
+    async def tapped() -> AsyncGenerator[Output, None]:
+        assert tap.offer(Output((1,)))
+        yield Output((2,))
+
+    async def inner() -> Answer:
+        yield Stream(tapped(), tap)
+
+    async def program() -> Answer:
+        yield inner()
+
+    taken = list[Output]()
+
+    def take(output: Output) -> bool:
+        taken.append(output)
+        return True
+
+    assert not tap.offer(Output((0,)))
+    assert [output async for output in outputs_of(program(), take)] == [Output((2,))]
+    assert taken == [Output((1,))]
