@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from tercet.fleet import Fleet, Member
-from tercet.protocol import Output, Request
+from tercet.programs import Answer
+from tercet.protocol import Request
 
 BLOCK = 64
 # Sequences by which an engine that knows a prefix may be ahead of the others and still be chosen for it.
@@ -48,7 +48,7 @@ class Homes:
 _homes: WeakKeyDictionary[Fleet, Homes] = WeakKeyDictionary()
 
 
-async def prefix_aware(request: Request, fleet: Fleet) -> AsyncIterator[Output]:
+async def prefix_aware(request: Request, fleet: Fleet) -> Answer:
     """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
     homes = _homes.setdefault(fleet, Homes())
     blocks = homes.blocks(request.prompt)
@@ -58,9 +58,7 @@ async def prefix_aware(request: Request, fleet: Fleet) -> AsyncIterator[Output]:
     homes.note(blocks, member)
     member.in_flight += 1
     try:
-        async with aclosing(member.engine.start_generate(request)) as outputs:
-            async for output in outputs:
-                yield output
+        yield member.engine.start_generate(request)
     finally:
         member.in_flight -= 1
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
 from tercet.fleet import Fleet, Member
-from tercet.programs import migrate_context
-from tercet.protocol import Output, Request, Sent
+from tercet.programs import Answer, migrate_context, outputs_of
+from tercet.protocol import Request, Sent
 from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 PROFILE = "llama-3.1-8b-h100-tp1"
@@ -41,13 +40,12 @@ class Library:
 
     holders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    async def by_book(self, request: Request, fleet: Fleet) -> AsyncGenerator[Output, None]:
+    async def by_book(self, request: Request, fleet: Fleet) -> Answer:
         """The least busy engine that has the book of the question."""
         book = request.headers["x-book"]
         name = min(self.holders[book], key=lambda name: fleet.member(name).in_flight)
         with fleet.engine(name) as engine:
-            async for output in engine.start_generate(request):
-                yield output
+            yield engine.start_generate(request)
 
     async def switch(self, fleet: Fleet, name: str, book: str) -> Sent | None:
         """From now on an engine answers about another book."""
@@ -94,7 +92,7 @@ async def _ask(library: Library, fleet: Fleet, science: float) -> Phase:
             sampling_params={"max_tokens": ANSWER},
             headers={"x-book": book},
         )
-        async for _ in library.by_book(request, fleet):
+        async for _ in outputs_of(library.by_book(request, fleet)):
             pass
         times[book].append(loop.time() - began)
 

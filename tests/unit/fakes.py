@@ -7,7 +7,18 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from tercet.protocol import EngineStatus, KVAddrInfo, KVLayout, Output, Request, Reservation, Sent, TercetError, Usage
+from tercet.protocol import (
+    EngineStatus,
+    KVAddrInfo,
+    KVLayout,
+    Output,
+    Request,
+    Reservation,
+    Sent,
+    Stream,
+    TercetError,
+    Usage,
+)
 
 LAYOUT = KVLayout("m", "float32", 2, 1, 8, 16, 1024, 1, "test")
 BLOCK = LAYOUT.block_size
@@ -63,9 +74,12 @@ class FakeEngine:
         first = Output((request.prompt[-1] + 1,), finish) if sample else None
         return Sent(begin, stop, (stop - begin) * 8, 1, 0.0, Usage(computed=stop), first)
 
-    async def start_generate(
+    def start_generate(
         self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> AsyncGenerator[Output, None]:
+    ) -> Stream | AsyncGenerator[Output, None]:
+        return self._outputs(request, begin, output)
+
+    async def _outputs(self, request: Request, begin: int, output: Sequence[int]) -> AsyncGenerator[Output, None]:
         self.running += 1
         self.on_request(request)
         try:

@@ -58,13 +58,6 @@ async def wrong_picker(request, fleet):
     with fleet.pick(by="nonsense") as engine:
         yield engine.start_generate(request)
 
-async def leaves_it(request, fleet):
-    with fleet.pick() as engine:
-        yield engine.start_generate(request)
-
-async def leaves_it_twice(request, fleet):
-    yield leaves_it(request, fleet)
-
 async def refuses(request, fleet):
     raise BadRequest("prompt: not with me", "prompt")
     yield

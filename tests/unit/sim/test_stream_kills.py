@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -54,7 +54,7 @@ async def stream_forever(url: str, count: int) -> None:
         await asyncio.gather(*(_exhaust(stream) for stream in streams))
 
 
-async def _exhaust(stream: AsyncGenerator[Output, None]) -> None:
+async def _exhaust(stream: AsyncIterator[Output]) -> None:
     async for _ in stream:
         pass
 

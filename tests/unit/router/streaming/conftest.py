@@ -16,7 +16,7 @@ import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.fleet import Fleet, Member
-from tercet.protocol import BadRequest, Output, Request
+from tercet.protocol import BadRequest, Output, Request, Stream, Tap
 from tercet.router import RouterConfig, admin
 from tercet.router.admission import Limits
 from tercet.router.config import EngineAddress
@@ -36,11 +36,13 @@ Step = list[int] | str
 class ScriptedEngine(FakeEngine):
     """Says what is in ``scripts`` under the request's id: lists of tokens, then a finish reason, or ``error``.
 
-    After the first, each output waits until the client has let it go.
+    After the first, each output waits until the client has let it go. With ``tapped`` those between the first and the
+    last are offered to a tap, as an engine's token stream does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tapped: bool) -> None:
         super().__init__("scripted")
+        self.tapped, self.taken = tapped, 0
         self.scripts: dict[str, Sequence[Step]] = {}
         self.gates: dict[str, asyncio.Semaphore] = {}
         self.ended: dict[str, threading.Event] = {}
@@ -53,9 +55,11 @@ class ScriptedEngine(FakeEngine):
     def gate(self, name: str) -> asyncio.Semaphore:
         return self.gates[name]
 
-    async def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> AsyncGenerator[Output, None]:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
+        tap = Tap()
+        return Stream(self._generate(request, tap), tap)
+
+    async def _generate(self, request: Request, tap: Tap) -> AsyncGenerator[Output, None]:
         name = request.headers["x-request-id"]
         *steps, last = self.scripts[name]
         self.running += 1
@@ -63,7 +67,11 @@ class ScriptedEngine(FakeEngine):
             for index, step in enumerate(steps):
                 is_last = index == len(steps) - 1 and last != "error"
                 self.said[name] = index + 1
-                yield Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
+                said = Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
+                taken = self.tapped and index > 0 and not is_last and tap.offer(said)
+                self.taken += taken
+                if not taken:
+                    yield said
                 await self.gate(name).acquire()
             raise BadRequest("the engine broke")  # an error that no other engine can help with
         finally:
@@ -172,11 +180,11 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
         client.shutdown()
 
 
-@pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
+@pytest.fixture(scope="module", params=[True, False], ids=["tapped", "waited for"])
+def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(request.param)
     fleet = Fleet([Member("scripted", "http://nowhere", "both", engine)])
     metrics = Metrics()
     doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
@@ -197,6 +205,7 @@ def doors() -> Iterator[Doors]:
     if failed:
         raise failed[0]
     yield doors
+    assert bool(engine.taken) is engine.tapped
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
