@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tercet.protocol import BadRequest
 from tercet.transport.frames import HEADER_BYTES, Header, ProtocolViolation, unpack
-from tercet.transport.vectors import Bytes
+from tercet.transport.vectors import Vector
 
 # Between processes of one machine: what is under way then stays in the processor's caches, and no link has to be kept
 # full. Left alone, the kernel lets it grow to megabytes.
@@ -60,7 +60,7 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", whole, rest)
 
 
-def send_all(sock: socket.socket, data: Bytes) -> None:
+def send_all(sock: socket.socket, data: Vector) -> None:
     """Send it from where it is. Raises ``TimeoutError`` when nothing went for as long as the socket waits."""
     while data.left:
         sent = data.send(sock)

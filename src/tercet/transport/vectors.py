@@ -49,7 +49,7 @@ def address_of(buffer: Buffer) -> int:
 
 
 class Run:
-    """One buffer to be sent from, or filled: as a :class:`Vector` of one place, for less."""
+    """One buffer to be filled: as a :class:`Vector` of one place, for less."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._view = memoryview(buffer)
@@ -59,13 +59,6 @@ class Run:
     def rest(self) -> Places:
         """See :attr:`Vector.rest`."""
         return np.array([(address_of(self._view), self.left)], dtype=np.uint64)
-
-    def send(self, connection: socket.socket) -> int | None:
-        """See :meth:`Vector.send`."""
-        try:
-            return connection.send(self._view, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return None
 
     def receive(self, connection: socket.socket) -> int | None:
         """See :meth:`Vector.receive`."""

@@ -17,7 +17,7 @@ from tercet.transport import (
     TransportSettings,
     peer,
 )
-from tercet.transport.vectors import Bytes
+from tercet.transport.vectors import Vector
 from tests.unit.transport.ranks import (
     SECONDS,
     TOKENS,
@@ -173,7 +173,7 @@ def test_a_callback_may_cancel_another_send_of_the_same_frames(monkeypatch: pyte
     ours, theirs = filled(2, 40, KIB, 1), filled(2, 40, KIB, 2)
     with rank(ours, settings(streams=1)) as sender, rank(theirs) as receiver:
 
-        def write(sock: socket.socket, vector: Bytes) -> None:
+        def write(sock: socket.socket, vector: Vector) -> None:
             assert both_are_queued.wait(SECONDS)
             real(sock, vector)
             if next(calls) == 1:  # frames of both have just been written, and the writer has not left them
