@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 import msgspec
 
 from tercet.fleet.cost_notes import RouteDecision
-from tercet.fleet.costs import Costs, Generation
+from tercet.fleet.costs import Costs
 from tercet.protocol import (
     Engine,
     EngineError,
@@ -18,9 +18,9 @@ from tercet.protocol import (
     Reservation,
     Sent,
     Stream,
-    Take,
     Tap,
     TercetError,
+    noting,
 )
 
 
@@ -130,7 +130,7 @@ class TracedEngine:
         with self._costs.generating(self.name, request, begin, len(output)) as generation:
             async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
                 if isinstance(stream, Stream):
-                    stream.tap(_noting(tap, generation))
+                    stream.tap(noting(tap.offer, generation.note))
                 items = aiter(stream)
                 while True:
                     try:  # :meth:`_watched` costs more than all the rest that is done for a token
@@ -172,15 +172,3 @@ class TracedEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         return await self._engine.status()
-
-
-def _noting(tap: Tap, generation: Generation) -> Take:
-    """Offers outputs to ``tap``; ``generation`` is told of those that are taken."""
-
-    def take(output: Output) -> bool:
-        taken = output.usage is None and tap.offer(output)
-        if taken:
-            generation.note(output)
-        return taken
-
-    return take

@@ -25,7 +25,7 @@ from tercet.protocol.errors import (
     from_wire,
 )
 from tercet.protocol.ranges import resolve_range
-from tercet.protocol.stream import Stream, Take, Tap
+from tercet.protocol.stream import Stream, Take, Tap, noting
 from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
@@ -62,5 +62,6 @@ __all__ = [
     "UnknownSequence",
     "Usage",
     "from_wire",
+    "noting",
     "resolve_range",
 ]

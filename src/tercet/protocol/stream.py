@@ -10,6 +10,18 @@ from tercet.protocol.types import Output
 Take = Callable[[Output], bool]
 
 
+def noting(take: Take, note: Callable[[Output], object]) -> Take:
+    """As ``take``; ``note`` is told of each output that it takes."""
+
+    def noted(output: Output) -> bool:
+        taken = take(output)
+        if taken:
+            note(output)
+        return taken
+
+    return noted
+
+
 class Tap:
     """Where outputs are offered as they arrive, while somebody waits for them.
 

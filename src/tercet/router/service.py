@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from tercet.fleet import Fleet, Trace
 from tercet.programs import BUILT_IN, Program, load_program, outputs_of
-from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, Take, TercetError
+from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, Take, TercetError, noting
 from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, require_whole
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
@@ -118,7 +118,8 @@ class Service:
         trace.program = chosen.name
         fleet = self.fleet.traced(trace)
         recovery = Recovery(self._retries, time.monotonic())
-        take = take and _noting(take, recovery)
+        if take is not None:
+            take = noting(take, lambda output: recovery.note(output, time.monotonic()))
         attempt = chosen.program(request, fleet)
         with self._metrics.sequence():
             while True:
@@ -218,18 +219,6 @@ class Service:
                 "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
                 returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,
             )  # fmt: skip
-
-
-def _noting(take: Take, recovery: Recovery) -> Take:
-    """As ``take``; what it takes, the client has."""
-
-    def noting(output: Output) -> bool:
-        taken = take(output)
-        if taken:
-            recovery.note(output, time.monotonic())
-        return taken
-
-    return noting
 
 
 def _load(plan: Plan) -> dict[str, Program]:
