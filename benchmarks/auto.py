@@ -2,12 +2,13 @@
 
     python benchmarks/auto.py --simulate smollm2-135m-cpu [--fleet both=2] [--seeds 3]
     python benchmarks/auto.py --simulate mine.json --fleet both=2@here --max-num-batched-tokens 512
-    python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,long,change] [--rounds 2] [--requests 20]
+    python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,documents] [--rounds 2] [--requests 20]
 
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
-left with the plan that it gets here. With a profile of your own (`tercet profile measure`) mixes and rates are those of
-a running fleet. A mix is prompts and answers of these lengths, in tokens, one after the other.
+left with the plan that it gets here. For ``cache_aware`` it wants ``--scheduling benchmarks/cache_aware.yaml``, which
+simulated runs take by themselves. With a profile of your own (`tercet profile measure`) mixes and rates are those of a
+running fleet.
 
 The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %
 bootstrap interval over rounds and requests, which have the same arrivals and lengths for every program.
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request
+from tercet.scheduling import load_scheduling
 from tercet.sim import EngineOptions
 
 WARM_UP = 40
@@ -43,34 +45,71 @@ ALLOWED = 1.05
 RESAMPLES = 2000
 
 
-class Mix(NamedTuple):
-    """Phases as (prompt tokens, answer tokens), and the rates to try, in requests per second."""
+class Phase(NamedTuple):
+    """Lengths in tokens; with ``prefixes`` a prompt begins with one of so many texts of ``prefix`` tokens."""
 
-    phases: tuple[tuple[int, int], ...]
+    prompt: int
+    answer: int
+    prefixes: int = 0
+    prefix: int = 0
+
+    def __str__(self) -> str:
+        shared = f" ({self.prefix} of them one of {self.prefixes} texts)" if self.prefixes else ""
+        return f"{self.prompt} in{shared}, {self.answer} out"
+
+    def simulated(self, rate: float, requests: int) -> SyntheticWorkload:
+        """So many requests of it."""
+        return SyntheticWorkload(
+            rate=rate,
+            requests=requests,
+            input_mean=self.prompt,
+            input_dev=(self.prompt - self.prefix) / 10,
+            output_mean=self.answer,
+            output_dev=self.answer / 10,
+            prefixes=self.prefixes,
+            prefix=self.prefix,
+        )
+
+    def workload(self) -> str:
+        """It in the words of ``tercet bench``."""
+        lengths = f"input_len={self.prompt - self.prefix},output_len={self.answer}"
+        if not self.prefixes:
+            return f"random,{lengths}"
+        return f"shared_prefix,prefixes={self.prefixes},prefix_len={self.prefix},{lengths}"
+
+
+class Mix(NamedTuple):
+    """One phase after the other, and the rates to try, in requests per second."""
+
+    phases: tuple[Phase, ...]
     rates: tuple[float, ...]
 
 
 PROGRAMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "data_parallel": ("data_parallel", {}),
     "least_loaded": ("data_parallel", {"pick": "least_loaded"}),
+    "cache_aware": ("data_parallel", {"pick": "scheduled"}),
     "disaggregated": ("disaggregated", {}),
     "balanced": ("balanced", {}),
     "auto": ("auto", {}),
 }
+SCHEDULING = Path(__file__).parent / "cache_aware.yaml"
 CPU = {
-    "short": Mix(((64, 200),), (0.3, 0.8, 1.5, 2.5)),
-    "long": Mix(((1500, 16),), (0.1, 0.3, 0.45)),
-    "change": Mix(((64, 200), (1500, 16)), (0.1, 0.3, 0.45)),
+    "short": Mix((Phase(64, 200),), (0.3, 0.8, 1.5, 2.5)),
+    "long": Mix((Phase(1500, 16),), (0.1, 0.3, 0.45)),
+    "change": Mix((Phase(64, 200), Phase(1500, 16)), (0.1, 0.3, 0.45)),
+    "documents": Mix((Phase(1000, 32, prefixes=40, prefix=896), Phase(64, 100)), (0.5, 0.8, 1.1)),
 }
 ACCELERATOR = {
-    "short": Mix(((200, 400),), (2, 8, 16)),
-    "long": Mix(((3000, 50),), (2, 6, 10)),
-    "change": Mix(((200, 400), (3000, 50)), (2, 6, 10)),
+    "short": Mix((Phase(200, 400),), (2, 8, 16)),
+    "long": Mix((Phase(3000, 50),), (2, 6, 10)),
+    "change": Mix((Phase(200, 400), Phase(3000, 50)), (2, 6, 10)),
 }
 MEASURED = {
-    "short": Mix(((64, 100),), (0.4, 0.8, 1.2)),
-    "long": Mix(((1000, 16),), (0.2, 0.45)),
-    "change": Mix(((64, 100), (1000, 16)), (0.3, 0.5)),
+    "short": Mix((Phase(64, 100),), (0.4, 0.8, 1.2)),
+    "long": Mix((Phase(1000, 16),), (0.2, 0.45)),
+    "change": Mix((Phase(64, 100), Phase(1000, 16)), (0.3, 0.5)),
+    "documents": Mix((Phase(1000, 32, prefixes=6, prefix=896), Phase(64, 100)), (0.8, 1.1)),
 }
 
 
@@ -114,7 +153,7 @@ def _report(given: argparse.Namespace, name: str) -> float:
     if name not in mixes:
         raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
     mix, ratios = mixes[name], list[float]()
-    phases = ", then ".join(f"{prompt} in, {answer} out" for prompt, answer in mix.phases)
+    phases = ", then ".join(map(str, mix.phases))
     print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(given.programs)} | auto / best |")
     print("| ---: |" + " ---: |" * (len(given.programs) + 1))
     for rate in given.rates or mix.rates:
@@ -151,7 +190,16 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
         program, args = PROGRAMS[label]
         for seed in range(given.seeds):
             arrivals = _arrivals(mix, rate, given.requests or 600, seed)
-            outcome = run_requests(load_program(program, args), fleet, given.simulate, options, arrivals, WARM_UP, seed)
+            outcome = run_requests(
+                load_program(program, args),
+                fleet,
+                given.simulate,
+                options,
+                arrivals,
+                WARM_UP,
+                seed,
+                load_scheduling(SCHEDULING),
+            )
             if outcome.failures:
                 raise BadRequest(f"{label} failed {outcome.failures.total()} requests: {outcome.first_error}")
             found[label].append(np.array(outcome.ended) - np.array(outcome.sent))
@@ -160,15 +208,8 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
 
 def _arrivals(mix: Mix, rate: float, requests: int, seed: int) -> Iterator[tuple[float, Request]]:
     began = when = 0.0
-    for number, (prompt, answer) in enumerate(mix.phases):
-        workload = SyntheticWorkload(
-            rate=rate,
-            requests=requests // len(mix.phases),
-            input_mean=prompt,
-            input_dev=prompt / 10,
-            output_mean=answer,
-            output_dev=answer / 10,
-        )
+    for number, phase in enumerate(mix.phases):
+        workload = phase.simulated(rate, requests // len(mix.phases))
         for after, request in requests_of(workload, 100 * seed + number):
             when = began + after
             yield when, msgspec.structs.replace(request, seq_id=f"{number}-{request.seq_id}")
@@ -180,7 +221,7 @@ def _arrivals(mix: Mix, rate: float, requests: int, seed: int) -> Iterator[tuple
 
 def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, list[Floats]]:
     """JCTs in seconds, by program and round."""
-    _plan(given.url)
+    _plan(given.url, given.programs)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         line = [
@@ -197,8 +238,7 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
         line += ["--request-rate", str(rate), "--rounds", str(given.rounds), "--num-warmups", "4"]
         line += ["--num-prompts", str(given.requests or 20)]
         line += [item for label in given.programs for item in ("--program", label)]
-        for prompt, answer in mix.phases:
-            line += ["--workload", f"random,input_len={prompt},output_len={answer}"]
+        line += [item for phase in mix.phases for item in ("--workload", phase.workload())]
         subprocess.run(line, check=True, stdout=sys.stderr)
         points = load_result(result).points
     if any(point.errors for point in points):
@@ -208,11 +248,11 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
     }
 
 
-def _plan(url: str) -> None:
-    """Every program under its label, for requests that ask for it."""
+def _plan(url: str, labels: Sequence[str]) -> None:
+    """These programs under their labels, for requests that ask for them."""
     rules = [
         {"header": "x-benchmark", "value": label, "program": program, "args": args, "name": label}
-        for label, (program, args) in PROGRAMS.items()
+        for label, (program, args) in ((label, PROGRAMS[label]) for label in labels)
     ]
     body = json.dumps({"program": "auto", "rules": rules}).encode()
     request = urllib.request.Request(f"{url}/tercet/v1/program", body, method="PUT")

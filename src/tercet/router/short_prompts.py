@@ -1,27 +1,47 @@
-"""Short prompts are tokenised on the event loop.
+"""Short prompts are tokenised on the event loop, and past the layers of ``transformers``.
 
 vLLM hands every prompt to a thread, and to a task for each step on its way. That costs more than tokenising a short one
-does, and under load the thread waits for the interpreter's lock for longer than the event loop would be held up.
+does, and under load the thread waits for the interpreter's lock for longer than the event loop would be held up. Much
+of what is left is what ``transformers`` does around the tokenizer of ``tokenizers`` that it has inside.
 
 Relies on a renderer tokenising a text prompt by its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and
-on its ``render_cmpl`` returning what ``render_cmpl_async`` does.
+on its ``render_cmpl`` returning what ``render_cmpl_async`` does; on ``get_encode_kwargs`` having the options of a
+tokenizer's call, and of them ``truncation``, ``max_length`` and ``add_special_tokens`` alone; and on a tokenizer of
+``transformers`` answering what its ``_tokenizer`` does with no truncation and no padding, which is tried at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers import TokenizersBackend
+
+logger = logging.getLogger(__name__)
+Encode = Callable[[str, bool], list[int]]
+"""The ids of a text, with or without special tokens."""
 
 # Characters; the built-in model's tokeniser takes 0.5 ms for so many.
 SHORT = 1000
 # What a prompt of text alone, as vLLM parses it, consists of.
 TEXT = {"prompt"}
+KNOWN_OPTIONS = {"truncation", "max_length", "add_special_tokens"}
+TRIED = ("", "Hello, w\u00f6rld!", " two  spaces\n\tand \U0001f680 <|im_start|>user</s> ", "x" * 50)
 
 
 def render_short_prompts_here(renderer: Any) -> None:
     """Let ``renderer`` leave the event loop for longer prompts only."""
-    in_thread, here = renderer._tokenize_prompt_async, renderer._tokenize_prompt
+    in_thread, as_vllm_does = renderer._tokenize_prompt_async, renderer._tokenize_prompt
+    encode = encoder_of(renderer.tokenizer)
     render_in_tasks, render = renderer.render_cmpl_async, renderer.render_cmpl
+
+    def here(prompt: Any, params: Any) -> Any:
+        ids = None
+        if encode is not None and prompt.keys() == TEXT and not params.return_token_offsets:
+            ids = _encoded(encode, prompt["prompt"], params.get_encode_kwargs())
+        return as_vllm_does(prompt, params) if ids is None else {"prompt_token_ids": ids, **prompt}
 
     async def tokenize(prompt: Any, params: Any) -> Any:
         return here(prompt, params) if len(prompt["prompt"]) <= SHORT else await in_thread(prompt, params)
@@ -31,7 +51,36 @@ def render_short_prompts_here(renderer: Any) -> None:
             return render(prompts, *args, **kwargs)
         return await render_in_tasks(prompts, *args, **kwargs)
 
+    renderer._tokenize_prompt = here  # for ``render_cmpl``; ``in_thread`` has what was there before
     renderer._tokenize_prompt_async, renderer.render_cmpl_async = tokenize, render_completion
+
+
+def encoder_of(tokenizer: Any) -> Encode | None:
+    """What a tokenizer of ``transformers`` does with a text, without the rest; None if it does more than that."""
+    if not isinstance(tokenizer, TokenizersBackend):
+        return None
+    # A copy, for others switch truncation on and off in theirs.
+    backend = copy.deepcopy(tokenizer._tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    for special in (False, True):
+        if any(encode(text, special) != list(tokenizer(text, add_special_tokens=special).input_ids) for text in TRIED):
+            logger.warning("this tokenizer is not what its tokens come from: short prompts cost more")
+            return None
+    return encode
+
+
+def _encoded(encode: Encode, text: str, options: dict[str, Any]) -> list[int] | None:
+    """The ids of a text; None where the options ask for more than them, or for fewer."""
+    if options.keys() != KNOWN_OPTIONS:
+        return None
+    ids, most = encode(text, options["add_special_tokens"]), options["max_length"]
+    return ids if not options["truncation"] or len(ids) <= most else None
 
 
 def _is_short_text(prompt: Any) -> bool:

@@ -1,5 +1,8 @@
 """The client's end of a request: uvicorn's connection, which the short way writes to.
 
+The tokens of one step arrive together, and their frames are written in a row: what a write needs stays in the caches,
+and a client of several streams is woken up once for all of them.
+
 Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
 has ``transport``, ``flow``, ``disconnected`` and ``chunked_encoding``, and whole chunks may be written between its own.
 """
@@ -11,18 +14,45 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # A client that reads nothing for so long, with the socket's buffers full, has its connection closed.
 UNREAD_SECONDS = 60.0
+# Frames: whoever has much to write without a pause shall learn from time to time whether clients read it.
+MOST_GATHERED = 128
+
+
+class Gathered:
+    """Frames to be written as soon as what happens now on an event loop is over."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._call_soon = loop.call_soon
+        self._frames: list[tuple[RequestResponseCycle, bytes]] = []
+
+    def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
+        """One more."""
+        if not self._frames:
+            self._call_soon(self.write)
+        self._frames.append((cycle, frame))
+        if len(self._frames) == MOST_GATHERED:
+            self.write()
+
+    def write(self) -> None:
+        """Write them; what is for clients that are gone is dropped."""
+        frames, self._frames = self._frames, []
+        for cycle, frame in frames:
+            if not (cycle.disconnected or cycle.transport.is_closing()):
+                cycle.transport.write(frame)
 
 
 class Connection:
-    """Where the answer to one request goes."""
+    """Where the answer to one request goes, on the running event loop."""
 
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
+        self._gathered = _gathered()
         self._unread_seconds = unread_seconds
         self._on_lost: Callable[[], object] | None = None
 
@@ -32,9 +62,12 @@ class Connection:
         return bool(self._cycle.chunked_encoding)
 
     def write(self, frame: bytes) -> None:
-        """Send one whole chunk; nothing happens if the client is gone."""
-        if not self._cycle.disconnected:
-            self._cycle.transport.write(frame)
+        """Send one whole chunk, soon, with those of other connections; nothing happens if the client is gone."""
+        self._gathered.add(self._cycle, frame)
+
+    def flush(self) -> None:
+        """Send what :meth:`write` was given now: before something else is sent, or asked about."""
+        self._gathered.write()
 
     @property
     def is_full(self) -> bool:
@@ -69,6 +102,17 @@ class Connection:
         """The client is gone."""
         if self._on_lost is not None:
             self._on_lost()
+
+
+_gathered_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Gathered] = WeakKeyDictionary()
+
+
+def _gathered() -> Gathered:
+    loop = asyncio.get_running_loop()
+    found = _gathered_by_loop.get(loop)
+    if found is None:
+        found = _gathered_by_loop[loop] = Gathered(loop)
+    return found
 
 
 _current: ContextVar[Connection | None] = ContextVar("tercet_connection", default=None)

@@ -28,6 +28,7 @@ from tercet.router.context import PROGRAM_HEADER, RequestContext, headers_of, se
 from tercet.router.entrance import BODY
 from tercet.router.streaming.connection import current_connection
 from tercet.router.streaming.http_metrics import HttpMetrics
+from tercet.router.streaming.pieces import pieces_of
 from tercet.router.streaming.plain import is_plain_call, is_plain_chat, is_plain_completion, may_be_shortened
 from tercet.router.streaming.stats import StreamStats
 from tercet.router.streaming.stream import PlainStream, current_stream, serving
@@ -126,12 +127,14 @@ async def _answer(stream: PlainStream, chunks: Chunks, send: Send) -> None:
                     if stream.finished:
                         end += chunk
                         continue
+                    stream.connection.flush()
                     await send({"type": BODY_PART, "body": chunk.encode(), "more_body": True})
                     stream.learn(chunk)
                     if stream.writes:
                         await stream.pump()
         finally:
             await stream.close()
+        stream.connection.flush()
         # vLLM makes all that is left once the last result is there, so that nothing waits here for what follows it.
         await send({"type": BODY_PART, "body": end.encode(), "more_body": False})
 
@@ -147,7 +150,7 @@ def short_way(
     """``app`` with the short way before it, where the options ``args`` leave any; ``state`` has the serving objects."""
     if not may_be_shortened(args):
         return app
-    metrics = HttpMetrics(app)
+    metrics, pieces = HttpMetrics(app), pieces_of(engine_client.output_processor.tokenizer)
     if not metrics.found:
         logger.warning("vLLM's HTTP metrics are not where they were: plain streams go its own way, which costs more")
         return app
@@ -157,7 +160,7 @@ def short_way(
         connection = current_connection()
         if connection is None:
             return None
-        return PlainStream(connection, engine_client.output_processor, stats)
+        return PlainStream(connection, engine_client.output_processor, stats, pieces)
 
     return ShortWay(app, _kinds(state), make_stream, check_program, metrics)
 

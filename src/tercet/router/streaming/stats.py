@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 # One "iteration" of vLLM's metrics is what was streamed in this time: recording costs as much as several tokens do.
-RECORD_SECONDS = 0.1
+RECORD_SECONDS = 0.5
 
 
 class StreamStats:

@@ -23,6 +23,7 @@ from tercet.protocol import EngineError, Output
 from tercet.router.context import held
 from tercet.router.program_outputs import ProgramOutputs
 from tercet.router.streaming.connection import Connection
+from tercet.router.streaming.pieces import Pieces, look_up
 from tercet.router.streaming.stats import StreamStats
 from tercet.router.streaming.template import Template, template_of
 
@@ -36,10 +37,15 @@ class PlainStream:
     ``finished`` once vLLM has the last result.
     """
 
-    def __init__(self, connection: Connection, processor: OutputProcessor, stats: StreamStats) -> None:
+    def __init__(
+        self, connection: Connection, processor: OutputProcessor, stats: StreamStats, pieces: Pieces | None
+    ) -> None:
         self.connection = connection
         self._processor = processor
         self._stats = stats
+        self._pieces = pieces
+        # Gives the text of the next token where the detokenizer does nothing else with it.
+        self._decode_next: Callable[[int], str] | None = None
         self._template: Template | None = None
         self._outputs: ProgramOutputs | None = None
         self._state: Any = None
@@ -59,8 +65,11 @@ class PlainStream:
 
     def begin(self, outputs: ProgramOutputs) -> None:
         """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
-        self._state = self._processor.request_states[outputs.seq_id]
+        state = self._state = self._processor.request_states[outputs.seq_id]
         self._outputs = outputs
+        decode_next = look_up(state.detokenizer, self._pieces, state.prompt_token_ids or ())
+        if decode_next is not None and not state.detokenizer.stop:
+            self._decode_next = decode_next
 
     def learn(self, chunk: str) -> None:
         """A chunk of vLLM's is on the socket."""
@@ -131,6 +140,7 @@ class PlainStream:
                 self._waiting = self.write(output) if self._takes(output) else outputs.to_core_output(output)
                 if self._waiting is not None:
                     return
+                self.connection.flush()
                 if self.connection.is_full:
                     await self.connection.has_room()
         except Exception as error:  # raised where vLLM asks for its next result
@@ -179,6 +189,11 @@ class PlainStream:
     def _detokenize(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
         """The stop string that these tokens complete, if any, and their text."""
         detokenizer = self._state.detokenizer
+        if self._decode_next is not None:
+            # As vLLM does it, but for keeping the text: what is sent is not asked for again.
+            detokenizer.token_ids.extend(token_ids)
+            self._uncounted.extend(token_ids)
+            return None, "".join(map(self._decode_next, token_ids))
         before = detokenizer.num_output_tokens()
         stop = detokenizer.update(list(token_ids), False)
         # A stop string inside several tokens of one step drops those behind it.

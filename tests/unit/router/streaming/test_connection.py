@@ -103,7 +103,8 @@ class Cycle:
         self.written, self.aborted = list[bytes](), False
         self.room = asyncio.Event()
         self.flow = SimpleNamespace(write_paused=full, drain=self.room.wait)
-        self.transport = SimpleNamespace(write=self.written.append, abort=self._abort)
+        self.closing = False
+        self.transport = SimpleNamespace(write=self.written.append, abort=self._abort, is_closing=lambda: self.closing)
 
     def _abort(self) -> None:
         self.aborted = True
@@ -126,9 +127,49 @@ async def test_a_client_that_reads_in_time_stays() -> None:
     assert not cycle.aborted
 
 
-@pytest.mark.parametrize("gone", [False, True])
-async def test_nothing_is_written_to_a_client_that_is_gone(gone: bool) -> None:
+async def test_frames_are_written_together_soon_and_in_order() -> None:
+    cycles = [Cycle(full=False) for _ in range(2)]
+    connections = [Connection(cast(Any, cycle)) for cycle in cycles]
+    for frame in (b"1", b"2"):
+        for connection in connections:
+            connection.write(frame)
+    assert [cycle.written for cycle in cycles] == [[], []]
+    await asyncio.sleep(0)
+    assert [cycle.written for cycle in cycles] == [[b"1", b"2"]] * 2
+    connections[0].write(b"3")
+    await asyncio.sleep(0)
+    assert cycles[0].written[2:] == [b"3"]
+
+
+async def test_what_was_gathered_goes_before_what_follows_a_flush() -> None:
     cycle = Cycle(full=False)
-    cycle.disconnected = gone
-    Connection(cast(Any, cycle)).write(b"x")
-    assert cycle.written == ([] if gone else [b"x"])
+    connection = Connection(cast(Any, cycle))
+    connection.write(b"1")
+    connection.flush()
+    assert cycle.written == [b"1"]
+    connection.flush()
+    connection.write(b"2")
+    await asyncio.sleep(0)
+    assert cycle.written == [b"1", b"2"]
+
+
+def test_an_event_loop_that_ended_leaves_the_next_one_alone() -> None:
+    async def write(cycle: Cycle, patient: bool) -> None:
+        Connection(cast(Any, cycle)).write(b"x")
+        if patient:
+            await asyncio.sleep(0)
+
+    left, cycle = Cycle(full=False), Cycle(full=False)
+    asyncio.run(write(left, patient=False))
+    asyncio.run(write(cycle, patient=True))
+    assert cycle.written == [b"x"]
+
+
+@pytest.mark.parametrize("how", ["here", "gone", "closing"])
+async def test_nothing_is_written_to_a_client_that_is_gone(how: str) -> None:
+    cycle = Cycle(full=False)
+    cycle.disconnected, cycle.closing = how == "gone", how == "closing"
+    connection = Connection(cast(Any, cycle))
+    connection.write(b"x")
+    connection.flush()
+    assert cycle.written == ([b"x"] if how == "here" else [])

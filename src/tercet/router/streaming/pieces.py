@@ -1,0 +1,69 @@
+"""The text of tokens that are whole characters, looked up instead of decoded.
+
+With a byte-level vocabulary the text of a sequence is its tokens' bytes, one after the other. A token whose own bytes
+are whole characters has the same text wherever it stands, unless a token before it has left a character unfinished.
+vLLM's detokenizer decodes the rest, and every token of other vocabularies.
+
+Relies on ``FastIncrementalDetokenizer`` asking its own ``decode_next`` for the text of each token; on its stream
+keeping nothing back but an unfinished character, so that it need not see whole tokens; and on the ``ByteLevel`` decoder
+of ``tokenizers`` taking tokens to bytes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers.decoders import ByteLevel
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Pieces(dict[int, str]):
+    """The text of each token that has one by itself; empty for special tokens, parts of characters and unknown ids.
+
+    Filled as tokens are asked for. ``backend`` is a ``tokenizers.Tokenizer``.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> str:
+        try:
+            text = self._backend.decode([token_id], skip_special_tokens=True)
+        except OverflowError:  # no id at all
+            return ""
+        found = self[token_id] = "" if REPLACEMENT in text else text
+        return found
+
+
+def pieces_of(tokenizer: Any) -> Pieces | None:
+    """The pieces of vLLM's ``tokenizer``; None if the text of its tokens depends on their neighbours."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    return Pieces(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
+
+
+def look_up(detokenizer: Any, pieces: Pieces | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
+    """Let ``detokenizer`` look up what it can; ``prompt`` are the tokens before its first.
+
+    Returns what gives it the text of its next token, or None, and all stays as it was, where nothing can be looked up:
+    other detokenizers, and texts in which special tokens stand without the spaces between them.
+    """
+    if pieces is None or type(detokenizer) is not FastIncrementalDetokenizer:
+        return None
+    if not detokenizer.spaces_between_special_tokens:
+        return None
+    decode, whole = detokenizer.decode_next, not prompt or bool(pieces[prompt[-1]])
+
+    def decode_next(token_id: int) -> str:
+        nonlocal whole
+        text = pieces[token_id]
+        if text and whole:
+            return text
+        whole = bool(text)  # after a piece, whatever was unfinished before it has become text
+        return decode(token_id)
+
+    detokenizer.decode_next = decode_next
+    return decode_next
