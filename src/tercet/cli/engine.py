@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from tercet.bench.simulated import options_from
-from tercet.cli.options import Host, Model, ServedModelName, VLLMArgs, key_values, vllm_flags
+from tercet.cli.options import Dtype, Host, Model, ServedModelName, VLLMArgs, key_values, vllm_flags
 from tercet.cluster.addresses import require_free, url_of
 from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
@@ -25,7 +25,7 @@ def engine(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of its HTTP server.")] = 8001,
     host: Host = "127.0.0.1",
     name: Annotated[str | None, typer.Option(help="The engine's name; HOST:PORT if not given.")] = None,
-    dtype: Annotated[str, typer.Option(help="As vLLM's. float32 for token-exact comparisons.")] = "bfloat16",
+    dtype: Dtype = None,
     served_model_name: ServedModelName = None,
     kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine.")] = 1,
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,

@@ -17,6 +17,13 @@ T = TypeVar("T")
 Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
 ]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="As vLLM's. float32 for token-exact comparisons.",
+        show_default="bfloat16; float32 on CPUs without instructions for that",
+    ),
+]
 ServedModelName = Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")]
 ModelAlias = Annotated[
     list[str] | None, typer.Option(help="One more name of the model, that rules may go by; repeatable.")

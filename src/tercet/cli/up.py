@@ -10,6 +10,7 @@ import typer
 
 from tercet.cli.fleet_run import run_fleet, say
 from tercet.cli.options import (
+    Dtype,
     MaxInFlight,
     MaxInFlightPerEngine,
     MaxInFlightTokens,
@@ -72,9 +73,7 @@ def up(
     request_timeout: RequestTimeout = None,
     max_request_bytes: MaxRequestBytes = None,
     workers: Workers = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="As vLLM's. float32 for token-exact comparisons.", show_default="bfloat16")
-    ] = None,
+    dtype: Dtype = None,
     served_model_name: ServedModelName = None,
     model_alias: ModelAlias = None,
     kv_cache_gib: Annotated[

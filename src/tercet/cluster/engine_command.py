@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tercet.cluster.dtype import default_dtype
 from tercet.cluster.pinning import as_cpu_list, split_cores
 from tercet.cluster.vllm_flags import KV_TRANSFER, value_of, without
 from tercet.protocol import BadRequest
@@ -37,7 +38,8 @@ BUILT_IN_MAX_LEN = "2048"
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
 
-    ``kv_cache_gib`` is the KV memory of a CPU engine. ``built_in``: the model is the small one that Tercet brings.
+    ``dtype`` is :func:`~tercet.cluster.dtype.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
+    engine. ``built_in``: the model is the small one that Tercet brings.
     ``simulate``: the profile of a simulated engine, and ``options`` its own.
     """
 
@@ -46,7 +48,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str
     host: str
     port: int
-    dtype: str
+    dtype: str | None = None
     built_in: bool = False
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ def engine_argv(spec: EngineSpec) -> list[str]:
     """
     if spec.simulate is not None:
         return simulated_argv(spec, spec.simulate)
-    defaults = {"--dtype": spec.dtype}
+    defaults = {"--dtype": spec.dtype or default_dtype(cpu=bool(spec.cores))}
     if spec.cores:
         defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
     if spec.built_in:

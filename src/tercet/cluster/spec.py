@@ -61,7 +61,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_timeout: Seconds | None = None
     max_request_bytes: AtLeastOne | None = None
     workers: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     kv_cache_gib: Annotated[int, msgspec.Meta(ge=1)] = 1
     log_dir: str | None = None
     simulate: str | None = None

@@ -60,7 +60,7 @@ def encoder_of(tokenizer: Any) -> Encode | None:
     if not isinstance(tokenizer, TokenizersBackend):
         return None
     # A copy, for others switch truncation on and off in theirs.
-    backend = copy.deepcopy(tokenizer._tokenizer)
+    backend: Any = copy.deepcopy(tokenizer._tokenizer)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens

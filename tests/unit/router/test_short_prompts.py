@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from tercet.router.short_prompts import SHORT, encoder_of, render_short_prompts_here
 
@@ -75,9 +76,9 @@ def test_what_others_ask_of_the_tokenizer_changes_nothing() -> None:
 
 
 def test_a_tokenizer_that_does_more_is_asked_itself(caplog: pytest.LogCaptureFixture) -> None:
-    class Polite(type(TOKENIZER)):
-        def __call__(self, text: str, **options: Any) -> Any:
-            return super().__call__(f"Please: {text}", **options)
+    class Polite(PreTrainedTokenizerFast):  # pyright: ignore[reportUntypedBaseClass]
+        def __call__(self, *texts: Any, **options: Any) -> Any:
+            return super().__call__(*(f"Please: {text}" for text in texts), **options)
 
     polite = tokenizer()
     polite.__class__ = Polite
@@ -102,7 +103,7 @@ def params(offsets: bool = False, **options: Any) -> Any:
     return SimpleNamespace(return_token_offsets=offsets, get_encode_kwargs=lambda: options)
 
 
-FITS = {"truncation": True, "max_length": 100, "add_special_tokens": True}
+FITS: dict[str, Any] = {"truncation": True, "max_length": 100, "add_special_tokens": True}
 PROMPT = {"prompt": "the lazy dog"}
 
 
@@ -111,7 +112,7 @@ PROMPT = {"prompt": "the lazy dog"}
     [
         (PROMPT, params(**FITS), False),
         (PROMPT, params(truncation=False, max_length=None, add_special_tokens=False), False),
-        (PROMPT, params(**FITS | {"max_length": 2}), True),
+        (PROMPT, params(**{**FITS, "max_length": 2}), True),
         (PROMPT, params(truncation=False, add_special_tokens=False), True),
         (PROMPT, params(**FITS, stride=0), True),
         (PROMPT, params(offsets=True, **FITS), True),

@@ -57,13 +57,13 @@ def look_up(detokenizer: Any, pieces: Pieces | None, prompt: Sequence[int]) -> C
         return None
     decode, whole = detokenizer.decode_next, not prompt or bool(pieces[prompt[-1]])
 
-    def decode_next(token_id: int) -> str:
+    def decode_next(next_token_id: int) -> str:
         nonlocal whole
-        text = pieces[token_id]
+        text = pieces[next_token_id]
         if text and whole:
             return text
         whole = bool(text)  # after a piece, whatever was unfinished before it has become text
-        return decode(token_id)
+        return decode(next_token_id)
 
     detokenizer.decode_next = decode_next
     return decode_next

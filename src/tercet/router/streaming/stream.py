@@ -65,10 +65,11 @@ class PlainStream:
 
     def begin(self, outputs: ProgramOutputs) -> None:
         """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
-        state = self._state = self._processor.request_states[outputs.seq_id]
+        self._state = self._processor.request_states[outputs.seq_id]
         self._outputs = outputs
-        decode_next = look_up(state.detokenizer, self._pieces, state.prompt_token_ids or ())
-        if decode_next is not None and not state.detokenizer.stop:
+        detokenizer = self._state.detokenizer
+        decode_next = look_up(detokenizer, self._pieces, self._state.prompt_token_ids or ())
+        if decode_next is not None and not detokenizer.stop:
             self._decode_next = decode_next
 
     def learn(self, chunk: str) -> None:
