@@ -99,7 +99,7 @@ class RealRenderer(Renderer):
         return {"prompt_token_ids": TOKENIZER(prompt["prompt"], **params.get_encode_kwargs()).input_ids, **prompt}
 
 
-def params(offsets: bool = False, **options: Any) -> Any:
+def params(offsets: Any = False, **options: Any) -> Any:
     return SimpleNamespace(return_token_offsets=offsets, get_encode_kwargs=lambda: options)
 
 
