@@ -76,12 +76,10 @@ def test_what_others_ask_of_the_tokenizer_changes_nothing() -> None:
 
 
 def test_a_tokenizer_that_does_more_is_asked_itself(caplog: pytest.LogCaptureFixture) -> None:
-    class Polite(PreTrainedTokenizerFast):  # pyright: ignore[reportUntypedBaseClass]
-        def __call__(self, *texts: Any, **options: Any) -> Any:
-            return super().__call__(*(f"Please: {text}" for text in texts), **options)
-
+    kind: Any = PreTrainedTokenizerFast
     polite = tokenizer()
-    polite.__class__ = Polite
+    ask = {"__call__": lambda self, text, **options: kind.__call__(self, f"Please: {text}", **options)}
+    polite.__class__ = type("Polite", (kind,), ask)
     assert encoder_of(polite) is None
     assert "short prompts cost more" in caplog.text
     assert encoder_of(None) is None
