@@ -109,7 +109,7 @@ MEASURED = {
     "short": Mix((Phase(64, 100),), (0.4, 0.8, 1.2)),
     "long": Mix((Phase(1000, 16),), (0.2, 0.45)),
     "change": Mix((Phase(64, 100), Phase(1000, 16)), (0.3, 0.5)),
-    "documents": Mix((Phase(1000, 32, prefixes=6, prefix=896), Phase(64, 100)), (0.8, 1.1)),
+    "documents": Mix((Phase(576, 16, prefixes=5, prefix=512), Phase(64, 50)), (0.4, 0.7)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_what_others_ask_of_the_tokenizer_changes_nothing() -> None:
 
 
 def test_a_tokenizer_that_does_more_is_asked_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="tercet")
     kind: Any = PreTrainedTokenizerFast
     polite = tokenizer()
     ask = {"__call__": lambda self, text, **options: kind.__call__(self, f"Please: {text}", **options)}
