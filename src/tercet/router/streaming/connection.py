@@ -25,16 +25,15 @@ MOST_GATHERED = 128
 
 
 class Gathered:
-    """Frames to be written as soon as what happens now on an event loop is over."""
+    """Frames to be written as soon as what happens now on the running event loop is over."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._call_soon = loop.call_soon
+    def __init__(self) -> None:
         self._frames: list[tuple[RequestResponseCycle, bytes]] = []
 
     def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
         """One more."""
         if not self._frames:
-            self._call_soon(self.write)
+            asyncio.get_running_loop().call_soon(self.write)
         self._frames.append((cycle, frame))
         if len(self._frames) == MOST_GATHERED:
             self.write()
@@ -108,11 +107,7 @@ _gathered_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Gathered] = Weak
 
 
 def _gathered() -> Gathered:
-    loop = asyncio.get_running_loop()
-    found = _gathered_by_loop.get(loop)
-    if found is None:
-        found = _gathered_by_loop[loop] = Gathered(loop)
-    return found
+    return _gathered_by_loop.setdefault(asyncio.get_running_loop(), Gathered())
 
 
 _current: ContextVar[Connection | None] = ContextVar("tercet_connection", default=None)
