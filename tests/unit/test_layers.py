@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 
 LAYERS = {
-    0: {"protocol", "observe"},
+    0: {"protocol", "aio"},
     1: {"vllm_plugin", "sim", "transport", "client", "streams"},
     2: {"programs", "scheduling", "migration", "fleet"},
     3: {"router", "gateway", "cluster", "bench"},

@@ -1,0 +1,58 @@
+"""Work that goes on beside its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TaskSet:
+    """Tasks that nobody awaits, each held until it ends: the event loop itself keeps only weak references.
+
+    A failure that is nobody's to handle is logged. Awaiting a spawned task is allowed; its failure is then raised to
+    the one who awaits, and logged too.
+    """
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+        """Start ``work`` on the running event loop."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Ask all of them to end now."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Let them end by themselves, for at most ``seconds``; whether all have. Cancels nothing."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+        return not self._tasks
+
+    async def close(self, seconds: float = 5.0) -> bool:
+        """Cancel all and wait for their clean-up, for at most ``seconds``; whether all have ended."""
+        self.cancel()
+        return await self.wait(seconds)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            logger.error("%s failed: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
