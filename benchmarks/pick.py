@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from tercet.fleet import EngineLoad, Fleet, Member
+from tercet.fleet import EngineFleet, EngineLoad, Member
 from tercet.protocol import Engine, Request
 from tercet.scheduling import Scheduling, load_scheduling
 
@@ -68,15 +68,15 @@ def scheduling() -> Scheduling:
         return load_scheduling(file)
 
 
-def fleet_of(size: int, plan: Scheduling) -> Fleet:
+def fleet_of(size: int, plan: Scheduling) -> EngineFleet:
     """A fleet under some load; its engines are never called."""
-    fleet = Fleet([Member(f"e{n}", "", "both", cast("Engine", _Named(f"e{n}"))) for n in range(size)], seed=0)
+    fleet = EngineFleet([Member(f"e{n}", "", "both", cast("Engine", _Named(f"e{n}"))) for n in range(size)], seed=0)
     fleet.scheduling = plan
     report(fleet)
     return fleet
 
 
-def report(fleet: Fleet) -> None:
+def report(fleet: EngineFleet) -> None:
     """Every engine says how busy it is."""
     chance = Random(1)
     for member in fleet.members:
@@ -96,7 +96,7 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def pick_micros(fleet: Fleet, by: str, prompts: list[Request]) -> float:
+def pick_micros(fleet: EngineFleet, by: str, prompts: list[Request]) -> float:
     """Microseconds of one pick, the median over the prompts."""
     took: list[float] = []
     for request in prompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
 
@@ -45,10 +45,10 @@ class Homes:
         self._homes.update(dict.fromkeys(blocks, member))
 
 
-_homes: WeakKeyDictionary[Fleet, Homes] = WeakKeyDictionary()
+_homes: WeakKeyDictionary[EngineFleet, Homes] = WeakKeyDictionary()
 
 
-async def prefix_aware(request: Request, fleet: Fleet) -> Answer:
+async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
     """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
     homes = _homes.setdefault(fleet, Homes())
     blocks = homes.blocks(request.prompt)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import Answer, migrate_context, outputs_of
 from tercet.protocol import Request, Sent
 from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
@@ -40,14 +40,14 @@ class Library:
 
     holders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    async def by_book(self, request: Request, fleet: Fleet) -> Answer:
+    async def by_book(self, request: Request, fleet: EngineFleet) -> Answer:
         """The least busy engine that has the book of the question."""
         book = request.headers["x-book"]
         name = min(self.holders[book], key=lambda name: fleet.member(name).in_flight)
         with fleet.engine(name) as engine:
             yield engine.start_generate(request)
 
-    async def switch(self, fleet: Fleet, name: str, book: str) -> Sent | None:
+    async def switch(self, fleet: EngineFleet, name: str, book: str) -> Sent | None:
         """From now on an engine answers about another book."""
         prefix = Request(seq_id=f"{book} to {name}", prompt=BOOKS[book])
         sent = await migrate_context(fleet, prefix, self.holders[book][0], name)
@@ -63,7 +63,7 @@ async def story() -> tuple[list[Phase], Sent | None]:
     network, profile = Network(), load_profile(PROFILE)
     engines = [SimEngine(f"engine-{n}", profile, network, EngineOptions()) for n in range(4)]
     members = [Member(engine.name, "", "both", engine) for engine in engines]
-    fleet = Fleet(members, clock=asyncio.get_running_loop().time)
+    fleet = EngineFleet(members, clock=asyncio.get_running_loop().time)
     library = Library({"history": ["engine-0", "engine-1"], "science": ["engine-2", "engine-3"]})
     for book, names in library.holders.items():
         for name in names:
@@ -73,14 +73,14 @@ async def story() -> tuple[list[Phase], Sent | None]:
     return [*phases, await _ask(library, fleet, 0.9)], sent
 
 
-async def _read(fleet: Fleet, name: str, book: str) -> None:
+async def _read(fleet: EngineFleet, name: str, book: str) -> None:
     request = Request(seq_id=f"{book} at {name}", prompt=BOOKS[book], sampling_params={"max_tokens": 1})
     with fleet.engine(name) as engine:
         async for _ in engine.start_generate(request):
             pass
 
 
-async def _ask(library: Library, fleet: Fleet, science: float) -> Phase:
+async def _ask(library: Library, fleet: EngineFleet, science: float) -> Phase:
     chance, loop = random.Random(f"{science}"), asyncio.get_running_loop()
     times: dict[str, list[float]] = {book: [] for book in BOOKS}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.fleet import Fleet as Members
+from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
 from tercet.protocol import BadRequest, Engine, EngineUnreachable, Output, Request
 from tercet.router.connections import connecting

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import Fleet, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, Program, load_program, outputs_of
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TransferFailed
 
 from .fakes import FakeEngine
 
-Pair = tuple[FakeEngine, FakeEngine, Fleet]
+Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
 
 
-def fleet_of(*engines: tuple[FakeEngine, str]) -> Fleet:
-    return Fleet([Member(engine.name, "", role, engine) for engine, role in engines])  # type: ignore[arg-type]
+def fleet_of(*engines: tuple[FakeEngine, str]) -> EngineFleet:
+    return EngineFleet([Member(engine.name, "", role, engine) for engine, role in engines])  # type: ignore[arg-type]
 
 
 def request_of(length: int = 100, **sampling: int) -> Request:
     return Request(seq_id="s", prompt=tuple(range(length)), sampling_params=sampling)
 
 
-async def tokens(program: Program, request: Request, fleet: Fleet) -> list[int]:
+async def tokens(program: Program, request: Request, fleet: EngineFleet) -> list[int]:
     return [token async for output in outputs_of(program(request, fleet)) for token in output.token_ids]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from tercet.fleet import Fleet, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
 from tercet.router.config import EngineAddress, RouterConfig
 from tercet.router.context import ContextMiddleware, current
@@ -37,7 +37,7 @@ class Door:
     def __init__(self, metrics: Metrics, program: str = "disaggregated", retries: int = 2) -> None:
         self.prefill, self.decode = FakeEngine("p"), FakeEngine("d")
         members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
-        self.fleet = Fleet(members)
+        self.fleet = EngineFleet(members)
         self.service = Service(self.fleet, program, {}, metrics, retries=RetryBudget(retries=retries))
         self.trace = Trace()
 

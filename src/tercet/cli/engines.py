@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
-from tercet.fleet import Role
+from tercet.protocol import Role
 
 engines = typer.Typer(no_args_is_help=True, help="Show and change the engines of a running front door.")
 Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]

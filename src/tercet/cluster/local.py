@@ -19,8 +19,7 @@ from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.pinning import split_cores, split_devices, visible_devices
 from tercet.cluster.process import Process, StartFailed, describe_exit
 from tercet.cluster.spec import DOOR_FIELDS, UpConfig
-from tercet.fleet import Role
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5

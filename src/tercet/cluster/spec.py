@@ -12,8 +12,7 @@ import msgspec
 import yaml
 
 from tercet.cluster.vllm_flags import check_flags
-from tercet.fleet import Role
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -1,20 +1,18 @@
 """The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
 from tercet.fleet.cost_notes import RouteDecision, RouteOption
-from tercet.fleet.fleet import Fleet, Member, Role, Route
+from tercet.fleet.fleet import EngineFleet, Member
 from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import EngineLoad
 from tercet.fleet.trace import Trace, TraceEvent
 
 __all__ = [
+    "EngineFleet",
     "EngineLoad",
-    "Fleet",
     "FleetKnowledge",
     "Hearing",
     "Member",
-    "Role",
-    "Route",
     "RouteDecision",
     "RouteOption",
     "Trace",

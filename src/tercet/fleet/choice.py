@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 
 from tercet.fleet.knowledge import FleetKnowledge
-from tercet.protocol import Request
-from tercet.scheduling import Decider, Decision, Engines, EngineView, Profile, Role, Scheduling
+from tercet.protocol import EngineView, PrefillRule, Request, Role
+from tercet.scheduling import Decision, Engines, Profile, Scheduling
 from tercet.scheduling.engines import Integers
 from tercet.scheduling.prefixes import block_hashes
 
@@ -88,9 +88,9 @@ class Choice:
             if row is not None and hashes and not self.knowledge.stored:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
-    def disaggregates(self, request: Request, decode: str, by: str | Decider | None) -> bool:
-        """See :meth:`tercet.fleet.Fleet.disaggregates`."""
-        decider = by if isinstance(by, Decider) else self.scheduling.decider_called(by)
+    def disaggregates(self, request: Request, decode: str, by: str | PrefillRule | None) -> bool:
+        """See :meth:`tercet.protocol.Fleet.disaggregates`."""
+        rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill")
         prefill = prefill.where([engine.name != decode for engine in prefill])
         if not len(prefill):
@@ -98,7 +98,7 @@ class Choice:
         cached = self.believed.get((request.seq_id, decode))
         if cached is None:
             cached = self.knowledge.cached_tokens(decode, request)
-        return decider.disaggregates(request, cached, prefill)
+        return rule.disaggregates(request, cached, prefill)
 
 
 def _preferring(engines: Engines, wanted: Sequence[bool]) -> Engines:

@@ -16,8 +16,19 @@ from tercet.fleet.costs import Costs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine
-from tercet.protocol import BadRequest, Conflict, Engine, EngineUnreachable, Request, TercetError, UnknownEngine
-from tercet.scheduling import PICKERS, Decider, Role, Scheduling
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    Engine,
+    EngineUnreachable,
+    PrefillRule,
+    Request,
+    Role,
+    Route,
+    TercetError,
+    UnknownEngine,
+)
+from tercet.scheduling import PICKERS, Scheduling
 
 
 @dataclass
@@ -46,17 +57,8 @@ class Member:
         return role == "both" or self.role in (role, "both")
 
 
-@dataclass(frozen=True)
-class Route:
-    """Who serves a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
-
-    decode: Engine
-    prefill: Engine | None = None
-    split: int = 0
-
-
-class Fleet:
-    """The engines that programs choose from.
+class EngineFleet:
+    """The engines of this process, as :class:`~tercet.protocol.Fleet` shows them to programs.
 
     A fleet handed to a program is a view of the shared one: members and counts are shared, so that a change of
     membership is seen by programs that run already; the trace is the request's own, and so is what failed it: engines
@@ -93,7 +95,7 @@ class Fleet:
         """Every engine, those that are being drained included."""
         return self._members
 
-    def traced(self, trace: Trace) -> Fleet:
+    def traced(self, trace: Trace) -> EngineFleet:
         """A view of this fleet whose engines note in ``trace`` what they do."""
         view = copy(self)
         view._trace, view._failed = trace, set()
@@ -176,15 +178,7 @@ class Fleet:
         other_than: Engine | None = None,
         request: Request | None = None,
     ) -> Generator[Engine]:
-        """An engine that may serve in ``role`` (``both`` means any); counted while entered.
-
-        ``by`` is ``round_robin``, ``least_loaded``, the name of a profile of :attr:`scheduling`, or ``scheduled`` for
-        the profile that it has for the role. Profiles that look at prompts or headers need the ``request``.
-
-        Engines that are being drained are left out; those that do not answer are while others do, and so is
-        ``other_than``. Raises :class:`~tercet.protocol.EngineUnreachable` if no engine has the role or a strict filter
-        leaves none, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
-        """
+        """See :meth:`tercet.protocol.Fleet.pick`; profiles are those of :attr:`scheduling`."""
         member = self._choose(role, by, other_than.name if other_than is not None else None, request)
         with self._counted(member, request) as engine:
             yield engine
@@ -199,14 +193,7 @@ class Fleet:
     def route(
         self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
     ) -> Generator[Route]:
-        """The engine, or the pair of engines, that is predicted to serve the request at the least cost.
-
-        ``ttft`` and ``tpot`` are objectives in seconds: what meets them goes before what is cheaper. ``explore`` is the
-        share of requests that may take a pair which is not the cheapest, to learn from it, while the fleet is idle.
-        Engines are left out as in :meth:`pick`, their roles do not count. The decision is noted in the trace.
-        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine, and
-        :class:`~tercet.protocol.BadRequest` for an objective or a share that makes no sense.
-        """
+        """See :meth:`tercet.protocol.Fleet.route`; the decision is noted in the trace."""
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
@@ -254,12 +241,8 @@ class Fleet:
         if self._failed is not None and not isinstance(error, BadRequest):
             self._failed.add(member.name)
 
-    def disaggregates(self, request: Request, decode: Engine, by: str | Decider | None = None) -> bool:
-        """Whether another engine shall prefill for ``decode``, which was picked for this request.
-
-        ``by`` is a decider, or names one of :attr:`scheduling`; None is its handler's. False if there is no other
-        engine to prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
-        """
+    def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
+        """See :meth:`tercet.protocol.Fleet.disaggregates`."""
         return self._choice.disaggregates(request, decode.name, by)
 
     def _choose(self, role: Role, by: str, without: str | None, request: Request | None) -> Member:

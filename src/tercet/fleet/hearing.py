@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tercet.fleet.fleet import Fleet
+from tercet.fleet.fleet import EngineFleet
 from tercet.protocol import EngineLoad
 
 
 class Hearing:
     """A simulated engine's observer that passes all it hears on to ``fleet``."""
 
-    def __init__(self, fleet: Fleet, name: str, block_size: int) -> None:
+    def __init__(self, fleet: EngineFleet, name: str, block_size: int) -> None:
         self._fleet = fleet
         self._name = name
         self._block_size = block_size

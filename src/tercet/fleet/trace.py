@@ -46,7 +46,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
 class Trace(msgspec.Struct):
     """The events of one request, and the times (seconds) that its client saw.
 
-    ``decision`` is how its route was chosen, where :meth:`tercet.fleet.Fleet.route` chose it.
+    ``decision`` is how its route was chosen, where :meth:`tercet.fleet.EngineFleet.route` chose it.
     """
 
     program: str = ""

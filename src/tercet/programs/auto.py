@@ -1,8 +1,7 @@
 """Each request takes the route that is predicted to cost least."""
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
-from tercet.protocol import Request
+from tercet.protocol import Fleet, Request
 
 
 async def auto(

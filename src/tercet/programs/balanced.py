@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
-from tercet.protocol import BadRequest, Request
+from tercet.protocol import BadRequest, Fleet, Request
 
 DecodeStart = Callable[[Request], int]
 

@@ -2,11 +2,10 @@
 
 import math
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
-from tercet.protocol import Request
+from tercet.protocol import Fleet, Request
 
 
 async def cache_bypass(

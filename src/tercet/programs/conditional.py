@@ -1,9 +1,8 @@
 """One engine or two, decided for each request."""
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import prefilled_for
-from tercet.protocol import Request
+from tercet.protocol import Fleet, Request
 from tercet.scheduling.deciders import LoadBasedDecider
 
 

@@ -1,8 +1,7 @@
 """Data parallel: every request runs on one engine."""
 
-from tercet.fleet import Fleet, Role
 from tercet.programs.answer import Answer
-from tercet.protocol import Request
+from tercet.protocol import Fleet, Request, Role
 
 
 async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_robin", role: Role = "both") -> Answer:

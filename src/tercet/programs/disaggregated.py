@@ -1,8 +1,7 @@
 """Prefill-decode disaggregation."""
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
-from tercet.protocol import Engine, Request
+from tercet.protocol import Engine, Fleet, Request
 
 
 async def disaggregated(request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded") -> Answer:

@@ -10,7 +10,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tercet.fleet import Fleet
 from tercet.programs.answer import Answer
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
@@ -18,7 +17,7 @@ from tercet.programs.cache_bypass import cache_bypass
 from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
-from tercet.protocol import BadRequest, Request
+from tercet.protocol import BadRequest, Fleet, Request
 from tercet.scheduling.modules import load_module
 
 Program = Callable[[Request, Fleet], Answer]

@@ -1,7 +1,6 @@
 """Context migration: what one engine has cached is moved to another, and no request waits for it."""
 
-from tercet.fleet import Fleet
-from tercet.protocol import BadRequest, Request, Sent
+from tercet.protocol import BadRequest, Fleet, Request, Sent
 
 
 async def migrate_context(fleet: Fleet, prefix: Request, source: str, destination: str) -> Sent | None:

@@ -24,6 +24,7 @@ from tercet.protocol.errors import (
     UnknownSequence,
     from_wire,
 )
+from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route
 from tercet.protocol.ranges import resolve_range
 from tercet.protocol.stream import Stream, Take, Tap, noting
 from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
@@ -37,6 +38,8 @@ __all__ = [
     "EngineLoad",
     "EngineStatus",
     "EngineUnreachable",
+    "EngineView",
+    "Fleet",
     "FrontDoorUnreachable",
     "KVAddrInfo",
     "KVEvents",
@@ -45,10 +48,13 @@ __all__ = [
     "LeaseEnded",
     "NoSpace",
     "Output",
+    "PrefillRule",
     "RankAddress",
     "Request",
     "RequestTooLarge",
     "Reservation",
+    "Role",
+    "Route",
     "Saturated",
     "Sent",
     "Stream",

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
 from tercet import protocol
-from tercet.fleet import Fleet, Member, Role
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import migrate_context
-from tercet.protocol import TercetError
+from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.config import EngineAddress
 from tercet.router.keys import require_key
@@ -199,11 +199,11 @@ async def set_role(request: Request, name: str) -> Response:
     return _json(_engine(_state(request).membership.set_role(name, role), _fleet(request)))
 
 
-def _fleet(request: Request) -> Fleet:
+def _fleet(request: Request) -> EngineFleet:
     return _state(request).service.fleet
 
 
-def _engine(member: Member, fleet: Fleet) -> dict[str, Any]:
+def _engine(member: Member, fleet: EngineFleet) -> dict[str, Any]:
     last = fleet.knowledge.loads.last(member.name)
     return {
         "name": member.name,

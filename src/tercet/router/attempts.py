@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tercet.fleet import Fleet
 from tercet.programs import Answer
-from tercet.protocol import EngineError, Output, Request
+from tercet.protocol import EngineError, Fleet, Output, Request
 from tercet.router.recovery import Recovery
 
 

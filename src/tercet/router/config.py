@@ -7,8 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from tercet.fleet import Role
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 from tercet.router.admission import Limits
 from tercet.router.recovery import RetryBudget
 

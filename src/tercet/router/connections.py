@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tercet.client import HttpEngine
-from tercet.fleet import EngineLoad, Fleet
+from tercet.fleet import EngineFleet, EngineLoad
 from tercet.protocol import Engine
 from tercet.router.kv_events import follow_cache
 from tercet.streams import Listener
@@ -15,7 +15,7 @@ from tercet.streams import Listener
 Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
 
 
-def connecting(fleet: Fleet, listener: Listener) -> Connect:
+def connecting(fleet: EngineFleet, listener: Listener) -> Connect:
     """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports."""
 
     @asynccontextmanager

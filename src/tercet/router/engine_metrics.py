@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from tercet.fleet import Fleet
+from tercet.fleet import EngineFleet
 
 GAUGES = {
     "waiting": "Requests that wait, as the engine last reported.",
@@ -23,7 +23,7 @@ GAUGES = {
 class EngineCollector(Collector):
     """Gauges by engine. One that has reported nothing has none; its age says how old a report is, in seconds."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
@@ -52,7 +52,7 @@ class EngineCollector(Collector):
 _exported: list[EngineCollector] = []
 
 
-def export(fleet: Fleet) -> None:
+def export(fleet: EngineFleet) -> None:
     """Add the gauges to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
     collector = EngineCollector(fleet)
     REGISTRY.register(collector)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tercet.fleet import Fleet
+from tercet.fleet import EngineFleet
 from tercet.protocol import Saturated
 from tercet.router.admission import Admission, FleetLoad, Limits, Ticket
 from tercet.router.metrics import Metrics
@@ -25,7 +25,7 @@ class Gate:
     """Lets requests in, keeps them waiting, or refuses them, by ``limits`` and what ``fleet`` has to do."""
 
     def __init__(
-        self, limits: Limits, fleet: Fleet, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self, limits: Limits, fleet: EngineFleet, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._admission = Admission(limits)
         self._fleet = fleet

@@ -10,8 +10,8 @@ from typing import Self
 
 import msgspec
 
-from tercet.fleet import Fleet, Member, Role
-from tercet.protocol import BadRequest, Conflict, Engine, EngineStatus, EngineUnreachable, TercetError
+from tercet.fleet import EngineFleet, Member
+from tercet.protocol import BadRequest, Conflict, Engine, EngineStatus, EngineUnreachable, Role, TercetError
 from tercet.router.config import EngineAddress
 from tercet.router.connections import Connect
 
@@ -26,7 +26,7 @@ class Membership:
     Use as an async context manager; its end closes every connection.
     """
 
-    def __init__(self, fleet: Fleet, connect: Connect) -> None:
+    def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
         self._fleet = fleet
         self._connect = connect
         self._open: dict[int, tuple[Member, AsyncExitStack]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tercet.fleet import Fleet
+from tercet.fleet import EngineFleet
 from tercet.scheduling import Scheduling, files_of, load_scheduling
 
 logger = logging.getLogger("tercet.router")
@@ -20,7 +20,7 @@ class SchedulingFile:
     ``path`` is the file in use, None if there is none, ``files`` are that file and those of the plugins in it.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self._changing = asyncio.Lock()
         self.path: str | None = None

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI
 
-from tercet.fleet import Fleet
+from tercet.fleet import EngineFleet
 from tercet.router import admin, engine_metrics
 from tercet.router.config import RouterConfig
 from tercet.router.connections import connecting
@@ -46,7 +46,7 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    fleet = Fleet(())
+    fleet = EngineFleet(())
     async with (
         Listener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener)) as membership,

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
 
-from tercet.fleet import Fleet, Trace
+from tercet.fleet import EngineFleet, Trace
 from tercet.programs import BUILT_IN, Program, load_program, outputs_of
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, Take, TercetError, noting
 from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, require_whole
@@ -39,7 +39,7 @@ class Service:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         program: str,
         program_args: Mapping[str, str],
         metrics: Metrics,

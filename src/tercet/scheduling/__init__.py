@@ -3,8 +3,8 @@
 A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
 """
 
-from tercet.scheduling.decision import Decision, Knowledge, Role
-from tercet.scheduling.engines import Engines, EngineView
+from tercet.scheduling.decision import Decision, Knowledge
+from tercet.scheduling.engines import Engines
 from tercet.scheduling.loading import files_of, load_scheduling
 from tercet.scheduling.pickers import PICKERS, Candidate, least_loaded, round_robin
 from tercet.scheduling.plugin import Decider, Filter, Picker, Scorer
@@ -17,13 +17,11 @@ __all__ = [
     "Candidate",
     "Decider",
     "Decision",
-    "EngineView",
     "Engines",
     "Filter",
     "Knowledge",
     "Picker",
     "Profile",
-    "Role",
     "Scheduling",
     "Scorer",
     "files_of",

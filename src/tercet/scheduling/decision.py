@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from tercet.protocol import Request
+from tercet.protocol import Request, Role
 from tercet.scheduling.engines import Floats, Integers
 from tercet.scheduling.prefixes import PrefixIndex, RoutedPrefixes, block_hashes
-
-Role = Literal["prefill", "decode", "both"]
 
 
 class Knowledge(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress
 from typing import Protocol
@@ -10,43 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tercet.protocol import EngineView
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
-
-
-class EngineView(Protocol):
-    """What a plugin may read of one engine."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the fleet."""
-        ...
-
-    @property
-    def role(self) -> str:
-        """``prefill``, ``decode`` or ``both``."""
-        ...
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """What its operator says about it."""
-        ...
-
-    @property
-    def reachable(self) -> bool:
-        """Whether it answered when it was asked last."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Sequences that this front door runs on it now."""
-        ...
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Prompt tokens of these sequences."""
-        ...
 
 
 class Reports(Protocol):

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 from tercet.scheduling.deciders import AlwaysDisaggregate
-from tercet.scheduling.decision import Role
 from tercet.scheduling.plugin import Decider, Plugin
 from tercet.scheduling.profile import Profile
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 from tercet.scheduling.deciders import AlwaysDisaggregate
-from tercet.scheduling.decision import Role
 from tercet.scheduling.plugin import Decider
 from tercet.scheduling.profile import Profile
 

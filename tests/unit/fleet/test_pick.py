@@ -9,9 +9,9 @@ from statistics import median
 
 import pytest
 
-from tercet.fleet import EngineLoad, Fleet, Member, Role, Trace
+from tercet.fleet import EngineFleet, EngineLoad, Member, Trace
 from tercet.programs import load_program, outputs_of
-from tercet.protocol import BadRequest, EngineUnreachable, Request
+from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
 from tercet.scheduling import Scheduling
 
 from ..fakes import FakeEngine
@@ -47,15 +47,15 @@ def member(name: str, role: Role = "both", **labels: str) -> Member:
     return Member(name, "", role, FakeEngine(name), labels=labels)
 
 
-def fleet_of(plan: Scheduling, *members: Member) -> Fleet:
-    return Fleet(members, scheduling=plan, seed=0)
+def fleet_of(plan: Scheduling, *members: Member) -> EngineFleet:
+    return EngineFleet(members, scheduling=plan, seed=0)
 
 
 def prompt(first: int, length: int = 16) -> Request:
     return request_of(*range(first, first + length), seq_id=f"s{first}")
 
 
-def picked(fleet: Fleet, request: Request | None = None, by: str = "decode", role: Role = "both") -> str:
+def picked(fleet: EngineFleet, request: Request | None = None, by: str = "decode", role: Role = "both") -> str:
     with fleet.pick(role, by=by, request=request) as engine:
         return engine.name
 
@@ -102,11 +102,11 @@ def test_a_strict_filter_and_an_unknown_name(plan: Scheduling) -> None:
     with pytest.raises(BadRequest, match="choose one of least_loaded, round_robin, prefill, decode, zoned"):
         picked(fleet, by="nonsense")
     with pytest.raises(BadRequest, match="no picker or profile 'scheduled'"):
-        picked(Fleet([member("a")]), by="scheduled")
+        picked(EngineFleet([member("a")]), by="scheduled")
 
 
 def test_profiles_change_for_views_that_exist_already(plan: Scheduling) -> None:
-    fleet = Fleet([member("a")])
+    fleet = EngineFleet([member("a")])
     view = fleet.traced(Trace())
     fleet.scheduling = plan
     assert picked(view) == "a"

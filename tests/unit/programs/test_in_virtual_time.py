@@ -15,7 +15,7 @@ import pytest
 from tercet.bench.simulated.run import run_requests
 from tercet.bench.simulated.spec import parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
-from tercet.fleet import Fleet, Member, RouteDecision, Trace
+from tercet.fleet import EngineFleet, Member, RouteDecision, Trace
 from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
 from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
@@ -113,7 +113,7 @@ async def _decisions(slow: float) -> list[tuple[RouteDecision, float]]:
         for n, scale in enumerate(scales)
     ]
     members = [Member(engine.name, "", "both", engine) for engine in engines]
-    fleet, found = Fleet(members, clock=loop.time, seed=0), list[tuple[RouteDecision, float]]()
+    fleet, found = EngineFleet(members, clock=loop.time, seed=0), list[tuple[RouteDecision, float]]()
 
     async def serve(request: Request) -> None:
         trace, began, first = Trace(), loop.time(), 0.0
@@ -155,7 +155,7 @@ async def _cancel(name: str) -> bool:
     network, profile, loop = Network(), load_profile(LLAMA), asyncio.get_running_loop()
     engines = [SimEngine(role, profile, network, EngineOptions()) for role in ("prefill", "decode")]
     members = [Member(engine.name, "", cast("object", engine.name), engine) for engine in engines]  # type: ignore[arg-type]
-    fleet = Fleet(members, clock=loop.time, seed=0)
+    fleet = EngineFleet(members, clock=loop.time, seed=0)
 
     async def serve(request: Request) -> None:
         async with aclosing(outputs_of(BUILT_IN[name](request, fleet))) as outputs:

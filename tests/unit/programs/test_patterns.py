@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import EngineLoad, Fleet, Member, Trace
+from tercet.fleet import EngineFleet, EngineLoad, Member, Trace
 from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Output, Request, TransferFailed, UnknownEngine
 
 from ..fakes import FakeEngine
 
-Pair = tuple[FakeEngine, FakeEngine, Fleet]
+Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
 
 
 def request_of(length: int = 400, **sampling: int) -> Request:
@@ -24,10 +24,10 @@ def request_of(length: int = 400, **sampling: int) -> Request:
 @pytest.fixture
 def pair() -> Pair:
     prefill, decode = FakeEngine("p"), FakeEngine("d")
-    return prefill, decode, Fleet([Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)])
+    return prefill, decode, EngineFleet([Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)])
 
 
-async def run(name: str, fleet: Fleet, request: Request | None = None, **args: str) -> list[Output]:
+async def run(name: str, fleet: EngineFleet, request: Request | None = None, **args: str) -> list[Output]:
     return [output async for output in outputs_of(load_program(name, args)(request or request_of(), fleet))]
 
 
@@ -140,7 +140,7 @@ async def test_auto_refuses_objectives_that_make_no_sense(pair: Pair, name: str,
 
 async def test_auto_over_one_engine_takes_it() -> None:
     engine = FakeEngine("only")
-    await run("auto", Fleet([Member("only", "", "prefill", engine)]))
+    await run("auto", EngineFleet([Member("only", "", "prefill", engine)]))
     assert engine.verbs == ["start_generate"]
 
 
@@ -197,7 +197,7 @@ def force(monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     monkeypatch.setattr(costs, "options_of", lambda *_: [only])
 
 
-def assert_nothing_taken(prefill: FakeEngine, decode: FakeEngine, fleet: Fleet) -> None:
+def assert_nothing_taken(prefill: FakeEngine, decode: FakeEngine, fleet: EngineFleet) -> None:
     assert not decode.leases
     assert (prefill.running, decode.running) == (0, 0)
     for member in fleet.members:

@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from tercet.fleet import Fleet, Trace
+from tercet.fleet import EngineFleet, Trace
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.router import admin
 from tercet.router.config import EngineAddress
@@ -103,7 +103,7 @@ class Door:
 
     def __init__(self, metrics: Metrics, program: str, return_after: int) -> None:
         self.engines = {f"http://{name}": Engine(name) for name in ("p", "d")}
-        self.fleet = Fleet(())
+        self.fleet = EngineFleet(())
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, program, {}, metrics, return_after)
         self.scheduling = SchedulingFile(self.fleet)

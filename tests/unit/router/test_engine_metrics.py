@@ -6,7 +6,7 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tercet.fleet import EngineLoad, Fleet, Member
+from tercet.fleet import EngineFleet, EngineLoad, Member
 from tercet.protocol import Engine
 from tercet.router.engine_metrics import EngineCollector
 
@@ -14,7 +14,7 @@ from tercet.router.engine_metrics import EngineCollector
 def test_each_engine_that_has_reported_has_its_load_and_the_reports_age() -> None:
     now = [10.0]
     members = [Member(name, f"http://{name}", "both", cast(Engine, None)) for name in ("a", "b")]
-    fleet = Fleet(members, clock=lambda: now[0])
+    fleet = EngineFleet(members, clock=lambda: now[0])
     registry = CollectorRegistry()
     registry.register(EngineCollector(fleet))
     assert b'engine="a"' not in generate_latest(registry)

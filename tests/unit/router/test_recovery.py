@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet import Fleet, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -211,9 +211,9 @@ async def test_cancelled_at_every_step(door: Door, fail: str) -> None:
     assert turns >= 5
 
 
-def service_over(engines: list[SimEngine], program: str, metrics: Metrics) -> tuple[Service, Fleet]:
+def service_over(engines: list[SimEngine], program: str, metrics: Metrics) -> tuple[Service, EngineFleet]:
     roles = ["prefill", "decode", "decode"]
-    fleet = Fleet([Member(e.name, "", role, e) for e, role in zip(engines, roles, strict=True)])  # type: ignore[arg-type]
+    fleet = EngineFleet([Member(e.name, "", role, e) for e, role in zip(engines, roles, strict=True)])  # type: ignore[arg-type]
     return Service(fleet, program, {}, metrics), fleet
 
 

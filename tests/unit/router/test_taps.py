@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from tercet.fleet import Fleet, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import EngineUnreachable, Output, Request, Stream, Tap
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
@@ -34,7 +34,7 @@ class House:
 
     def __init__(self, metrics: Metrics, *engines: FakeEngine) -> None:
         self.engines = engines
-        self.fleet = Fleet([Member(engine.name, "", "both", engine) for engine in engines])
+        self.fleet = EngineFleet([Member(engine.name, "", "both", engine) for engine in engines])
         self.service = Service(self.fleet, "data_parallel", {}, metrics)
         self.trace = Trace()
         self.taken = list[int]()

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tercet.cluster.model import resolve_model
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineUnreachable, NoSpace, Request
 from tercet.router import RouterConfig, admin
 from tercet.router.admission import Limits
@@ -41,7 +41,7 @@ class House:
     def __init__(self) -> None:
         self.engines = {name: FakeEngine(name) for name in "pd"}
         roles: dict[str, Any] = {"p": "prefill", "d": "decode"}
-        self.fleet = Fleet([Member(name, f"http://{name}", roles[name], e) for name, e in self.engines.items()])
+        self.fleet = EngineFleet([Member(name, f"http://{name}", roles[name], e) for name, e in self.engines.items()])
         self.metrics = Metrics()
         self.service = Service(self.fleet, "disaggregated", {}, self.metrics, request_timeout=SECONDS)
         self.gate = Gate(Limits(in_flight=2, queued=0), self.fleet, self.metrics)

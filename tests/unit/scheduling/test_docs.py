@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import load_program, outputs_of
 from tercet.scheduling.registry import BUILT_IN
 
@@ -43,7 +43,7 @@ async def test_the_program_decides_between_one_engine_and_two(tmp_path: Path, le
     (text,) = examples("yaml")
     prefill, decode = FakeEngine("p"), FakeEngine("d")
     members = [Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)]
-    fleet = Fleet(members, scheduling=loaded(tmp_path, text))
+    fleet = EngineFleet(members, scheduling=loaded(tmp_path, text))
     program = load_program(f"{tmp_path / 'mine.py'}:conditional")
     assert [out async for out in outputs_of(program(request_of(*range(length)), fleet))]
     assert (prefill.verbs or decode.verbs) == verbs

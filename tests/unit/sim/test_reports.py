@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 
-from tercet.fleet import Fleet, Hearing, Member
+from tercet.fleet import EngineFleet, Hearing, Member
 from tercet.sim import Network, SimEngine, run_virtual
 from tercet.sim.options import EngineOptions
 from tercet.sim.reports import REPORT_SECONDS
@@ -14,9 +14,9 @@ from tercet.sim.reports import REPORT_SECONDS
 from .models import BLOCK, profile_of, request_of, tokens_of
 
 
-def observed(blocks: int = 1000) -> tuple[Fleet, SimEngine]:
+def observed(blocks: int = 1000) -> tuple[EngineFleet, SimEngine]:
     engine = SimEngine("e", profile_of(blocks=blocks), Network(), EngineOptions())
-    fleet = Fleet([Member("e", "sim://e", "both", engine)], stale_after=math.inf)
+    fleet = EngineFleet([Member("e", "sim://e", "both", engine)], stale_after=math.inf)
     fleet.knowledge.hear_from(lambda: engine.observe(Hearing(fleet, "e", BLOCK)))
     return fleet, engine
 

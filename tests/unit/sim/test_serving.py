@@ -14,10 +14,9 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.cluster.addresses import free_ports, url_of
-from tercet.fleet import Fleet, Member, Trace
-from tercet.fleet.fleet import Role
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
-from tercet.protocol import BadRequest, NoSpace, Request, Reservation, TransferFailed, UnknownSequence
+from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.profile import StepTimes
 from tercet.sim.serving import ServerConfig, serving
@@ -47,7 +46,9 @@ class Pair:
         self.clients = clients
         self.inside = engines
         roles: tuple[Role, Role] = ("prefill", "decode")
-        self.fleet = Fleet([Member(each.name, each.url, role, each) for each, role in zip(clients, roles, strict=True)])
+        self.fleet = EngineFleet(
+            [Member(each.name, each.url, role, each) for each, role in zip(clients, roles, strict=True)]
+        )
 
     async def settled(self) -> bool:
         """Whether both are empty; what a client gave up is given back when the server notices."""

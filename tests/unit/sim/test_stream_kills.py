@@ -13,7 +13,7 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.cluster.addresses import free_ports, url_of
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.sim import SimEngine
@@ -136,7 +136,7 @@ async def test_a_program_that_is_cancelled_at_any_moment_leaves_nothing(program:
         HttpEngine("p", url_of(HOST, ports[0]), listener=listener) as prefill,
         HttpEngine("d", url_of(HOST, ports[1]), listener=listener) as decode,
     ):
-        fleet = Fleet([Member("p", prefill.url, "prefill", prefill), Member("d", decode.url, "decode", decode)])
+        fleet = EngineFleet([Member("p", prefill.url, "prefill", prefill), Member("d", decode.url, "decode", decode)])
 
         async def run(name: str) -> None:
             async for _ in outputs_of(serve(request_of(name, 100, MANY), fleet)):

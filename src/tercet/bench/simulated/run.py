@@ -16,7 +16,7 @@ import numpy as np
 from tercet.bench.simulated.spec import Fault, FleetSpec, members_of, options_from
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
-from tercet.fleet import Fleet, Hearing, Member
+from tercet.fleet import EngineFleet, Hearing, Member
 from tercet.programs import Program, data_parallel, outputs_of
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.scheduling import Scheduling
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass
 class _Fleet:
-    fleet: Fleet
+    fleet: EngineFleet
     engines: dict[str, SimEngine]
     network: Network
     front_door: float
@@ -157,7 +157,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
         members.append(Member(name, f"sim://{name}", group.role, engines[name]))
     # Simulated engines report what changes, so a report is as good as its last one, however old.
-    fleet = Fleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
+    fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 
     def listen() -> None:
         for name, engine in engines.items():
@@ -169,14 +169,14 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
     return _Fleet(fleet, engines, network, front_door)
 
 
-def _plan_fault(fault: Fault, engine: SimEngine, fleet: Fleet) -> None:
+def _plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
     loop = asyncio.get_running_loop()
     loop.call_at(fault.at, engine.fail)
     if fault.down is not None:
         loop.call_at(fault.at + fault.down, _recover, engine, fleet)
 
 
-def _recover(engine: SimEngine, fleet: Fleet) -> None:
+def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
     engine.recover()
     for member in fleet.members:
         if member.name == engine.name:
@@ -221,7 +221,7 @@ async def _serve(program: Program, built: _Fleet, request: Request, outcome: Out
 
 
 async def _with_fallback(
-    program: Program, fleet: Fleet, request: Request, outcome: Outcome
+    program: Program, fleet: EngineFleet, request: Request, outcome: Outcome
 ) -> AsyncGenerator[Output, None]:
     answered = False
     try:

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from tercet.fleet.fleet import Role
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 from tercet.sim import EngineOptions
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")

@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 
 from tercet.cluster.model import resolve_model
-from tercet.fleet import Fleet, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, Output, Request, Stream, Tap
 from tercet.router import RouterConfig, admin
 from tercet.router.admission import Limits
@@ -185,7 +185,7 @@ def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
     engine = ScriptedEngine(request.param)
-    fleet = Fleet([Member("scripted", "http://nowhere", "both", engine)])
+    fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
     metrics = Metrics()
     doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
     membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))

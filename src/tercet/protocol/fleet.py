@@ -1,0 +1,123 @@
+"""What programs may ask of a fleet, and what may be read of an engine in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from tercet.protocol.engine import Engine
+from tercet.protocol.types import Request
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class EngineView(Protocol):
+    """What programs and scheduling plugins may read of one engine."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the fleet."""
+        ...
+
+    @property
+    def role(self) -> str:
+        """``prefill``, ``decode`` or ``both``."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What its operator says about it."""
+        ...
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it answered when it was asked last."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that this front door runs on it now."""
+        ...
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens of these sequences."""
+        ...
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who serves a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
+
+    decode: Engine
+    prefill: Engine | None = None
+    split: int = 0
+
+
+class PrefillRule(Protocol):
+    """Whether a second engine shall prefill; deciders of a scheduling file are such rules."""
+
+    def disaggregates(self, request: Request, cached: int, prefill: Any) -> bool:
+        """``cached`` tokens of the prompt are believed to be on the decode engine; ``prefill`` are who could help."""
+        ...
+
+
+class Fleet(Protocol):
+    """The engines that a program chooses from.
+
+    Each program gets a view for its request: what failed the request is not picked for it again while there is another.
+    """
+
+    @property
+    def members(self) -> Sequence[EngineView]:
+        """Every engine, those that are being drained included."""
+        ...
+
+    def pick(
+        self,
+        role: Role = "both",
+        by: str = "round_robin",
+        other_than: Engine | None = None,
+        request: Request | None = None,
+    ) -> AbstractContextManager[Engine]:
+        """An engine that may serve in ``role`` (``both`` means any); counted as busy while entered.
+
+        ``by`` is ``round_robin``, ``least_loaded``, the name of a scheduling profile, or ``scheduled`` for the profile
+        of the role. Profiles that look at prompts or headers need the ``request``.
+
+        Engines that are being drained are left out; those that do not answer are while others do, and so is
+        ``other_than``. Raises :class:`~tercet.protocol.EngineUnreachable` if no engine has the role or a strict filter
+        leaves none, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
+        """
+        ...
+
+    def engine(self, name: str) -> AbstractContextManager[Engine]:
+        """The engine of that name, counted while entered; raises :class:`~tercet.protocol.UnknownEngine`."""
+        ...
+
+    def route(
+        self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
+    ) -> AbstractContextManager[Route]:
+        """The engine, or the pair of engines, that is predicted to serve the request at the least cost.
+
+        ``ttft`` and ``tpot`` are objectives in seconds: what meets them goes before what is cheaper. ``explore`` is the
+        share of requests that may take a pair which is not the cheapest, to learn from it, while the fleet is idle.
+        Engines are left out as in :meth:`pick`, their roles do not count.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine, and
+        :class:`~tercet.protocol.BadRequest` for an objective or a share that makes no sense.
+        """
+        ...
+
+    def offers(self, role: Role) -> bool:
+        """Whether there is an engine for the role that answers and has not failed this request."""
+        ...
+
+    def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
+        """Whether another engine shall prefill for ``decode``, which was picked for this request.
+
+        ``by`` is a rule, or names a decider of the scheduling file; None is its handler's. False if there is no other
+        engine to prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
+        """
+        ...
