@@ -17,10 +17,10 @@ def queue() -> Iterator[tuple[object, object]]:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
     from tercet.vllm_plugin.compat import require_supported
-    from tercet.vllm_plugin.waiting import install_waiting_hook
+    from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
 
     begin, wait = SpinCondition.__init__, SpinCondition.wait
-    install_waiting_hook()
+    let_queue_readers_sleep()
     require_supported()  # each process checks, whoever has installed the hooks before
     try:
         writer = MessageQueue(1, 1)

@@ -17,7 +17,7 @@ from tercet.cluster.dtype import default_dtype
 from tercet.cluster.pinning import as_cpu_list, split_cores
 from tercet.cluster.vllm_flags import KV_TRANSFER, value_of, without
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.waiting import spin_seconds
+from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"

@@ -19,19 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.metrics.stats import PrefillStats
 
 from tercet.protocol import KVLayout
 from tercet.transport.agent import ControlClient
 from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
-from tercet.vllm_plugin.config import parse_config
-from tercet.vllm_plugin.fingerprint import layout_of
-from tercet.vllm_plugin.memory import LayerPlanes
-from tercet.vllm_plugin.messages import StepMetadata, WorkerHandshake, params_of
-from tercet.vllm_plugin.reservations import Reservations
-from tercet.vllm_plugin.resume import start_grammar_after
-from tercet.vllm_plugin.sends import Sends
-from tercet.vllm_plugin.worker import WorkerSide
+from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
+from tercet.vllm_plugin.engine.kv_layout import layout_of
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.engine.reservations import Reservations
+from tercet.vllm_plugin.engine.resume import ResumedRequests
+from tercet.vllm_plugin.engine.send_planner import SendPlanner
+from tercet.vllm_plugin.engine.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +52,13 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported()
         _require_one_cache_group(kv_cache_config)
         _require_one_replica(vllm_config)
-        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
         self._handshakes: list[WorkerHandshake] = []
-        self._resumed: dict[str, list[int]] = {}
         self.reservations: Reservations | None = None
-        self.sends: Sends | None = None
+        self.sends: SendPlanner | None = None
+        self.resumed: ResumedRequests | None = None
         self._agents: ControlClient | None = None
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
@@ -126,7 +125,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = scheduler
         total = self._kv_cache_config.num_blocks
         self.reservations = Reservations(scheduler, self._agents, int(total * self._config.max_lease_share))
-        self.sends = Sends(scheduler, self._agents)
+        self.sends = SendPlanner(scheduler, self._agents)
+        self.resumed = ResumedRequests(scheduler)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -165,42 +165,28 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request arrived: it may send its KV, stand on a reservation, or go on with output from elsewhere."""
         params = params_of(request.kv_transfer_params, self.token)
-        if params is None or self.reservations is None or self.sends is None:
+        if params is None or self.reservations is None or self.sends is None or self.resumed is None:
             return
         if params.send is not None:
             self.sends.begin(request, params.send)
         if params.seq is not None:
             if params.seq.output:
-                request.append_output_token_ids(list(params.seq.output))
-                start_grammar_after(request, params.seq.output)
-                self._resumed[request.request_id] = params.seq.output
-                # vLLM asserts that no more than the prompt is cached; with output, more may be. See _count_cached.
-                request.prefill_stats = None
+                self.resumed.begin(request, params.seq.output)
             if params.seq.lease is not None:
                 self.reservations.adopt(params.seq.lease, request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """A step's orders for the workers."""
         metadata = StepMetadata()
-        if self.sends is not None:
+        if self.sends is not None and self.resumed is not None:
             self.sends.plan(scheduler_output, metadata)
-        if self._resumed:
-            starting = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-            metadata.resumed = {key: self._resumed.pop(key) for key in starting.keys() & self._resumed.keys()}
-            for key in metadata.resumed:
-                self._count_cached(key, starting[key])
+            self.resumed.plan(scheduler_output, metadata)
         return metadata
 
-    def _count_cached(self, request_id: str, num_cached: int) -> None:
-        """Let a request that began with output tell how much of its prompt was not computed."""
-        request = self.scheduler.requests[request_id]
-        if request.prefill_stats is None and request.num_preemptions == 0:
-            request.prefill_stats = PrefillStats()
-            request.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
-
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are freed by vLLM as usual; those on their way to a peer are pinned by :class:`Sends`."""
-        self._resumed.pop(request.request_id, None)
+        """Blocks are freed by vLLM as usual; those on their way to a peer are pinned by :class:`SendPlanner`."""
+        if self.resumed is not None:
+            self.resumed.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -26,7 +26,7 @@ from tercet.protocol.wire import (
     StartGenerateCall,
     decode_call,
 )
-from tercet.vllm_plugin.edge import Edge
+from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -49,7 +49,7 @@ class TercetEndpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
         name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
-        edge = Edge(engine_client, name)  # type: ignore[arg-type]
+        edge = EngineVerbs(engine_client, name)  # type: ignore[arg-type]
         await edge.start()
         state.tercet = edge
 
@@ -64,7 +64,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _edge(request: Request) -> Edge:
+def _edge(request: Request) -> EngineVerbs:
     return request.app.state.tercet
 
 

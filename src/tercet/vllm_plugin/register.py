@@ -19,12 +19,11 @@ def register() -> None:
         logging.getLogger(__name__).warning("Tercet is installed but inactive: %s", error)
         return
 
-    from tercet.vllm_plugin.core import install_core_methods
-    from tercet.vllm_plugin.resume import install_worker_hook
-    from tercet.vllm_plugin.seeded import install_seeded_prompt_hook
-    from tercet.vllm_plugin.waiting import install_waiting_hook
+    from tercet.vllm_plugin.engine.core_methods import add_core_methods
+    from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
+    from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
 
-    install_core_methods()
-    install_worker_hook()
-    install_seeded_prompt_hook()
-    install_waiting_hook()
+    add_core_methods()
+    begin_requests_with_output()
+    keep_generators_of_unfinished_prompts()
+    let_queue_readers_sleep()

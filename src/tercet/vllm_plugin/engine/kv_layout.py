@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 
 from tercet.protocol import KVLayout
-from tercet.vllm_plugin.memory import LayerPlanes
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 
 # Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
 WINDOW_BYTES = 64 * 1024

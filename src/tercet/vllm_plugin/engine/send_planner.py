@@ -1,7 +1,7 @@
-"""Sends: requests whose KV goes to another engine while it is computed.
+"""SendPlanner: requests whose KV goes to another engine while it is computed.
 
 Runs on the scheduler's thread. Per step it plans which blocks have become complete, pins them, and tells the agents;
-a pin lasts until :meth:`Sends.end`, since the request itself may finish, or be preempted, before its last byte left.
+a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tercet.protocol import UnknownSequence
 from tercet.transport.agent import ControlClient
 from tercet.transport.agent.messages import CancelSend, Completion, Push, PushCached
-from tercet.vllm_plugin.messages import SendParams, StepMetadata
+from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -32,7 +32,7 @@ class Sending:
     pins: list[KVCacheBlock] = field(default_factory=list)
 
 
-class Sends:
+class SendPlanner:
     """All sends of this engine, by send id and by the vLLM request that computes each."""
 
     def __init__(self, scheduler: Scheduler, agents: ControlClient) -> None:

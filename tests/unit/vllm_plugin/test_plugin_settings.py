@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.config import MAX_CPUS, parse_config
+from tercet.vllm_plugin.engine.plugin_settings import MAX_CPUS, parse_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"lease": 3}, "lease"),
@@ -37,20 +37,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("extra", "named"), BAD, ids=str)
 def test_a_wrong_setting_is_refused_by_name(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(BadRequest, match=named):
-        parse_config(extra)
+        parse_settings(extra)
 
 
 def test_the_limit_is_given_in_gigabytes_per_second() -> None:
-    assert parse_config({"receive_limit": 1.5}).transport_settings().receive_limit == 1.5e9
+    assert parse_settings({"receive_limit": 1.5}).transport_settings().receive_limit == 1.5e9
 
 
 @pytest.mark.parametrize(
     ("given", "cpus"), [("", set[int]()), (3, {3}), ("3", {3}), ("0-2, 5", {0, 1, 2, 5}), ("1,1-1", {1})]
 )
 def test_cpus_of_the_agent(given: str | int, cpus: set[int]) -> None:
-    assert parse_config({"agent_cpus": given}).cpus() == cpus
+    assert parse_settings({"agent_cpus": given}).cpus() == cpus
 
 
 @given(st.sets(st.integers(0, MAX_CPUS - 1), min_size=1, max_size=20))
 def test_any_cpus_can_be_listed(cpus: set[int]) -> None:
-    assert parse_config({"agent_cpus": ",".join(map(str, cpus))}).cpus() == cpus
+    assert parse_settings({"agent_cpus": ",".join(map(str, cpus))}).cpus() == cpus

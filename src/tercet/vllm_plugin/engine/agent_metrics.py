@@ -20,29 +20,29 @@ NOW = {
     "connections": "Connections from senders that are open.",
     "sessions_in": "Senders that are connected.",
     "sessions_out": "Receivers that this rank is connected to.",
-    "sends_active": "Sends under way.",
+    "sends_active": "SendPlanner under way.",
     "leases_open": "Leases under which KV may arrive.",
-    "receives_active": "Sends of peers that have begun to arrive.",
+    "receives_active": "SendPlanner of peers that have begun to arrive.",
 }
 TOTALS = {
     "bytes_sent": "KV bytes sent.",
     "pieces_sent": "Frames of KV sent.",
-    "sends_done": "Sends that were acknowledged.",
-    "sends_failed": "Sends that failed or were cancelled.",
+    "sends_done": "SendPlanner that were acknowledged.",
+    "sends_failed": "SendPlanner that failed or were cancelled.",
     "sessions_lost": "Sessions with receivers that broke or were closed.",
     "bytes_received": "KV bytes received.",
     "pieces_received": "Frames of KV received.",
     "pieces_by_reference": "Frames of KV that were read from the sender's memory.",
     "pieces_refused": "Frames of KV refused, most of them late.",
-    "claims_accepted": "Sends of peers that are in place.",
-    "claims_refused": "Sends of peers that lacked something.",
-    "receives_dropped": "Sends of peers that were forgotten half-way.",
+    "claims_accepted": "SendPlanner of peers that are in place.",
+    "claims_refused": "SendPlanner of peers that lacked something.",
+    "receives_dropped": "SendPlanner of peers that were forgotten half-way.",
     "connections_refused": "Connections that broke the protocol, did not know the secret, or were too many.",
 }
 
 leases_expired = Counter("tercet_leases_expired", "Reservations that nobody used in time.")
 leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
-sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's going away, ended.")
+sends_aborted = Counter("tercet_sends_aborted", "SendPlanner that an abort, or their client's going away, ended.")
 
 
 class AgentCollector(Collector):

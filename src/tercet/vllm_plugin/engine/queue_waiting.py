@@ -8,14 +8,14 @@ step's tokens to clients. Asleep, a step begins a fraction of a millisecond late
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tercet.protocol import BadRequest
+from tercet.vllm_plugin.engine.patching import Method, wrap
 
 VARIABLE = "TERCET_SPIN_SECONDS"
 NAP_MS = 2
@@ -39,35 +39,35 @@ def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
     return seconds
 
 
-def install_waiting_hook() -> None:
+def let_queue_readers_sleep() -> None:
     """Let readers of vLLM's message queues sleep as soon as there is nothing to read.
 
-    Relies on: ``SpinCondition.wait`` looking for ``busy_loop_s`` seconds after ``last_read`` and then polling a socket
-    that writers notify with every message, for ``timeout_ms`` at most; its caller looks again after each return. The
+    vLLM's reader looks for ``busy_loop_s`` seconds and then polls a socket that writers notify with every message. The
     socket drops a notice while it still carries the one before, so right after a read nobody sleeps longer than
-    ``NAP_MS`` at a time.
+    ``NAP_MS`` at a time; its caller looks again after each return.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform
 
     seconds = spin_seconds(os.environ, current_platform.is_cpu())
-    if seconds is None or getattr(SpinCondition.wait, "tercet_hook", False):
+    if seconds is None:
         return
-    begin: Callable[..., None] = SpinCondition.__init__
-    wait: Callable[..., None] = SpinCondition.wait
 
-    @functools.wraps(begin)
-    def begin_with(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        if self.is_reader:
-            self.busy_loop_s = seconds
+    def looking_for(begin: Method) -> Method:
+        def begin_with(self: Any, *args: Any, **kwargs: Any) -> None:
+            begin(self, *args, **kwargs)
+            if self.is_reader:
+                self.busy_loop_s = seconds
 
-    @functools.wraps(wait)
-    def nap_or_sleep(self: Any, timeout_ms: int | None = None) -> None:
-        if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
-            timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
-        wait(self, timeout_ms)
+        return begin_with
 
-    nap_or_sleep.tercet_hook = True  # type: ignore[attr-defined]
-    SpinCondition.__init__ = begin_with  # type: ignore[method-assign]
-    SpinCondition.wait = nap_or_sleep  # type: ignore[method-assign]
+    def napping(wait: Method) -> Method:
+        def nap_or_sleep(self: Any, timeout_ms: int | None = None) -> None:
+            if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
+                timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
+            wait(self, timeout_ms)
+
+        return nap_or_sleep
+
+    wrap(SpinCondition, "__init__", looking_for)
+    wrap(SpinCondition, "wait", napping)

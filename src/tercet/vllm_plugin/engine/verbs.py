@@ -41,14 +41,13 @@ from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSen
 from tercet.streams import Speaker
 from tercet.transport import routes
 from tercet.transport.agent.messages import Destination, LeaseFilled
-from tercet.vllm_plugin import metrics
-from tercet.vllm_plugin.checks import check_address
 from tercet.vllm_plugin.compat import vllm_version
-from tercet.vllm_plugin.decoding import Decoding
-from tercet.vllm_plugin.generation import Generation
-from tercet.vllm_plugin.load import LoadMeter
-from tercet.vllm_plugin.messages import SendParams, SeqParams, TercetParams
-from tercet.vllm_plugin.reports import Inbox, SendInFlight
+from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
+from tercet.vllm_plugin.engine.call_checks import check_address
+from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
+from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
+from tercet.vllm_plugin.engine.load_meter import LoadMeter
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -69,7 +68,7 @@ class EdgeLease:
     matched_len: int = 0
 
 
-class Edge:
+class EngineVerbs:
     """One engine's verbs."""
 
     def __init__(self, engine_client: AsyncLLM, name: str) -> None:
@@ -79,7 +78,7 @@ class Edge:
         self._lease_of_seq: dict[str, str] = {}
         self._busy: dict[BusyKey, Callable[[], None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._inbox = Inbox(self._lease_filled)
+        self._inbox = AgentReports(self._lease_filled)
         self.speaker = Speaker(name, LoadMeter(engine_client).load, self.stream_generate)
         self._layout: KVLayout | None = None
         self._transports: list[list[str]] = []
@@ -95,7 +94,7 @@ class Edge:
         if found["kv_events"] is not None:
             self._kv_events = KVEvents(**found["kv_events"], epoch=uuid.uuid4().hex)
         self._inbox.start(len(self._transports))
-        metrics.export([(address, secret) for address, secret in found["agents"]])
+        agent_metrics.export([(address, secret) for address, secret in found["agents"]])
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class Edge:
             send = msgspec.to_builtins(params)
             if await self._core("tercet_push_cached", tokens, call.cache_salt, send):
                 return None, len(tokens)
-        generation = Generation(
+        generation = LLMRequest(
             self._client,
             tokens,
             call.sampling_params if call.sample else {},
@@ -172,7 +171,7 @@ class Edge:
             # A refusal by the receiver ends the work at once; there is nobody left to compute for.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
-                metrics.sends_aborted.inc()
+                agent_metrics.sends_aborted.inc()
                 computing.cancel()
                 await asyncio.wait({computing})
                 await sending.wait()
@@ -185,7 +184,7 @@ class Edge:
         """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
         decoding = await self._decoding(call)
         try:
-            async for output in decoding.generation.outputs():
+            async for output in decoding.request.outputs():
                 yield decoding.told(output)
         finally:
             decoding.end()
@@ -196,7 +195,7 @@ class Edge:
         decoding = await self._decoding(call)
         await decoding.stream(connection, door, len(call.output))
 
-    async def _decoding(self, call: StartGenerateCall) -> Decoding:
+    async def _decoding(self, call: StartGenerateCall) -> DecodingSequence:
         tokens = await self._tokens(call.prompt)
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
@@ -206,7 +205,7 @@ class Edge:
         claimed = self._claim(call.seq_id, [*tokens, *call.output])
         lease = claimed.lease if claimed else None
         params = TercetParams(self._token, seq=SeqParams(lease, call.output))
-        generation = Generation(
+        generation = LLMRequest(
             self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
         )
         self._busy[call.seq_id, None] = generation.abort
@@ -217,7 +216,7 @@ class Edge:
                 self._spawn(self._release_quietly(lease))
 
         total = len(tokens) + len(call.output)
-        return Decoding(generation, lambda cached: _usage(total, cached, claimed), ended)
+        return DecodingSequence(generation, lambda cached: _usage(total, cached, claimed), ended)
 
     async def abort(self, seq_id: str) -> bool:
         """End the sequence's reservation, sends and generation; whether there was any."""
@@ -226,7 +225,7 @@ class Edge:
             stop()
         lease = self._lease_of_seq.get(seq_id)
         if lease is not None:
-            metrics.leases_aborted.inc()
+            agent_metrics.leases_aborted.inc()
             await self.release(lease)
         return bool(found) or lease is not None
 
@@ -345,7 +344,7 @@ class Edge:
             await self._core("tercet_end_send", send_id)
 
     def _spawn_release(self, lease: str) -> None:
-        metrics.leases_expired.inc()
+        agent_metrics.leases_expired.inc()
         self._forget(lease)
         self._spawn(self._release_quietly(lease))
 
@@ -374,7 +373,7 @@ class Edge:
 
 
 class _Busy:
-    """While entered, :meth:`Edge.abort` of the sequence cancels the task; leaving by an error does so too."""
+    """While entered, :meth:`EngineVerbs.abort` of the sequence cancels the task; leaving by an error does so too."""
 
     def __init__(self, busy: dict[BusyKey, Callable[[], None]], key: BusyKey, task: asyncio.Future[Any]) -> None:
         self._busy, self._key, self._task = busy, key, task

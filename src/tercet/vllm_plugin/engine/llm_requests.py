@@ -1,4 +1,4 @@
-"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs."""
+"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs; and a sequence that decodes by one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob
+import msgspec
+
+from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob, Usage
 from tercet.protocol.types import FinishReason
-from tercet.vllm_plugin.messages import TercetParams
-from tercet.vllm_plugin.sampling import first_token_only, to_vllm
+from tercet.protocol.wire import Destination as DoorDestination
+from tercet.streams import Connection, Voice
+from tercet.vllm_plugin.engine.connector_messages import TercetParams
+from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
 
 if TYPE_CHECKING:
     from vllm import TokensPrompt
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-class Generation:
+class LLMRequest:
     """One request: its tokens, its parameters, and the stream of what comes out."""
 
     def __init__(
@@ -133,6 +137,67 @@ class Generation:
             raise EngineError(f"the engine failed: {error}") from error
         finally:
             await stream.aclose()
+
+
+class DecodingSequence:
+    """A generation, and what must be given back when it is over: ``on_end`` is called once, with whether it began.
+
+    ``usage`` makes the first output's usage from the number of tokens that were found in the cache.
+    """
+
+    def __init__(
+        self, request: LLMRequest, usage: Callable[[int], Usage], on_end: Callable[[bool], None]
+    ) -> None:  # fmt: skip
+        self.request = request
+        self._usage = usage
+        self._on_end = on_end
+        self._begun = False
+        self._over = False
+
+    def told(self, output: Output) -> Output:
+        """The output as callers get it."""
+        if self._begun:
+            return output
+        self._begun = True
+        return msgspec.structs.replace(output, usage=self._usage(self.request.num_cached))
+
+    def end(self) -> None:
+        """Give back what the sequence took; more than once does nothing."""
+        if not self._over:
+            self._over = True
+            self._on_end(self._begun)
+
+    async def stream(self, connection: Connection, door: DoorDestination, position: int) -> None:
+        """Send outputs to a front door, until the last one, or until it does not want them any more.
+
+        Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
+        """
+        try:
+            voice = connection.voice(door.number, position, self._stop)
+            try:
+                await self.request.start(lambda found: self._deliver(voice, found))
+            except BaseException:
+                voice.close()
+                raise
+        except BaseException:
+            self.end()
+            raise
+
+    def _deliver(self, voice: Voice, found: Output | TercetError) -> None:
+        if self._over:
+            return  # stopped; what still comes is nobody's
+        if isinstance(found, TercetError):
+            self.end()
+            voice.fail(found)
+            return
+        output = self.told(found)
+        if output.finished:
+            self.end()
+        voice.say(output)
+
+    def _stop(self) -> None:
+        self.request.abort()
+        self.end()
 
 
 def _output_of(item: RequestOutput) -> Output:

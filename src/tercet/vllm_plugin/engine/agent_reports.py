@@ -55,7 +55,7 @@ class SendInFlight:
         return Delivered(sum(report.bytes for report in reports), sum(report.pieces for report in reports))
 
 
-class Inbox:
+class AgentReports:
     """Receives the reports of this engine's agents and gives each to whoever waits for it."""
 
     def __init__(self, on_filled: Callable[[LeaseFilled, int], None]) -> None:

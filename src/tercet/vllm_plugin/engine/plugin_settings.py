@@ -23,7 +23,7 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one engine's Tercet plugin.
 
     ``lease_ttl``: seconds until an unused reservation ends by itself. ``max_lease_share``: share of the block pool
@@ -67,10 +67,10 @@ class PluginConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )  # fmt: skip
 
 
-def parse_config(extra: Mapping[str, Any]) -> PluginConfig:
+def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
     """Validate ``kv_connector_extra_config``; raises :class:`~tercet.protocol.BadRequest` naming the key."""
     try:
-        config = msgspec.convert(dict(extra), PluginConfig, strict=False)
+        config = msgspec.convert(dict(extra), PluginSettings, strict=False)
         config.transport_settings()
         config.cpus()
     except (msgspec.ValidationError, ValueError) as error:

@@ -7,6 +7,7 @@ message, param]]``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -16,9 +17,8 @@ import msgspec
 from tercet.protocol import EngineError, TercetError
 from tercet.transport.agent.messages import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.kv_events import publish_now, published_at
-from tercet.vllm_plugin.messages import SendParams
-from tercet.vllm_plugin.reservations import FILLER_TOKEN
+from tercet.vllm_plugin.engine.connector_messages import SendParams
+from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -68,7 +68,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
         "token": connector.token,
         "lease_ttl": connector.config.lease_ttl,
         "total_blocks": _scheduler(core).kv_cache_manager.block_pool.num_gpu_blocks - 1,
-        "kv_events": published_at(_scheduler(core)),
+        "kv_events": _published_at(_scheduler(core)),
     }
 
 
@@ -84,14 +84,14 @@ def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: 
 def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
     """Make received KV findable in the prefix cache."""
     _connector(core).reservations.commit(lease, valid_end)  # type: ignore[union-attr]
-    publish_now(_scheduler(core))
+    _publish_now(_scheduler(core))
 
 
 @_answers
 def tercet_release(core: EngineCore, lease: str) -> int:
     """End a lease; returns how far its KV was valid."""
     valid_end = _connector(core).reservations.release(lease)  # type: ignore[union-attr]
-    publish_now(_scheduler(core))
+    _publish_now(_scheduler(core))
     return valid_end
 
 
@@ -146,6 +146,31 @@ def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str
     )
 
 
+def _published_at(scheduler: Scheduler) -> dict[str, Any] | None:
+    """Endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
+    import zmq
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    publisher = scheduler.kv_event_publisher
+    if not isinstance(publisher, ZmqEventPublisher) or publisher._pub is None:
+        return None
+    replay = publisher._replay
+    return {
+        "endpoint": publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT),
+        "replay": None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
+        "topic": publisher.get_publisher_config().topic,
+    }
+
+
+def _publish_now(scheduler: Scheduler) -> None:
+    """Publish what happened to blocks since the last step: an idle engine makes none, and received KV has arrived."""
+    from vllm.distributed.kv_events import KVEventBatch
+
+    events: Any = scheduler.kv_cache_manager.take_events()
+    if events:
+        scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+
 METHODS: tuple[Callable[..., list[Any]], ...] = (
     tercet_describe,
     tercet_reserve,
@@ -157,7 +182,7 @@ METHODS: tuple[Callable[..., list[Any]], ...] = (
 )
 
 
-def install_core_methods() -> None:
+def add_core_methods() -> None:
     """Add the methods to ``EngineCore``; relies on utility calls being looked up by name on the instance."""
     from vllm.v1.engine.core import EngineCore
 

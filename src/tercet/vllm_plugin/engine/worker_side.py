@@ -10,9 +10,9 @@ from tercet.protocol import KVLayout
 from tercet.transport import BlockShape
 from tercet.transport.agent import AgentProcess
 from tercet.transport.agent.messages import LayersDone, StepBegins, StepEnds
-from tercet.vllm_plugin.config import PluginConfig
-from tercet.vllm_plugin.memory import LayerPlanes
-from tercet.vllm_plugin.messages import StepMetadata, WorkerHandshake
+from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
 
 # So much KV is told to the agent at a time, at least; what remains at the end of a step is told then.
 NOTE_BYTES = 1024 * 1024
@@ -21,7 +21,7 @@ NOTE_BYTES = 1024 * 1024
 class WorkerSide:
     """One rank: its agent, and what the current step pushes."""
 
-    def __init__(self, rank: int, config: PluginConfig) -> None:
+    def __init__(self, rank: int, config: PluginSettings) -> None:
         self._rank = rank
         self._config = config
         self._step = StepMetadata()

@@ -1,0 +1,23 @@
+"""How a method of vLLM is replaced: in one way, once per process, and listed in :mod:`tercet.vllm_plugin.hooks`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+Method = Callable[..., Any]
+MARK = "__tercet_wrapper__"
+
+
+def wrap(owner: type, name: str, wrapper_of: Callable[[Method], Method]) -> None:
+    """Let ``wrapper_of(original)`` stand in for ``owner.name``.
+
+    A process may load the plugins more than once; a method that is wrapped already stays as it is.
+    """
+    original: Method = getattr(owner, name)
+    if hasattr(original, MARK):
+        return
+    wrapper = functools.wraps(original)(wrapper_of(original))
+    setattr(wrapper, MARK, True)
+    setattr(owner, name, wrapper)

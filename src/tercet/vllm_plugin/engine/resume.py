@@ -1,0 +1,85 @@
+"""Requests that start with output tokens that another engine generated: the scheduler's half.
+
+Most is vLLM's own: ``Request.append_output_token_ids`` makes a request what a preempted one is, so ``max_tokens``,
+``min_tokens`` and stop conditions count the output. Three things remain. The grammar of a structured output must have
+accepted the output; the worker, which believes that new requests have none, must be told
+(:mod:`~tercet.vllm_plugin.engine.model_runner`); and what was cached is counted here, since vLLM takes it for granted
+that no more than the prompt can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.metrics.stats import PrefillStats
+
+from tercet.vllm_plugin.engine.connector_messages import StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+
+class ResumedRequests:
+    """Requests with output from elsewhere that no step has started yet."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiting: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, request: VLLMRequest, output: list[int]) -> None:
+        """Make ``request`` go on after ``output``; called before it is first scheduled."""
+        request.append_output_token_ids(list(output))
+        start_grammar_after(request, output)
+        self._waiting[request.request_id] = output
+        request.prefill_stats = None  # until the first step: with output, more than the prompt may be cached
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Tell the workers with what output the requests start that ``output`` schedules for the first time."""
+        if not self._waiting:
+            return
+        starting = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        metadata.resumed = {key: self._waiting.pop(key) for key in starting.keys() & self._waiting.keys()}
+        for request_id in metadata.resumed:
+            self._count_cached(self._scheduler.requests[request_id], starting[request_id])
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._waiting.pop(request_id, None)
+
+    def _count_cached(self, request: VLLMRequest, num_cached: int) -> None:
+        if request.prefill_stats is None and request.num_preemptions == 0:
+            request.prefill_stats = PrefillStats()
+            request.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
+
+
+def start_grammar_after(request: VLLMRequest, output: Sequence[int]) -> None:
+    """Make the request's grammar, which vLLM compiles in the background, start after ``output``."""
+    structured = request.structured_output_request
+    if structured is None:
+        return
+    compiled: Any = structured._grammar
+    advanced: Future[Any] = Future()
+
+    def advance(done: Future[Any]) -> None:
+        try:
+            grammar = done.result()
+            if not grammar.accept_tokens(request.request_id, list(output)):
+                raise ValueError("output: the tokens generated so far do not follow the requested structure")
+        except Exception as error:  # reported by vLLM as this request's grammar failure
+            advanced.set_exception(error)
+        else:
+            advanced.set_result(grammar)
+
+    if not isinstance(compiled, Future):
+        ready: Future[Any] = Future()
+        ready.set_result(compiled)
+        compiled = ready
+    structured._grammar = advanced
+    compiled.add_done_callback(advance)
