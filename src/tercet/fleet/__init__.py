@@ -1,6 +1,5 @@
 """The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
-from tercet.fleet.cost_notes import RouteDecision, RouteOption
 from tercet.fleet.fleet import EngineFleet, Member
 from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
@@ -13,8 +12,6 @@ __all__ = [
     "FleetKnowledge",
     "Hearing",
     "Member",
-    "RouteDecision",
-    "RouteOption",
     "Trace",
     "TraceEvent",
 ]

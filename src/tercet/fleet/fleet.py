@@ -10,9 +10,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from random import Random
 
+from tercet.cost import Costs, Targets
 from tercet.fleet.choice import Choice
-from tercet.fleet.cost_notes import Targets
-from tercet.fleet.costs import Costs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.load import STALE_AFTER, EngineLoad
 from tercet.fleet.trace import Trace, TracedEngine

@@ -7,8 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 
 import msgspec
 
-from tercet.fleet.cost_notes import RouteDecision
-from tercet.fleet.costs import Costs
+from tercet.cost import Costs, RouteDecision
 from tercet.protocol import (
     Engine,
     EngineError,

@@ -15,7 +15,8 @@ import pytest
 from tercet.bench.simulated.run import run_requests
 from tercet.bench.simulated.spec import parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
-from tercet.fleet import EngineFleet, Member, RouteDecision, Trace
+from tercet.cost import RouteDecision
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
 from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual

@@ -191,7 +191,7 @@ async def test_a_failing_verb_gives_everything_back(
 
 def force(monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     """Let only the pair p, d with this split be a route."""
-    from tercet.fleet import RouteOption, costs
+    from tercet.cost import RouteOption, costs
 
     only = RouteOption("d", 1.0, 1.0, 1.0, "p", split)
     monkeypatch.setattr(costs, "options_of", lambda *_: [only])

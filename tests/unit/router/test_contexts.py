@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.fleet import RouteDecision, RouteOption, Trace, TraceEvent
+from tercet.cost import RouteDecision, RouteOption
+from tercet.fleet import Trace, TraceEvent
 from tercet.router.metrics import Metrics
 
 from .conftest import Door, counted

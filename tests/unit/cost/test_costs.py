@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.fleet.cost import CostModel, Pace, Tempo, features_of
-from tercet.fleet.cost_choice import Site, Wanted, options_of
-from tercet.fleet.cost_fit import Fit
-from tercet.fleet.cost_notes import Targets
-from tercet.fleet.cost_work import EngineWork, Job
-from tercet.fleet.costs import Costs
+from tercet.cost.cost_model import ArrivalRate, CostModel, EnginePace, features_of
+from tercet.cost.costs import Costs
+from tercet.cost.engine_work import EngineWork, Job
+from tercet.cost.online_fit import OnlineFit
+from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, options_of
 from tercet.protocol import Request
 
 TOKENS = st.integers(1, 8192)
@@ -71,7 +70,7 @@ def test_larger_batches_never_cost_less_whatever_was_seen(
 def test_a_fit_finds_the_truth(shares: tuple[float, ...], speed: float, seed: int) -> None:
     chance, prior = random.Random(seed), (0.01, 1e-4, 1e-8)
     truth = [share * speed * own for share, own in zip(shares, prior, strict=True)]
-    fit = Fit(prior)
+    fit = OnlineFit(prior)
     draw = lambda: (1.0, float(chance.randrange(1, 4000)), float(chance.randrange(1, 16_000_000)))  # noqa: E731
     for _ in range(300):
         features = draw()
@@ -81,7 +80,7 @@ def test_a_fit_finds_the_truth(shares: tuple[float, ...], speed: float, seed: in
 
 
 def test_wild_observations_move_a_fit_little() -> None:
-    fit = Fit((0.01, 1e-4))
+    fit = OnlineFit((0.01, 1e-4))
     for number in range(200):
         tokens = 100.0 + 37 * (number % 50)
         fit.observe((1.0, tokens), (0.02 + 3e-4 * tokens) * (20 if number % 20 == 19 else 1))
@@ -89,7 +88,7 @@ def test_wild_observations_move_a_fit_little() -> None:
 
 
 def test_a_fit_follows_a_change() -> None:
-    fit = Fit((0.01, 1e-4), forgetting=0.98)
+    fit = OnlineFit((0.01, 1e-4), forgetting=0.98)
     for number in range(600):
         tokens = 100.0 + 37 * (number % 50)
         fit.observe((1.0, tokens), (1 if number < 300 else 3) * (0.02 + 3e-4 * tokens))
@@ -113,7 +112,7 @@ def test_answers_are_expected_as_long_as_those_with_a_limit_like_theirs() -> Non
 
 
 def test_a_pace_that_does_not_stand_out_from_its_noise_is_the_fleets() -> None:
-    noisy, steady = Pace(), Pace()
+    noisy, steady = EnginePace(), EnginePace()
     for number in range(200):
         noisy.observe(0.08 if number % 2 else 0.14, 0.1)
         steady.observe(0.13, 0.1)
@@ -122,7 +121,7 @@ def test_a_pace_that_does_not_stand_out_from_its_noise_is_the_fleets() -> None:
 
 
 def test_a_pace_finds_a_slow_engine() -> None:
-    pace = Pace()
+    pace = EnginePace()
     for _ in range(200):
         pace.observe(0.3, 0.1)
     assert pace.factor == pytest.approx(3, rel=0.05)
@@ -139,14 +138,14 @@ def test_decodes_to_come_are_held_up_by_what_is_left_when_they_are_ready() -> No
 
 
 def test_how_busy_an_engine_is_counts_over_about_ten_prefills() -> None:
-    tempo = Tempo()
-    tempo.engines = 2
+    arrivals = ArrivalRate()
+    arrivals.engines = 2
     for number in range(100):
-        tempo.note(number / 10)
-    assert tempo.memory == 10
+        arrivals.note(number / 10)
+    assert arrivals.memory == 10
     for number in range(100):
-        tempo.note(10 + number * 5)
-    assert tempo.memory == pytest.approx(100, rel=0.05)
+        arrivals.note(10 + number * 5)
+    assert arrivals.memory == pytest.approx(100, rel=0.05)
 
 
 # ---- the work of an engine -----------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ def test_whatever_happens_nothing_stays_when_all_have_left(events: list[tuple[st
 # ---- routes --------------------------------------------------------------------------------------------------
 
 
-def site(name: str, model: CostModel, matched: int = 0, decodes: int = 0, line: int = 0) -> Site:
+def candidate(name: str, model: CostModel, matched: int = 0, decodes: int = 0, line: int = 0) -> RouteCandidate:
     clock = Clock()
     work = EngineWork(model, clock)
     for number in range(decodes):
@@ -235,11 +234,13 @@ def site(name: str, model: CostModel, matched: int = 0, decodes: int = 0, line: 
         work.prefilled(f"d{number}", job, 1, 0, 0)
     for number in range(line):
         work.begin(f"p{number}", Job(1000, output=100, seconds=model.prefill(1000)))
-    return Site(name, work, model, 0.0, matched)
+    return RouteCandidate(name, work, model, 0.0, matched)
 
 
-def wanted(tokens: int = 1000, output: float = 50, ttft: float | None = None, tpot: float | None = None) -> Wanted:
-    return Wanted(tokens, output, Targets(ttft, tpot))
+def wanted(
+    tokens: int = 1000, output: float = 50, ttft: float | None = None, tpot: float | None = None
+) -> RouteRequest:
+    return RouteRequest(tokens, output, Targets(ttft, tpot))
 
 
 def model_of_a_cpu() -> CostModel:
@@ -250,20 +251,20 @@ def model_of_a_cpu() -> CostModel:
 
 def test_idle_engines_take_requests_alone() -> None:
     model = model_of_a_cpu()
-    best = options_of([site("a", model), site("b", model)], wanted())[0]
+    best = options_of([candidate("a", model), candidate("b", model)], wanted())[0]
     assert best.kind(1000) == "alone"
 
 
 def test_where_the_prompt_is_cached_is_cheapest() -> None:
     model = model_of_a_cpu()
-    best = options_of([site("a", model), site("b", model, matched=960)], wanted())[0]
+    best = options_of([candidate("a", model), candidate("b", model, matched=960)], wanted())[0]
     assert (best.kind(1000), best.decode) == ("alone", "b")
 
 
 def test_decodes_are_spared_the_prefills_of_others() -> None:
     """With decodes on one engine and none on the other, nobody prefills among the decodes."""
     model = model_of_a_cpu()
-    options = options_of([site("a", model), site("b", model, decodes=8)], wanted())
+    options = options_of([candidate("a", model), candidate("b", model, decodes=8)], wanted())
     alone = {option.decode: option for option in options if not option.prefill}
     assert alone["b"].cost > alone["a"].cost + 7 * model.prefill(1000) * 0.8
     assert options[0].decode == "a" or options[0].prefill == "a"
@@ -271,15 +272,19 @@ def test_decodes_are_spared_the_prefills_of_others() -> None:
 
 def test_a_line_of_prefills_counts() -> None:
     model = model_of_a_cpu()
-    alone = {o.decode: o for o in options_of([site("a", model, line=2), site("b", model)], wanted()) if not o.prefill}
+    alone = {
+        o.decode: o
+        for o in options_of([candidate("a", model, line=2), candidate("b", model)], wanted())
+        if not o.prefill
+    }
     assert alone["a"].ttft == pytest.approx(3 * alone["b"].ttft, rel=0.1)
 
 
 def test_objectives_go_before_cost() -> None:
     model = model_of_a_cpu()
-    sites = [site("busy", model, decodes=16), site("line", model, line=1)]
-    cheapest = options_of(sites, wanted(100, 400))[0]
-    tight = options_of(sites, wanted(100, 400, ttft=cheapest.ttft / 2))
+    candidates = [candidate("busy", model, decodes=16), candidate("line", model, line=1)]
+    cheapest = options_of(candidates, wanted(100, 400))[0]
+    tight = options_of(candidates, wanted(100, 400, ttft=cheapest.ttft / 2))
     assert tight[0].missed <= min(option.missed for option in tight)
     assert tight[0].ttft < cheapest.ttft
 
@@ -295,8 +300,8 @@ def test_every_route_has_sane_numbers(
     decodes: int,
 ) -> None:
     model = taught(prefills, steps)
-    sites = [site("a", model, min(matched, tokens), decodes), site("b", model, line=decodes % 3)]
-    for option in options_of(sites, wanted(tokens, output)):
+    candidates = [candidate("a", model, min(matched, tokens), decodes), candidate("b", model, line=decodes % 3)]
+    for option in options_of(candidates, wanted(tokens, output)):
         assert option.ttft >= 0
         assert option.tpot >= 0
         assert 0 <= option.cost < float("inf")

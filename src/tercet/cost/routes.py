@@ -18,10 +18,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from tercet.fleet.cost import CostModel
-from tercet.fleet.cost_notes import RouteOption, Targets
-from tercet.fleet.cost_work import EngineWork
+import msgspec
+
+from tercet.cost.cost_model import CostModel
+from tercet.cost.engine_work import EngineWork
+from tercet.protocol import BadRequest
 
 SPLITS = (0.9, 0.75, 0.5)
 PAIRED, SPLIT = 3, 2
@@ -29,9 +32,67 @@ SHARPER = 3
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Engines take calls between steps: a call waits half a step on average, where decodes run."""
 
+RouteKind = Literal["alone", "pair", "split"]
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Service level objectives, in seconds; None is no objective.
+
+    Raises :class:`~tercet.protocol.BadRequest` for one that is not positive.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("ttft", self.ttft), ("tpot", self.tpot)):
+            if seconds is not None and not seconds > 0:
+                raise BadRequest(f"{name}: is {seconds}, and must be more than 0 seconds", name)
+
+    def missed_by(self, ttft: float, tpot: float) -> float:
+        """By what share of themselves the objectives are missed, in sum; 0 if they are met."""
+        missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
+        return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
+
+
+class RouteOption(msgspec.Struct, omit_defaults=True):
+    """One way to serve a request, and what was predicted of it, in seconds.
+
+    ``decode`` alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last token, plus
+    the time by which everything else that runs, or will come, ends later.
+    """
+
+    decode: str
+    ttft: float
+    tpot: float
+    cost: float
+    prefill: str = ""
+    split: int = 0
+    missed: float = 0.0
+
+    def kind(self, num_tokens: int) -> RouteKind:
+        """One engine, two, or two that share the prompt."""
+        if not self.prefill:
+            return "alone"
+        return "pair" if self.split == num_tokens else "split"
+
+
+class RouteDecision(msgspec.Struct, omit_defaults=True):
+    """What ``auto`` decided: the chosen option, and the cheapest others that it weighed.
+
+    ``explored``: the option was not the cheapest, and taken to learn what it costs. ``output`` is how many tokens were
+    expected of the answer. What came of it is the trace's own ``ttft`` and ``tpot``.
+    """
+
+    kind: RouteKind
+    chosen: RouteOption
+    others: list[RouteOption] = []
+    explored: bool = False
+    output: float = 0.0
+
 
 @dataclass(frozen=True)
-class Wanted:
+class RouteRequest:
     """The request: ``tokens`` of prompt, and how many are expected of the answer."""
 
     tokens: int
@@ -39,7 +100,7 @@ class Wanted:
     targets: Targets
 
 
-class Site:
+class RouteCandidate:
     """One engine at the moment of a decision; ``matched`` tokens of the prompt are believed to be cached there."""
 
     def __init__(self, name: str, work: EngineWork, model: CostModel, now: float, matched: int) -> None:
@@ -78,17 +139,17 @@ class Site:
         return tpot, slower * self.batch * together
 
 
-def options_of(sites: Sequence[Site], wanted: Wanted) -> list[RouteOption]:
+def options_of(candidates: Sequence[RouteCandidate], wanted: RouteRequest) -> list[RouteOption]:
     """The routes over these engines that are worth a look, the best first.
 
     Every engine alone; pairs of the few that prefill at the least cost and the few that decode at the least cost; and
     for the best of these pairs, other splits.
     """
-    _expect_order(sites)
-    alone = [_alone(site, wanted) for site in sites]
-    by_name = {site.name: site for site in sites}
-    prefills = heapq.nsmallest(PAIRED, sites, key=lambda site: _cost_of_prefill(site, wanted))
-    decodes = heapq.nsmallest(PAIRED, sites, key=lambda site: _cost_of_decode(site, wanted))
+    _expect_order(candidates)
+    alone = [_alone(candidate, wanted) for candidate in candidates]
+    by_name = {candidate.name: candidate for candidate in candidates}
+    prefills = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
+    decodes = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_decode(candidate, wanted))
     pairs = [
         _pair(prefill, decode, wanted.tokens, wanted)
         for prefill in prefills
@@ -107,36 +168,36 @@ def _rank(option: RouteOption) -> tuple[float, float]:
     return option.missed, option.cost
 
 
-def _cost_of_prefill(site: Site, wanted: Wanted) -> float:
-    seconds = site.prefill(0, wanted.tokens)
-    return site.waiting + seconds + site.delay(seconds)
+def _cost_of_prefill(candidate: RouteCandidate, wanted: RouteRequest) -> float:
+    seconds = candidate.prefill(0, wanted.tokens)
+    return candidate.waiting + seconds + candidate.delay(seconds)
 
 
-def _cost_of_decode(site: Site, wanted: Wanted) -> float:
-    tpot, slowed = site.decode(wanted.tokens, wanted.output)
-    return wanted.output * tpot + slowed - site.matched * site.prefill(0, wanted.tokens) / wanted.tokens
+def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
+    tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
+    return wanted.output * tpot + slowed - candidate.matched * candidate.prefill(0, wanted.tokens) / wanted.tokens
 
 
-def _expect_order(sites: Sequence[Site]) -> None:
+def _expect_order(candidates: Sequence[RouteCandidate]) -> None:
     """Expect of the engines' future that they differ more than in the recent past.
 
     Prefills go where few decodes run, and decodes where few prefills do, so engines that differ by chance are drawn
     apart. Predictions that take the past for the future would miss that, and leave all engines alike.
     """
-    total = sum(site.interference for site in sites)
-    sharper = sum(site.interference**SHARPER for site in sites)
-    for site in sites:
-        site.interference = total * site.interference**SHARPER / sharper if sharper else 0.0
+    total = sum(candidate.interference for candidate in candidates)
+    sharper = sum(candidate.interference**SHARPER for candidate in candidates)
+    for candidate in candidates:
+        candidate.interference = total * candidate.interference**SHARPER / sharper if sharper else 0.0
 
 
-def _alone(site: Site, wanted: Wanted) -> RouteOption:
-    seconds = site.prefill(0, wanted.tokens)
-    tpot, slowed = site.decode(wanted.tokens, wanted.output)
-    ttft = site.waiting + seconds
-    return _option(wanted, site.name, ttft, tpot, site.delay(seconds) + slowed)
+def _alone(candidate: RouteCandidate, wanted: RouteRequest) -> RouteOption:
+    seconds = candidate.prefill(0, wanted.tokens)
+    tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
+    ttft = candidate.waiting + seconds
+    return _option(wanted, candidate.name, ttft, tpot, candidate.delay(seconds) + slowed)
 
 
-def _pair(prefill: Site, decode: Site, split: int, wanted: Wanted) -> RouteOption:
+def _pair(prefill: RouteCandidate, decode: RouteCandidate, split: int, wanted: RouteRequest) -> RouteOption:
     tpot, slowed = decode.decode(wanted.tokens, wanted.output)
     step = tpot if decode.batch else 0.0
     ready = max(decode.under_way, STEPS_TO_RESERVE * step) + prefill.waiting
@@ -154,14 +215,14 @@ def _pair(prefill: Site, decode: Site, split: int, wanted: Wanted) -> RouteOptio
 
 
 def _option(
-    wanted: Wanted, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
+    wanted: RouteRequest, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
 ) -> RouteOption:
     own = ttft + (wanted.output - 1) * tpot
     missed = wanted.targets.missed_by(ttft, tpot)
     return RouteOption(decode, ttft, tpot, own + others, prefill, split, missed)
 
 
-def _splits(decode: Site, wanted: Wanted) -> Iterator[int]:
+def _splits(decode: RouteCandidate, wanted: RouteRequest) -> Iterator[int]:
     """Where a pair may split: past what the decode engine has, each place once."""
     places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
     return (place for place in places if decode.matched < place < wanted.tokens)

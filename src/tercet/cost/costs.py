@@ -7,10 +7,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 
-from tercet.fleet.cost import CostModel
-from tercet.fleet.cost_choice import Site, Wanted, options_of
-from tercet.fleet.cost_notes import RouteDecision, RouteOption, Targets
-from tercet.fleet.cost_work import EngineWork, Job
+from tercet.cost.cost_model import CostModel
+from tercet.cost.engine_work import EngineWork, Job
+from tercet.cost.routes import RouteCandidate, RouteDecision, RouteOption, RouteRequest, Targets, options_of
 from tercet.protocol import Output, Request, Usage
 
 CLOSEST = 6
@@ -32,13 +31,13 @@ class Costs:
         found = self._works.get(name)
         if found is None:
             found = self._works[name] = EngineWork(self.model, self.clock)
-            self.model.tempo.engines = len(self._works)
+            self.model.arrivals.engines = len(self._works)
         return found
 
     def forget(self, name: str) -> None:
         """An engine left; what still runs on it is not counted any more."""
         self._works.pop(name, None)
-        self.model.tempo.engines = len(self._works)
+        self.model.arrivals.engines = len(self._works)
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
@@ -47,11 +46,12 @@ class Costs:
     ) -> RouteDecision:
         """The route over these engines, at least one; ``matched`` tokens are believed to be cached on some."""
         now = self.clock()
-        wanted = Wanted(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
-        sites = [
-            Site(name, self.work(name), self.model, now, matched.get(name, 0)) for name in self._closest(names, matched)
+        wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
+        candidates = [
+            RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0))
+            for name in self._closest(names, matched)
         ]
-        options = options_of(sites, wanted)
+        options = options_of(candidates, wanted)
         chosen = self._unknown(options, explore) or options[0]
         others = [option for option in options[:5] if option is not chosen]
         return RouteDecision(
@@ -121,20 +121,20 @@ class Costs:
             work.leave(request.seq_id)
 
     @contextmanager
-    def generating(self, name: str, request: Request, begin: int, given: int) -> Generator[Generation]:
+    def generating(self, name: str, request: Request, begin: int, given: int) -> Generator[WatchedGeneration]:
         """An engine generates; ``prompt[:begin)`` is there, and ``given`` tokens of output."""
         work = self.work(name)
         job = self._job(request, begin, request.num_tokens + given, 0)
         job.output = max(1.0, self.model.output_of(job.max_tokens) - given)
         job.context, job.given = request.num_tokens + given, given
-        generation = Generation(work, request.seq_id, work.begin(request.seq_id, job))
+        generation = WatchedGeneration(work, request.seq_id, work.begin(request.seq_id, job))
         try:
             yield generation
         finally:
             work.leave(request.seq_id)
 
 
-class Generation:
+class WatchedGeneration:
     """A sequence that one engine generates."""
 
     def __init__(self, work: EngineWork, seq_id: str, job: Job) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tercet.fleet.cost import CostModel, Pace, features_of
+from tercet.cost.cost_model import CostModel, EnginePace, features_of
 
 FEW = 2
 """Tokens that are computed as part of a decode step, and so wait in no line."""
@@ -51,7 +51,7 @@ class EngineWork:
     """The jobs of one engine. Times are the clock's, in seconds."""
 
     def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
-        self.prefill_pace, self.decode_pace = Pace(), Pace()
+        self.prefill_pace, self.decode_pace = EnginePace(), EnginePace()
         self.decoding = 0
         self._model = model
         self._clock = clock
@@ -100,7 +100,7 @@ class EngineWork:
 
     def interference(self, now: float) -> float:
         """The share of recent time in which prefills ran here: what decodes had to share the engine with."""
-        faded = math.exp((self._at - now) / self._model.tempo.memory)
+        faded = math.exp((self._at - now) / self._model.arrivals.memory)
         return self._recent * faded + (1 - faded if self._line else 0.0)
 
     def stall(self, now: float, seconds: float) -> float:
@@ -142,7 +142,7 @@ class EngineWork:
         job.began = now
         job.stage = "prefill"
         job.ready = max(job.ready, now + self.waiting(now) + job.seconds)
-        self._model.tempo.note(now)
+        self._model.arrivals.note(now)
         if job.missing > FEW:
             if not self._line:
                 self._served_until = now

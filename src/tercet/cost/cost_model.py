@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tercet.fleet.cost_fit import Fit
+from tercet.cost.online_fit import OnlineFit
 
 UNTOLD_OUTPUT = 256
 PACE_LIMIT = math.log(16)
@@ -23,7 +23,7 @@ ALIKE = 0.05
 SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
-class Pace:
+class EnginePace:
     """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen.
 
     It counts as far as it stands out from what the engine's observations vary by: an engine that is used when others
@@ -50,7 +50,7 @@ class Pace:
         self._varies += (abs(ratio - self._log) - self._varies) * rate
 
 
-class Tempo:
+class ArrivalRate:
     """How often prefills begin on an engine of the fleet, and so how far back one must look to know how busy it is."""
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class CostModel:
     """The fleet's fits. Before the first observation their order of magnitude is that of a model on one accelerator."""
 
     def __init__(self) -> None:
-        self._prefills = Fit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
-        self._steps = Fit((0.01, 1e-4, 1e-7))
+        self._prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
+        self._steps = OnlineFit((0.01, 1e-4, 1e-7))
         self._outputs: dict[int, tuple[int, float]] = {}
-        self.tempo = Tempo()
+        self.arrivals = ArrivalRate()
         self.transfers = 0
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:

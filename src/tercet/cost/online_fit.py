@@ -11,7 +11,7 @@ WILD = 3.0
 FIRST, EVERY = 32, 4
 
 
-class Fit:
+class OnlineFit:
     """Coefficients ``theta >= 0`` with ``theta . features`` close to what was observed, in relative terms.
 
     Minimises the sum over observations of ``weight * ((theta . x - y) / scale)^2`` by coordinate descent on the normal
@@ -64,6 +64,8 @@ class Fit:
         return 1.0 if error <= limit else limit / error
 
     def _solve(self) -> None:
+        # Coordinate descent from the last solution costs 26 us for six coefficients and 13 us for three, on
+        # the front door's event loop; SciPy's NNLS, with the Cholesky factor it needs, 28 us for either.
         theta = self.theta
         for _ in range(SWEEPS):
             for index, row in enumerate(self._squares):
