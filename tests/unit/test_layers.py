@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 
 LAYERS = {
     0: {"protocol", "aio"},
-    1: {"vllm_plugin", "sim", "transport", "streams", "client"},
+    1: {"vllm_plugin", "sim", "transport", "streams", "client", "settings"},
     2: {"programs", "scheduling", "cost"},
     3: {"fleet"},
     4: {"router", "cluster", "bench"},
@@ -22,9 +22,11 @@ LAYERS = {
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 # Beside what the table allows: rooms of one layer see each other only where it says so.
-SIDEWAYS = {("vllm_plugin", "transport"), *((room, "streams") for room in ("vllm_plugin", "sim", "client"))} | {
-    (a, b) for a in LAYERS[2] for b in LAYERS[2]
-}
+SIDEWAYS = {
+    ("vllm_plugin", "transport"),
+    *((room, "streams") for room in ("vllm_plugin", "sim", "client")),
+    *((room, "settings") for room in ("vllm_plugin", "sim", "transport")),
+} | {(a, b) for a in LAYERS[2] for b in LAYERS[2]}
 
 DECISIONS = LAYERS[2]
 THE_PROTOCOL_IS_MADE_OF = sys.stdlib_module_names | {"msgspec"}

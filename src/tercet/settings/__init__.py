@@ -1,0 +1,23 @@
+"""Settings, declared once as fields of frozen structs: flags, keys, variables, help, bounds and docs follow."""
+
+from tercet.settings.declaration import Declared, Setting, Settings, declared, key_values
+from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
+from tercet.settings.front_door import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+
+__all__ = [
+    "Declared",
+    "EngineAddress",
+    "FrontDoorConfig",
+    "Limits",
+    "RetryBudget",
+    "RouterConfig",
+    "Setting",
+    "Settings",
+    "Source",
+    "declared",
+    "decode_settings",
+    "encode_settings",
+    "from_environment",
+    "key_values",
+    "read_yaml",
+]

@@ -1,0 +1,173 @@
+"""Settings out of what was given: flags win over environment variables, these over a file, that over defaults."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import msgspec
+import yaml
+
+from tercet.protocol import BadRequest
+from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Values by key, and what a complaint about one begins with: ``origin``, then ``names[key]`` or the key."""
+
+    values: Mapping[str, Any]
+    origin: str = ""
+    names: Mapping[str, str] | None = None
+
+    def name_of(self, key: str) -> str:
+        """How this source calls a setting."""
+        return self.origin + (self.names or {}).get(key, key)
+
+
+def decode_settings(kind: type[S], *sources: Source | Mapping[str, Any], origin: str = "") -> S:
+    """A record of ``kind``, each setting from the first source that has it.
+
+    Numbers and truth values may be text, one item may stand for a list of one, and numbers where text is wanted are
+    text. ``origin`` begins the complaints about plain mappings. Raises :class:`~tercet.protocol.BadRequest` that names
+    the setting as its source does; for a key that no setting has, with the nearest one.
+    """
+    given = [each if isinstance(each, Source) else Source(each, origin) for each in sources]
+    known = {each.key: each for each in declared(kind)}
+    found: dict[str, tuple[Any, str]] = {}
+    for source in reversed(given):
+        for key, value in source.values.items():
+            if key not in known:
+                raise BadRequest(f"{source.origin}unknown key {key}; {near(key, list(known))}", key)
+            found[key] = value, source.name_of(key)
+    values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
+    for each in known.values():
+        if each.is_required and each.key not in found:
+            raise BadRequest(f"{given[0].name_of(each.key) if given else each.key}: is needed", each.key)
+    try:
+        return _build(kind, values, ())
+    except BadRequest as error:  # one setting does not go with another
+        named = found.get(error.param or "", (None, ""))[1]
+        if named and error.message.startswith(f"{error.param}: "):
+            raise BadRequest(named + error.message.removeprefix(error.param or ""), error.param) from None
+        raise BadRequest(f"{origin or _origins(given)}{error.message}", error.param) from None
+
+
+def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> Source:
+    """What environment variables say; several items are separated as a shell would."""
+    found = {each.key: (each, environment[each.env]) for each in declared(kind) if environment.get(each.env)}
+    values = {
+        key: _items(each, text) if each.is_list or each.is_mapping else text for key, (each, text) in found.items()
+    }
+    return Source(values, names={key: each.env for key, (each, _) in found.items()})
+
+
+def without_settings(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """An environment for a process that has its settings from elsewhere."""
+    names = {each.env for each in declared(kind)}
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def read_yaml(file: Path, name: str = "--config") -> Source:
+    """The settings of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that names the file."""
+    content = load_yaml(file, f"{name} {file}")
+    if not isinstance(content, dict):
+        raise BadRequest(f"{name} {file}: it is not a mapping of keys to values", name)
+    values = {str(key): value for key, value in cast("dict[Any, Any]", content).items()}
+    return Source(values, origin=f"{name} {file}: ")
+
+
+def load_yaml(file: Path, name: str) -> Any:
+    """What a YAML file holds. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+    except OSError as error:
+        raise BadRequest(f"{name}: it cannot be read: {error.strerror}", name) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", name) from error
+
+
+def encode_settings(settings: msgspec.Struct, omit: Collection[str] = ()) -> dict[str, Any]:
+    """The settings that differ from their defaults, by key, so that decoding them gives the same record."""
+    found: dict[str, Any] = {}
+    for each in declared(type(settings)):
+        value: Any = settings
+        for name in each.path:
+            value = getattr(value, name)
+        if value != each.default and each.key not in omit:
+            found[each.key] = msgspec.to_builtins(value)
+    return found
+
+
+def _build(kind: type[S], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> S:
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        here = (*path, field.name)
+        if is_group(field.type):
+            fields[field.name] = _build(field.type, values, here)
+        elif here in values:
+            fields[field.name] = values[here]
+    return kind(**fields)
+
+
+def _value(of: Declared, value: Any, name: str) -> Any:
+    """One setting's value, converted and within its bounds."""
+    prepared = value
+    try:
+        prepared = _prepared(of, value)
+        return msgspec.convert(prepared, of.type, strict=False)
+    except msgspec.ValidationError as error:
+        raise complaint(name, of.type, prepared, error, of.key) from None
+    except BadRequest as error:
+        raise BadRequest(f"{name}: {error.message}", of.key) from error
+
+
+def _prepared(of: Declared, value: Any) -> Any:
+    if value is None:
+        return value
+    if of.is_mapping and isinstance(value, dict):
+        given = cast("dict[Any, Any]", value)
+        texts = get_args(of.plain)[1:] == (str,)
+        return {str(key): _as_text(item) if texts else item for key, item in given.items()}
+    if of.is_list:
+        items: list[Any] = list(cast("Any", value)) if isinstance(value, list | tuple) else [value]
+        if of.setting.read is not None:
+            return [of.setting.read(item, index) for index, item in enumerate(items)]
+        return [_as_text(item) for item in items] if get_args(of.plain)[0] is str else items
+    return _as_text(value) if of.plain is str else value
+
+
+def _items(of: Declared, text: str) -> Any:
+    try:
+        items = shlex.split(text)
+    except ValueError as error:
+        raise BadRequest(f"{of.env}: {error}", of.key) from error
+    return key_values(items, of.env) if of.is_mapping else items
+
+
+def _as_text(value: Any) -> Any:
+    """``program-args: {min_send: 64}`` and ``engine-args: [--seed, 1]`` are text, however YAML reads them."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _origins(given: list[Source]) -> str:
+    return next((source.origin for source in given if source.origin), "")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error, not the second one's win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.MarkedYAMLError(problem=f"{key!r} stands here twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)

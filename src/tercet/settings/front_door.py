@@ -1,0 +1,197 @@
+"""The front door's settings: those that ``tercet router`` and ``tercet up`` share, and the router's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from tercet.protocol import BadRequest, Role
+from tercet.settings.declaration import Setting, Settings, key_values
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+LIMITS = "Limits"
+LABEL = "label."
+# Prompts of a million tokens are a few megabytes of JSON.
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
+
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine of the fleet: its name, its server's base URL, and the role that the router gives it.
+
+    ``labels`` are its operator's words about it, which scheduling plugins may go by.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[^/\s]+$", max_length=256)]
+    url: str
+    role: Role = "both"
+    labels: Mapping[Annotated[str, Meta(min_length=1)], str] = {}
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise BadRequest(f"url: {self.url!r} is not a URL such as http://127.0.0.1:8001", "url")
+
+
+def engine_fields(given: Any, index: int) -> Any:
+    """An :class:`EngineAddress` as a mapping, out of one or of ``URL[,role=...][,name=...][,label.KEY=...]``.
+
+    The ``index`` names an engine that has no name. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    unnamed = {"name": f"engine-{index}"}
+    if not isinstance(given, str):
+        return {**unnamed, **cast("dict[str, Any]", given)} if isinstance(given, Mapping) else given
+    url, *rest = given.split(",")
+    if not url.startswith(("http://", "https://")):
+        raise BadRequest(f"{url!r} is not a URL such as http://127.0.0.1:8001", "url")
+    told = key_values(rest, given)
+    labels = {key.removeprefix(LABEL): value for key, value in told.items() if key.startswith(LABEL)}
+    fields = {key: value for key, value in told.items() if not key.startswith(LABEL)}
+    return {**unnamed, "url": url.rstrip("/"), "labels": labels, **fields}
+
+
+class RetryBudget(Settings, frozen=True):
+    """How much is done for one sequence before its client gets the error."""
+
+    retries: Annotated[NotNegative, Setting("Further attempts for a sequence that an engine fails.")] = 2
+    within_s: Annotated[
+        Seconds,
+        Setting("None begins later than so long after the client's last token, or its request.", unit="seconds"),
+    ] = msgspec.field(default=600.0, name="retry-within")
+
+
+class Limits(Settings, frozen=True):
+    """How much may be under way in one process. A request comes in while all of these are below their limits.
+
+    ``in_flight`` counts HTTP requests, ``tokens`` the prompt tokens of sequences on engines, each engine's own; the
+    ones ``per_engine`` are multiplied by the engines that decode and can be picked.
+    """
+
+    in_flight: Annotated[
+        AtLeastOne | None,
+        Setting("Requests under way at once; more wait.", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="max-in-flight")
+    in_flight_per_engine: Annotated[
+        AtLeastOne | None,
+        Setting("The same, for each engine that decodes.", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="max-in-flight-per-engine")
+    tokens: Annotated[
+        AtLeastOne | None,
+        Setting("Prompt tokens on engines from which on requests wait.", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="max-in-flight-tokens")
+    tokens_per_engine: Annotated[
+        AtLeastOne | None,
+        Setting("The same, for each engine that decodes.", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="max-in-flight-tokens-per-engine")
+    queued: Annotated[
+        NotNegative, Setting("Requests that may wait; more get 429.", panel=LIMITS)
+    ] = msgspec.field(default=1000, name="max-queued")  # fmt: skip
+    queue_timeout_s: Annotated[
+        Seconds, Setting("How long a request may wait; then it gets 429.", unit="seconds", panel=LIMITS)
+    ] = msgspec.field(default=30.0, name="queue-timeout")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a limit at all."""
+        return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
+
+
+class FrontDoorConfig(Settings, frozen=True):
+    """What every front door can be told. ``retries`` and ``limits`` are groups; limits are each worker's own.
+
+    ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
+    """
+
+    model: Annotated[str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")] = (
+        "smollm2"
+    )
+    served_model_name: Annotated[
+        str | None, Setting("The model's name in the OpenAI API.", default="the model's")
+    ] = None  # fmt: skip
+    model_aliases: Annotated[
+        tuple[str, ...],
+        Setting("One more name of the model, that rules may go by; repeatable.", flag="--model-alias"),
+    ] = ()
+    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    program: Annotated[
+        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.")
+    ] = "disaggregated"
+    program_args: Annotated[
+        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg")
+    ] = {}
+    return_after: Annotated[
+        NotNegative, Setting("Failures of a program in a row before the one before it is used again; 0: never.")
+    ] = 5
+    dev: Annotated[
+        bool, Setting("Load the program, or the scheduling file, anew when its file changes.", default="off")
+    ] = False
+    scheduling: Annotated[
+        str | None,
+        Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
+    ] = None
+    retries: RetryBudget = RetryBudget()
+    limits: Limits = Limits()
+    request_timeout_s: Annotated[
+        Seconds | None,
+        Setting("How long a request may take; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="request-timeout")
+    max_request_bytes: Annotated[
+        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
+    ] = MAX_REQUEST_BYTES
+    workers: Annotated[
+        Annotated[int, Meta(ge=1, le=256)], Setting("Front-door processes that share the port.")
+    ] = 1  # fmt: skip
+    stream_port: Annotated[
+        Port,
+        Setting(
+            "Where engines connect their token streams; one port more for each further worker.", default="any free one"
+        ),
+    ] = 0
+    state: Annotated[
+        str | None,
+        Setting(
+            "Where engines, programs and scheduling are kept; front doors given the same file follow it.",
+            metavar="FILE", default="in memory",
+        ),
+    ] = None  # fmt: skip
+    vllm_args: Annotated[
+        tuple[str, ...], Setting("Flags of the front door's vLLM layer, as on its command line.", flag="")
+    ] = msgspec.field(default=(), name="router-args")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stream_port + self.workers - 1 > 65535:
+            raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
+
+    @property
+    def public_name(self) -> str:
+        """The model's name in the OpenAI API."""
+        return self.served_model_name or self.model
+
+
+class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
+    """Everything that ``tercet router`` needs."""
+
+    engines: Annotated[
+        tuple[EngineAddress, ...],
+        Setting(
+            "An engine; role is prefill, decode or both, labels are for scheduling. Repeatable.", flag="--engine",
+            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
+        ),
+    ]  # fmt: skip
+    # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
+    port: Annotated[Port, Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")] = 8000
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.engines:
+            raise BadRequest("engines: at least one is needed", "engines")
+        names = [engine.name for engine in self.engines]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadRequest(f"engines: two engines are called {twice}; give them names", "engines")
