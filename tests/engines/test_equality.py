@@ -122,7 +122,7 @@ async def test_logprobs_are_the_same(fleet: Fleet, nothing_leaks: None) -> None:
 
 def _event(answer: dict, verb: str) -> dict:
     found = next(event for event in answer["tercet"]["events"] if event["verb"] == verb)
-    defaults = {"begin": 0, "end": 0, "cached": 0, "received": 0, "computed": 0, "bytes": 0, "pieces": 0}
+    defaults = {"begin": 0, "end": 0, "cached": 0, "received": 0, "computed": 0, "bytes": 0, "chunks": 0}
     return {**defaults, **found}
 
 

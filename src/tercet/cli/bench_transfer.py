@@ -21,9 +21,10 @@ PLAIN_WIDTH = 140
 
 
 def transfer(
-    piece: Annotated[str, typer.Option(help="Sizes of pieces (a block of one layer), in KiB, with commas.")] = (
+    chunk: Annotated[str, typer.Option(help="Sizes of chunks (a block of one layer), in KiB, with commas.")] = (
         "6,24,96,256,1024"
     ),
+    piece: Annotated[str | None, typer.Option(hidden=True)] = None,
     total: Annotated[str, typer.Option(help="Bytes moved at a time, in MiB, with commas.")] = "1,16,64,256",
     backend: Annotated[str, typer.Option(help="Ways of ours to measure, with commas.")] = ",".join(BACKENDS),
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per peer, for `tcp`.")] = 2,
@@ -37,14 +38,16 @@ def transfer(
 ) -> None:
     """Measure how fast KV moves between two processes of this machine, side by side in one run.
 
-    Plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, of contiguous memory, and of the same pieces
+    Plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, of contiguous memory, and of the same chunks
     as everything else moves; each of our backends (a whole send, from opening to acknowledgement); NIXL and Mooncake
     called directly. Then the CPU that an idle pair of ranks uses.
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    sizes = _numbers("--piece", piece, KIB), _numbers("--total", total, MIB)
+    if piece is not None:
+        raise BadRequest("--piece is called --chunk now", "--piece")
+    sizes = _numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB)
     backends = [name.strip() for name in backend.split(",")]
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown:

@@ -116,10 +116,11 @@ def sentence(event: TraceEvent) -> str:
                 f"{event.engine} reserved room for {event.end} tokens; {event.cached} of them were in its cache {took}"
             )
         case "remote_send":
+            over = f" over {event.transport}" if event.transport else ""
             return (
                 f"{event.engine} prefilled {event.computed} tokens ({event.cached} were cached) and pushed "
                 f"tokens [{event.begin}, {event.end}) to {event.to or 'the other engine'}: "
-                f"{event.bytes / 1e6:.1f} MB in {event.pieces} pieces {took}"
+                f"{event.bytes / 1e6:.1f} MB in {event.chunks} chunks{over} {took}"
             )
         case "start_generate":
             return (

@@ -38,7 +38,8 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     received: int = 0
     computed: int = 0
     bytes: int = 0
-    pieces: int = 0
+    chunks: int = 0
+    transport: str = ""
     to: str = ""
 
 
@@ -111,7 +112,8 @@ class TracedEngine:
             cached=sent.usage.cached,
             computed=sent.usage.computed,
             bytes=sent.bytes,
-            pieces=sent.pieces,
+            chunks=sent.chunks,
+            transport=sent.transport,
             to=to.kv_addr_info.engine,
         )
         self._note(event, started)

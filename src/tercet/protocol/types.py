@@ -79,18 +79,20 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
     """What ``remote_send`` did; it is returned when every byte is in place and acknowledged by every rank.
 
-    ``[begin, end)`` are the token positions that the receiver now holds. ``pieces`` counts the writes on the wire and
-    ``bytes`` the KV in them. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first`` is the
-    first output token, when the caller asked the sender to sample it.
+    ``[begin, end)`` are the token positions that the receiver now holds. ``chunks`` counts the parts that the KV went
+    in and ``bytes`` the KV in them. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first`` is
+    the first output token, when the caller asked the sender to sample it. ``transport`` names what the KV really went
+    over, such as ``host`` or ``tcp``; several, between several ranks, are joined by ``+``.
     """
 
     begin: int
     end: int
     bytes: int
-    pieces: int
+    chunks: int
     seconds: float
     usage: Usage
     first: Output | None = None
+    transport: str = ""
 
 
 class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

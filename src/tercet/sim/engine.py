@@ -173,7 +173,7 @@ class SimEngine:
             core.between_steps(partial(core.drop, work))
         first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
         seconds = self._loop.time() - started
-        return Sent(begin, end, send.bytes, send.pieces, seconds, work.usage or Usage(), first)
+        return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
     async def start_generate(
         self, request: Request, begin: int = 0, output: Sequence[int] = ()

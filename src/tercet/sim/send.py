@@ -49,7 +49,7 @@ class Send:
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.bytes = 0
-        self.pieces = 0
+        self.chunks = 0
 
     def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
         """A step from ``from_time`` to ``to_time`` has the KV of ``[begin, end)``; equal times: it is there already."""
@@ -65,7 +65,7 @@ class Send:
         network = self._sender.network
         self._arrives = max(self._arrives, network.book(self._sender, self._receiver, size, first, to_time))
         self.bytes += size
-        self.pieces += model.layers
+        self.chunks += model.layers
 
     def computed(self) -> None:
         """All of it has left, or waits for its link."""

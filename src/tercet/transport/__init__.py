@@ -6,23 +6,66 @@ are thin shells around them (:mod:`.receiver`, :mod:`.peer`). :mod:`.backends` a
 without a socket.
 """
 
+from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
+from tercet.transport.agent.messages import (
+    CancelSend,
+    Completion,
+    Destination,
+    GrantLease,
+    LayersDone,
+    LeaseFilled,
+    Push,
+    PushCached,
+    ReadCounters,
+    RevokeLease,
+    SendDone,
+    SendOpening,
+    StepBegins,
+    StepEnds,
+)
+from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.base import KVTransport, SendReport, Target
 from tercet.transport.grants import Grant, GrantTable
-from tercet.transport.mapping import Strip, routes
+from tercet.transport.mapping import HeadSlice, routes
 from tercet.transport.rank import RankTransport, TransportSettings
 from tercet.transport.recut import BlockShape
-from tercet.transport.region import KVRegion
+from tercet.transport.region import PAGE_BYTES, TAIL_BYTES, KVRegion, RegionShape, create_file
+from tercet.transport.session import MAX_STREAMS
 
 __all__ = [
+    "AUTO",
+    "MAX_STREAMS",
+    "PAGE_BYTES",
+    "TAIL_BYTES",
+    "TRANSPORTS",
+    "AgentProcess",
     "BlockShape",
+    "CancelSend",
+    "Completion",
+    "ControlClient",
+    "Destination",
     "Grant",
+    "GrantLease",
     "GrantTable",
+    "HeadSlice",
     "KVRegion",
     "KVTransport",
+    "LayersDone",
+    "LeaseFilled",
+    "Push",
+    "PushCached",
     "RankTransport",
+    "ReadCounters",
+    "RegionShape",
+    "RevokeLease",
+    "SendDone",
+    "SendOpening",
     "SendReport",
-    "Strip",
+    "SharedKV",
+    "StepBegins",
+    "StepEnds",
     "Target",
     "TransportSettings",
+    "create_file",
     "routes",
 ]

@@ -8,15 +8,16 @@ from typing import Protocol
 
 from tercet.protocol import TercetError
 from tercet.transport.grants import Grant
-from tercet.transport.mapping import Strip
+from tercet.transport.mapping import HeadSlice
 
 
 @dataclass(frozen=True)
 class SendReport:
-    """A send that is in place at the receiver: KV bytes, and the pieces that they were written in."""
+    """A send that is in place at the receiver: KV bytes, the chunks that they went in, and over what."""
 
     bytes: int
-    pieces: int
+    chunks: int
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Target:
 
     addresses: tuple[str, ...]
     lease: str
-    strip: Strip
+    head_slice: HeadSlice
 
 
 OnDone = Callable[[SendReport | TercetError], None]

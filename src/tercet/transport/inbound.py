@@ -150,7 +150,7 @@ class Inbound:
     def _unless_refused(self, header: Header, act: Callable[[Header], None]) -> None:
         session = self._joined
         if header.send in session.refused:
-            self._rules.counters.count(pieces_refused=header.kind is not Kind.FIN)
+            self._rules.counters.count(chunks_refused=header.kind is not Kind.FIN)
             return
         try:
             act(header)
@@ -161,14 +161,14 @@ class Inbound:
 
     def _refuse(self, header: Header, error: TercetError) -> None:
         claim = header.kind is Kind.FIN
-        self._rules.counters.count(pieces_refused=not claim, claims_refused=claim)
+        self._rules.counters.count(chunks_refused=not claim, claims_refused=claim)
         self._rules.grants.forget(header.lease, self._key(header))
         if self._joined.refuse(header.send):
             self._joined.answer(refused(header.send, error.message))
 
     def _piece(self, header: Header) -> Body:
         if header.send in self._joined.refused:
-            self._rules.counters.count(pieces_refused=1)
+            self._rules.counters.count(chunks_refused=1)
             return dropped(header, self._scratch)
         try:
             if self._joined.block is not None:
@@ -233,8 +233,8 @@ class Inbound:
         end = self._rules.grants.arrived(header.lease, self._key(header), self._piece_of(header))
         self._rules.counters.count(
             bytes_received=moved,
-            pieces_received=1,
-            pieces_by_reference=by_reference,
+            chunks_received=1,
+            chunks_by_reference=by_reference,
         )
         self._finish(header, end)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tercet.protocol import KVLayout
 
 
-class Strip(NamedTuple):
+class HeadSlice(NamedTuple):
     """The bytes of a block that travel: ``[source_offset, source_offset + size)`` of the sender's blocks.
 
     They fill part ``part`` of ``parts`` equal ones of the receiver's blocks.
@@ -27,7 +27,7 @@ class Route(NamedTuple):
     """One sending rank to one receiving rank."""
 
     receiver: int
-    strip: Strip
+    head_slice: HeadSlice
 
 
 def routes(source: KVLayout, target: KVLayout, rank: int) -> list[Route]:
@@ -41,7 +41,7 @@ def routes(source: KVLayout, target: KVLayout, rank: int) -> list[Route]:
         there = heads(target, receiver)
         common = range(max(here.start, there.start), min(here.stop, there.stop))
         if common and _first_holder(source, common) == rank:
-            found.append(Route(receiver, _strip(source, here, there, common)))
+            found.append(Route(receiver, _head_slice(source, here, there, common)))
     return found
 
 
@@ -55,10 +55,10 @@ def _first_holder(layout: KVLayout, common: range) -> int:
     return next(rank for rank in range(layout.tp_size) if common.start in heads(layout, rank))
 
 
-def _strip(source: KVLayout, here: range, there: range, common: range) -> Strip:
+def _head_slice(source: KVLayout, here: range, there: range, common: range) -> HeadSlice:
     head_bytes = source.block_bytes // len(here)
     parts = len(there) // len(common)
-    return Strip(
+    return HeadSlice(
         source_offset=(common.start - here.start) * head_bytes,
         size=len(common) * head_bytes,
         part=(common.start - there.start) // len(common),

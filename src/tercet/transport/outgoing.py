@@ -14,7 +14,7 @@ import numpy as np
 from tercet.protocol import TercetError
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import MAX_PIECE_BYTES, REFERRED, Header, Kind, Reference, frame
-from tercet.transport.mapping import Strip
+from tercet.transport.mapping import HeadSlice
 from tercet.transport.region import KVRegion, Numbers
 from tercet.transport.vectors import Places, Vector, address_of
 
@@ -37,7 +37,7 @@ class Outgoing:
 
     number: int
     lease: str
-    strip: Strip
+    head_slice: HeadSlice
     on_done: OnDone
     bytes: int = 0
     frames: int = 0
@@ -65,12 +65,12 @@ class Item:
     @property
     def nbytes(self) -> int:
         """Bytes of KV."""
-        return len(self.layers) * len(self.blocks) * self.outgoing.strip.size
+        return len(self.layers) * len(self.blocks) * self.outgoing.head_slice.size
 
     def _header(self, kind: Kind, frames: int = 0) -> Header:
-        out, strip = self.outgoing, self.outgoing.strip
+        out, part = self.outgoing, self.outgoing.head_slice
         return Header(
-            kind, out.number, out.lease, self.layers.start, self.begin, self.end, frames, strip.part, strip.parts,
+            kind, out.number, out.lease, self.layers.start, self.begin, self.end, frames, part.part, part.parts,
             layers=len(self.layers),
         )  # fmt: skip
 
@@ -80,9 +80,9 @@ class Item:
 
     def reference(self) -> bytes:
         """As REFERENCE: the receiver copies."""
-        strip = self.outgoing.strip
+        head_slice = self.outgoing.head_slice
         blocks = self.blocks.astype(REFERRED).tobytes()
-        body = msgspec.msgpack.encode(Reference(blocks, strip.source_offset, strip.size))
+        body = msgspec.msgpack.encode(Reference(blocks, head_slice.source_offset, head_slice.size))
         return frame(self._header(Kind.REFERENCE), body)
 
     def piece(self) -> bytes:
@@ -91,7 +91,9 @@ class Item:
 
     def places(self, region: KVRegion) -> Places:
         """Where its bytes are."""
-        return region.places(self.layers, self.blocks, self.outgoing.strip.source_offset, self.outgoing.strip.size)
+        return region.places(
+            self.layers, self.blocks, self.outgoing.head_slice.source_offset, self.outgoing.head_slice.size
+        )
 
 
 def by_value(items: Sequence[Item], region: KVRegion) -> Vector:
@@ -112,7 +114,7 @@ class OutboundCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values = {"bytes_sent": 0, "pieces_sent": 0, "sends_done": 0, "sends_failed": 0, "sessions_lost": 0}
+        self._values = {"bytes_sent": 0, "chunks_sent": 0, "sends_done": 0, "sends_failed": 0, "sessions_lost": 0}
 
     def count(self, **increments: int) -> None:
         """Add to the named counters."""

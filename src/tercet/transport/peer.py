@@ -22,7 +22,7 @@ from tercet.protocol import BadRequest, TercetError, TransferFailed
 from tercet.transport.backends import TCP
 from tercet.transport.base import OnDone, SendReport
 from tercet.transport.frames import MAX_TEXT_BYTES, Header, Kind, ProtocolViolation
-from tercet.transport.mapping import Strip
+from tercet.transport.mapping import HeadSlice
 from tercet.transport.origin import Origin
 from tercet.transport.outgoing import Item, Outgoing, by_value, frame_bytes, next_number, units
 from tercet.transport.posting import Post
@@ -76,12 +76,12 @@ class Peer:
 
     # ---- called by the engine's threads ----------------------------------------------------------------------
 
-    def open(self, lease: str, strip: Strip, on_done: OnDone) -> Outgoing | None:
+    def open(self, lease: str, head_slice: HeadSlice, on_done: OnDone) -> Outgoing | None:
         """Begin a send; ``None`` if the session is over."""
         with self._state.changed:
             if self._state.dead is not None:
                 return None
-            outgoing = Outgoing(next_number(), lease, strip, on_done)
+            outgoing = Outgoing(next_number(), lease, head_slice, on_done)
             self._state.outgoing[outgoing.number] = outgoing
             self._origin.region.begin(outgoing.number)
             return outgoing
@@ -94,7 +94,7 @@ class Peer:
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(outgoing, BadRequest(reason))
-        size = outgoing.strip.size
+        size = outgoing.head_slice.size
         total = len(layers) * len(blocks) * size
         limit = (
             max(1, frame_bytes(total, self._origin.streams) // size) if self._post is None else MAX_REFERENCED_BLOCKS
@@ -217,7 +217,7 @@ class Peer:
             post.send(item.claim())
         else:
             post.send(item.reference())
-            self._origin.counters.count(bytes_sent=item.nbytes, pieces_sent=1)
+            self._origin.counters.count(bytes_sent=item.nbytes, chunks_sent=1)
 
     def _post_all(self, sock: socket.socket) -> None:
         """What was queued meanwhile; then what callers cannot write at once."""
@@ -282,7 +282,7 @@ class Peer:
                 item.outgoing.claimed_at = time.monotonic()
         send_all(sock, by_value(items, self._origin.region))
         pieces = [item for item in items if not item.is_claim]
-        self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), pieces_sent=len(pieces))
+        self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), chunks_sent=len(pieces))
 
     # ---- the reading thread ----------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Peer:
         elif outgoing.claimed_at is None:
             raise ProtocolViolation("an acknowledgement of something that was not claimed")
         else:
-            self._end(outgoing, SendReport(outgoing.bytes, outgoing.frames))
+            self._end(outgoing, SendReport(outgoing.bytes, outgoing.frames, self._transport or ""))
 
     # ---- ends ------------------------------------------------------------------------------------------------
 

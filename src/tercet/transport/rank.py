@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends import AUTO_NAME, TCP, backends_for
+from tercet.transport.backends import AUTO, TCP, backends_for
 from tercet.transport.base import OnDone, OnFinished, Target
 from tercet.transport.grants import Grant, GrantTable
 from tercet.transport.origin import Origin
@@ -31,7 +31,7 @@ class TransportSettings:
     send fails. ``receive_limit``: bytes per second that are taken in at most, 0 for any number.
     """
 
-    transport: str = AUTO_NAME
+    transport: str = AUTO
     hosts: tuple[str, ...] = ("127.0.0.1",)
     ports: tuple[int, ...] = ()
     streams: int = 2
@@ -74,7 +74,7 @@ class RankTransport:
         self._region = region
         self._backends = backends_for(settings.transport, region, settings.hosts[0])
         self._grants = GrantTable(region.num_layers)
-        tcp_allowed = settings.transport in (AUTO_NAME, TCP)
+        tcp_allowed = settings.transport in (AUTO, TCP)
         self._rules = Rules(
             region, self._grants, fingerprint, settings.secret, on_finished, self._backends, tcp_allowed, block,
             Pace(settings.receive_limit),

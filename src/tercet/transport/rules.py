@@ -20,9 +20,9 @@ class InboundCounters:
     """What was taken and refused, over all connections. Thread-safe through :meth:`count`."""
 
     bytes_received: int = 0
-    pieces_received: int = 0
-    pieces_refused: int = 0
-    pieces_by_reference: int = 0
+    chunks_received: int = 0
+    chunks_refused: int = 0
+    chunks_by_reference: int = 0
     claims_accepted: int = 0
     claims_refused: int = 0
     receives_dropped: int = 0

@@ -64,7 +64,7 @@ class Sender:
             refusal = self._refusal(send_id, target)
             if refusal is None:
                 peer = self._peers.get(target.addresses)
-                outgoing = peer.open(target.lease, target.strip, done) if peer is not None else None
+                outgoing = peer.open(target.lease, target.head_slice, done) if peer is not None else None
                 if peer is None or outgoing is None:
                     peer, outgoing = fresh, _ = self._connect(target, done)
                 self._sends[send_id] = (peer, outgoing)
@@ -99,17 +99,17 @@ class Sender:
             return Conflict(f"send {send_id} is under way already")
         if not _LEASE.fullmatch(target.lease) or not target.addresses:
             return BadRequest(f"lease: {target.lease!r:.80} at {target.addresses!r:.80} is none", "kv_addr_info")
-        strip = target.strip
-        inside = 0 <= strip.source_offset <= self._origin.region.shape.block_bytes - strip.size
-        if not (strip.size > 0 and inside and 0 <= strip.part < strip.parts):
-            return BadRequest(f"{strip} is no part of this rank's blocks", "kv_addr_info")
+        head_slice = target.head_slice
+        inside = 0 <= head_slice.source_offset <= self._origin.region.shape.block_bytes - head_slice.size
+        if not (head_slice.size > 0 and inside and 0 <= head_slice.part < head_slice.parts):
+            return BadRequest(f"{head_slice} is no part of this rank's blocks", "kv_addr_info")
         return None
 
     def _connect(self, target: Target, done: OnDone) -> tuple[Peer, Outgoing]:
         """A peer with its first send; it is to be started once the lock is free."""
         peer = Peer(target.addresses, self._origin, self._forget)
         self._peers[target.addresses] = peer
-        outgoing = peer.open(target.lease, target.strip, done)
+        outgoing = peer.open(target.lease, target.head_slice, done)
         assert outgoing is not None, "a session that was not started cannot be over"
         return peer, outgoing
 

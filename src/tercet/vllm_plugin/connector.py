@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tercet.protocol import KVLayout
-from tercet.transport.agent import ControlClient
+from tercet.transport import ControlClient
 from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of

@@ -21,7 +21,7 @@ TRACE = {
     "events": [
         {"verb": "prep_recv", "engine": "decode-0", "seconds": 0.005, "end": 442},
         {"verb": "remote_send", "engine": "prefill-0", "seconds": 0.3, "end": 442, "computed": 442,
-         "bytes": 10_000_000, "pieces": 30, "to": "decode-0"},
+         "bytes": 10_000_000, "chunks": 30, "transport": "host", "to": "decode-0"},
         {"verb": "start_generate", "engine": "decode-0", "seconds": 0.03, "begin": 442, "received": 442},
     ],
 }  # fmt: skip

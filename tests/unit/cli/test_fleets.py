@@ -150,7 +150,8 @@ def test_the_demo_shows_the_answer_and_what_happened(tmp_path: Path, up: list[Ru
     text = run.out.read_text()
     assert text.count("Maren [keeps] it.") == 2
     assert (
-        "prefill-0 prefilled 442 tokens (0 were cached) and pushed tokens [0, 442) to decode-0: 10.0 MB in 30 pieces"
+        "prefill-0 prefilled 442 tokens (0 were cached) and pushed tokens [0, 442) to decode-0: 10.0 MB in 30 chunks "
+        "over host"
     ) in text
     assert "TTFT 200 ms, TPOT 30 ms" in text
     assert run.leaves_nothing(0)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tercet.transport import KVRegion, Strip, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, TransportSettings
 from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
 from tercet.transport.agent.messages import (
     Command,
@@ -110,7 +110,7 @@ def rank(seed: int, settings: TransportSettings | None = None) -> Generator[Rank
 
 def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) -> SendOpening:
     """A send of whole blocks to each of some ranks."""
-    destinations = tuple(Destination(each, Strip(0, BYTES)) for each in addresses)
+    destinations = tuple(Destination(each, HeadSlice(0, BYTES)) for each in addresses)
     return SendOpening(send_id, lease, destinations, notify)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from tercet.protocol import TercetError
-from tercet.transport import Grant, KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+from tercet.transport import Grant, HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
 from tercet.transport.backends import Sender, backends_for
 from tercet.transport.region import RegionShape
 
@@ -45,7 +45,7 @@ def send(
     layers: int,
     sources: Sequence[int],
     targets: Sequence[int],
-    strip: Strip,
+    head_slice: HeadSlice,
     lease: str | None = None,
 ) -> SendReport | TercetError:
     """Send whole blocks' strips; grants and revokes unless a lease is given."""
@@ -54,7 +54,7 @@ def send(
         receiver.grant(Grant(name, tuple(targets), 0, end, TOKENS))
     outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
     send_id = secrets.token_hex(8)
-    sender.open(send_id, Target(receiver.addresses, name, strip), outcomes.put)
+    sender.open(send_id, Target(receiver.addresses, name, head_slice), outcomes.put)
     sender.push(send_id, range(layers), 0, list(sources))
     sender.finish(send_id, 0, end)
     outcome = outcomes.get(timeout=SECONDS)

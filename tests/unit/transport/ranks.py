@@ -17,7 +17,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tercet.protocol import TercetError
-from tercet.transport import BlockShape, Grant, KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+from tercet.transport import (
+    BlockShape,
+    Grant,
+    HeadSlice,
+    KVRegion,
+    RankTransport,
+    SendReport,
+    Target,
+    TransportSettings,
+)
 
 FINGERPRINT = "ranks"
 TOKENS = 16
@@ -81,11 +90,11 @@ def grant(receiver: RankTransport, blocks: Sequence[int], tokens: int = TOKENS) 
 class Send:
     """One send, from its opening on. ``outcomes`` has what ``on_done`` was called with."""
 
-    def __init__(self, sender: RankTransport, addresses: Sequence[str], lease: str, strip: Strip) -> None:
+    def __init__(self, sender: RankTransport, addresses: Sequence[str], lease: str, head_slice: HeadSlice) -> None:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        sender.open(self.send_id, Target(tuple(addresses), lease, strip), self._take)
+        sender.open(self.send_id, Target(tuple(addresses), lease, head_slice), self._take)
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -107,9 +116,9 @@ class Send:
         return self._done.get(timeout=SECONDS)
 
 
-def whole(region: KVRegion) -> Strip:
+def whole(region: KVRegion) -> HeadSlice:
     """All of each block."""
-    return Strip(0, region.shape.block_bytes)
+    return HeadSlice(0, region.shape.block_bytes)
 
 
 def transfer(

@@ -89,7 +89,7 @@ def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Ra
     step(source.agent, [opened], [Push("one", 0, backwards)], [Completion("one", 0, END)])
     sent, filled_leases = reports(inbox, 2)
     assert filled_leases == [LeaseFilled(lease, 2, END)]
-    assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].pieces, None)]
+    assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].chunks, "host")]
     assert target.order(RevokeLease(lease)) == END
     assert content(target.region) == expected
 
@@ -130,7 +130,7 @@ def test_a_send_that_is_cancelled_before_its_step_is_not_opened(source: Rank, ta
     step(source.agent, [opened], [Push("next", 0, ALL)], [Completion("next", 0, END)])
     sent, _ = reports(inbox, 2)
     assert [report.send_id for report in sent] == ["next"]
-    assert source.counters()["pieces_sent"] - before["pieces_sent"] == LAYERS
+    assert source.counters()["chunks_sent"] - before["chunks_sent"] == LAYERS
     target.order(RevokeLease(lease))
 
 
@@ -142,11 +142,11 @@ def test_a_cancel_between_steps_is_reported_once_and_is_a_fence(source: Rank, ta
     settle(lambda: target.counters()["receives_active"] == 1)
     source.order(CancelSend("half"))
     assert "cancelled" in (inbox.done().error or "")
-    pushed = source.counters()["pieces_sent"]
+    pushed = source.counters()["chunks_sent"]
     step(source.agent, [], [Push("half", HALF, ALL[HALF:])], [Completion("half", 0, END)])
     source.order(CancelSend("half"))
     assert target.order(RevokeLease(lease)) == 0
-    assert source.counters()["pieces_sent"] == pushed
+    assert source.counters()["chunks_sent"] == pushed
     assert source.counters()["sends_active"] == target.counters()["receives_active"] == 0
 
 

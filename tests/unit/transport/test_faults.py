@@ -228,7 +228,7 @@ def test_what_a_stopped_sender_sends_later_is_refused(backend: str, size: int) -
         lease = grant(ours, ALL)
         child.call("open", ours.addresses, lease)
         child.call("push", range(LAYERS - 1), ALL)
-        settle(lambda: ours.counters()["pieces_received"])
+        settle(lambda: ours.counters()["chunks_received"])
         child.stop()
         assert ours.revoke(lease) == 0
         source = filled(LAYERS, BLOCKS, size, 2)

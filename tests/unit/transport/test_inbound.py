@@ -75,7 +75,7 @@ def test_a_send_arrives_byte_for_byte(send: tuple[list[bytes], dict[tuple[int, i
     assert talk.receiving.touched() <= LEASED
     assert talk.receiving.finished == [(LEASE, 41)]
     assert talk.receiving.counters == {
-        "bytes_received": 6 * BLOCK_BYTES, "pieces_received": len(frames) - 1, "claims_accepted": 1,
+        "bytes_received": 6 * BLOCK_BYTES, "chunks_received": len(frames) - 1, "claims_accepted": 1,
     }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
     good = piece(0, 0, 1, 4, 2, OTHER_LEASE) + piece(1, 0, 1, 4, 2, OTHER_LEASE) + fin(0, 16, 2, 2, OTHER_LEASE)
     assert talk.say(good) == [(Kind.ACK, 2)]
     assert talk.receiving.counters == {
-        "pieces_refused": 2, "bytes_received": 2 * BLOCK_BYTES, "pieces_received": 2, "claims_accepted": 1,
+        "chunks_refused": 2, "bytes_received": 2 * BLOCK_BYTES, "chunks_received": 2, "claims_accepted": 1,
     }  # fmt: skip
     assert "has ended" in talk.answers[1][1].decode()
 
@@ -180,7 +180,7 @@ def test_what_does_not_fit_the_lease_is_refused(said: bytes) -> None:
     talk = Conversation()
     assert talk.say(said) == [(Kind.REFUSED, 1)]
     assert talk.receiving.touched() == set()
-    refused = "claims_refused" if said[4] == Kind.FIN else "pieces_refused"
+    refused = "claims_refused" if said[4] == Kind.FIN else "chunks_refused"
     assert talk.receiving.counters == {refused: 1}
     assert talk.say(WHOLE) == []
     assert talk.say(whole(2)) == [(Kind.ACK, 2)]
@@ -222,7 +222,7 @@ def test_refusals_are_remembered_up_to_a_limit() -> None:
         assert talk.say(piece(0, 0, 1, 1, send)) == [(Kind.REFUSED, send)]
     assert talk.say(piece(0, 0, 1, 1, count)) == []
     assert talk.say(piece(0, 0, 1, 1, 1)) == [(Kind.REFUSED, 1)]
-    assert talk.receiving.counters == {"pieces_refused": count + 2}
+    assert talk.receiving.counters == {"chunks_refused": count + 2}
     assert talk.receiving.touched() == set()
 
 
@@ -401,9 +401,9 @@ def test_a_late_block_of_another_size_is_refused_and_counted_once() -> None:
     talk.say(said[:-1])
     talk.receiving.grants.revoke(LEASE)
     assert talk.say(said[-1:]) == [(Kind.REFUSED, 1)]
-    assert talk.receiving.counters == {"pieces_refused": 1}
+    assert talk.receiving.counters == {"chunks_refused": 1}
     assert talk.say(said) == []
-    assert talk.receiving.counters == {"pieces_refused": 2}
+    assert talk.receiving.counters == {"chunks_refused": 2}
     assert talk.receiving.touched() == set()
 
 

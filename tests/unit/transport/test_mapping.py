@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import KVLayout
-from tercet.transport.mapping import Route, Strip, heads, routes
+from tercet.transport.mapping import HeadSlice, Route, heads, routes
 
 DEGREES = (1, 2, 4, 8)
 HEAD_BYTES = 6
@@ -53,12 +53,14 @@ def test_every_head_byte_is_filled_once_with_its_own(num_heads: int, source: int
     for rank in range(source):
         # Each byte of a sender's block tells its head.
         block = bytes(head + 1 for head in held_by_rank(num_heads, source, rank) for _ in range(HEAD_BYTES))
-        for receiver, strip in routes(here, there, rank):
-            assert strip.size * strip.parts == there.block_bytes
-            assert 0 <= strip.source_offset <= here.block_bytes - strip.size
-            at = strip.part * strip.size
-            blocks[receiver][at : at + strip.size] = block[strip.source_offset : strip.source_offset + strip.size]
-            written[receiver].update(range(at, at + strip.size))
+        for receiver, head_slice in routes(here, there, rank):
+            assert head_slice.size * head_slice.parts == there.block_bytes
+            assert 0 <= head_slice.source_offset <= here.block_bytes - head_slice.size
+            at = head_slice.part * head_slice.size
+            blocks[receiver][at : at + head_slice.size] = block[
+                head_slice.source_offset : head_slice.source_offset + head_slice.size
+            ]
+            written[receiver].update(range(at, at + head_slice.size))
     for rank in range(target):
         assert written[rank] == Counter(range(there.block_bytes))
         expected = bytes(head + 1 for head in held_by_rank(num_heads, target, rank) for _ in range(HEAD_BYTES))
@@ -70,9 +72,9 @@ def test_parts_of_one_receiver_are_cut_alike(case: tuple[int, int, int], data: s
     num_heads, source, target = case
     here, there = layout(num_heads, source), layout(num_heads, target)
     receiver = data.draw(st.integers(0, target - 1))
-    strips = [strip for rank in range(source) for to, strip in routes(here, there, rank) if to == receiver]
-    assert {strip.parts for strip in strips} == {len(strips)}
-    assert sorted(strip.part for strip in strips) == list(range(len(strips)))
+    strips = [head_slice for rank in range(source) for to, head_slice in routes(here, there, rank) if to == receiver]
+    assert {head_slice.parts for head_slice in strips} == {len(strips)}
+    assert sorted(head_slice.part for head_slice in strips) == list(range(len(strips)))
 
 
 def test_equal_degrees_send_whole_blocks_to_their_own_rank() -> None:
@@ -82,8 +84,10 @@ def test_equal_degrees_send_whole_blocks_to_their_own_rank() -> None:
 
 def test_one_rank_to_four_and_back() -> None:
     one, four = layout(8, 1), layout(8, 4)
-    assert routes(one, four, 0) == [Route(rank, Strip(rank * 12, 12, 0, 1)) for rank in range(4)]
-    assert [routes(four, one, rank) for rank in range(4)] == [[Route(0, Strip(0, 12, rank, 4))] for rank in range(4)]
+    assert routes(one, four, 0) == [Route(rank, HeadSlice(rank * 12, 12, 0, 1)) for rank in range(4)]
+    assert [routes(four, one, rank) for rank in range(4)] == [
+        [Route(0, HeadSlice(0, 12, rank, 4))] for rank in range(4)
+    ]
 
 
 def test_of_ranks_with_the_same_head_the_first_one_sends() -> None:
@@ -97,5 +101,5 @@ def test_of_ranks_with_the_same_head_the_first_one_sends() -> None:
 def test_a_strip_is_measured_in_the_senders_blocks(factor: int) -> None:
     """With blocks of another size on the other side, offset and size still are the sender's own."""
     here, there = layout(8, 1, HEAD_BYTES * factor), layout(8, 2)
-    found = [strip for _, strip in routes(here, there, 0)]
-    assert found == [Strip(0, 24 * factor), Strip(24 * factor, 24 * factor)]
+    found = [head_slice for _, head_slice in routes(here, there, 0)]
+    assert found == [HeadSlice(0, 24 * factor), HeadSlice(24 * factor, 24 * factor)]

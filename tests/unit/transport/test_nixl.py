@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
-from tercet.transport import Grant, SendReport, Strip
+from tercet.transport import Grant, HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for, nixl
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, send
 
@@ -33,10 +33,10 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[
     ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
     before = [bytes(theirs.blocks(layer, 0, BLOCKS)) for layer in range(LAYERS)]
     with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
-        report = send(sender, receiver, LAYERS, sources, targets, Strip(0, BYTES))
+        report = send(sender, receiver, LAYERS, sources, targets, HeadSlice(0, BYTES))
         assert isinstance(report, SendReport)
         assert sender.transport_to(receiver.addresses) == "nixl"
-        assert receiver.counters()["pieces_by_reference"] == report.pieces == 1
+        assert receiver.counters()["chunks_by_reference"] == report.chunks == 1
         for layer in range(LAYERS):
             expected = bytearray(before[layer])
             for source, target in zip(sources, targets, strict=True):
@@ -51,8 +51,8 @@ def test_one_rank_sends_each_of_two_its_half_of_every_block() -> None:
         for number in range(2):
             part = filled(LAYERS, BLOCKS, half, 2 + number)
             with rank("nixl", part) as receiver:
-                strip = Strip(number * half, half)
-                assert isinstance(send(sender, receiver, LAYERS, sources, targets, strip), SendReport)
+                head_slice = HeadSlice(number * half, half)
+                assert isinstance(send(sender, receiver, LAYERS, sources, targets, head_slice), SendReport)
                 for layer in range(LAYERS):
                     for source, target in zip(sources, targets, strict=True):
                         cut = whole.blocks(layer, source)[number * half : (number + 1) * half]
@@ -68,8 +68,8 @@ def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
         receiver.grant(Grant(lease, targets, 0, end, TOKENS))
         for number, part in enumerate(parts):
             with rank("nixl", part) as sender:
-                strip = Strip(0, half, number, 2)
-                assert isinstance(send(sender, receiver, LAYERS, sources, targets, strip, lease), SendReport)
+                head_slice = HeadSlice(0, half, number, 2)
+                assert isinstance(send(sender, receiver, LAYERS, sources, targets, head_slice, lease), SendReport)
                 for layer in range(LAYERS):
                     for source, target in zip(sources, targets, strict=True):
                         cut = whole.blocks(layer, target)[number * half : (number + 1) * half]
@@ -81,7 +81,7 @@ def test_without_a_lease_nothing_is_written() -> None:
     ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
     with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
         before = bytes(theirs.blocks(0, 0, BLOCKS))
-        outcome = send(sender, receiver, LAYERS, *SCATTERED, Strip(0, BYTES), lease="0" * 32)
+        outcome = send(sender, receiver, LAYERS, *SCATTERED, HeadSlice(0, BYTES), lease="0" * 32)
         assert isinstance(outcome, TransferFailed)
         assert theirs.blocks(0, 0, BLOCKS) == before
 

@@ -14,10 +14,10 @@ from tercet.protocol import KVLayout
 from tercet.transport import (
     BlockShape,
     Grant,
+    HeadSlice,
     KVRegion,
     RankTransport,
     SendReport,
-    Strip,
     TransportSettings,
     routes,
 )
@@ -68,8 +68,8 @@ def test_kv_arrives_byte_for_byte_and_nothing_else_changes(
         assert content(theirs) == expected
         assert report.bytes == layers * len(sources) * size
         assert sender.transport_to(receiver.addresses) == backend
-        by_reference = receiver.counters()["pieces_by_reference"]
-        assert by_reference == (0 if backend == "tcp" else report.pieces)
+        by_reference = receiver.counters()["chunks_by_reference"]
+        assert by_reference == (0 if backend == "tcp" else report.chunks)
         idle(sender, receiver)
 
 
@@ -83,7 +83,7 @@ def test_a_layer_larger_than_a_frame_is_cut_and_put_together(backend: str) -> No
         report = transfer(sender, ours, receiver, sources, targets)
         assert content(theirs) == expected
         # Until the peers have agreed on a backend, frames are cut as for tcp.
-        assert report.pieces in ((4,) if backend == "tcp" else (1, 4))
+        assert report.chunks in ((4,) if backend == "tcp" else (1, 4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,7 +173,7 @@ def test_each_head_finds_its_rank(backend: str, degrees: tuple[int, int]) -> Non
         for receiver in receivers:
             receiver.grant(Grant(lease, targets, 0, end, TOKENS))
         sends = [
-            Send(sender, receivers[route.receiver].addresses, lease, route.strip)
+            Send(sender, receivers[route.receiver].addresses, lease, route.head_slice)
             for number, sender in enumerate(senders)
             for route in routes(source, target, number)
         ]
@@ -199,7 +199,7 @@ def test_a_part_of_the_ranks_makes_nothing_valid() -> None:
     ours, theirs = filled(3, 40, 8 * KIB, 1), filled(3, 40, 16 * KIB, 2)
     with rank(ours) as sender, rank(theirs) as receiver:
         lease = grant(receiver, SCATTERED[1])
-        send = Send(sender, receiver.addresses, lease, Strip(0, 8 * KIB, 0, 2))
+        send = Send(sender, receiver.addresses, lease, HeadSlice(0, 8 * KIB, 0, 2))
         send.push(range(3), SCATTERED[0])
         send.finish(len(SCATTERED[0]) * TOKENS)
         assert isinstance(send.wait(), SendReport)

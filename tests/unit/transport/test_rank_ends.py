@@ -100,11 +100,11 @@ def test_after_a_revocation_nothing_is_written_and_the_sender_hears_of_it(backen
     ours, theirs = filled(layers, 32, 64 * KIB, 1), filled(layers, 32, 64 * KIB, 2)
     with rank(ours, settings(backend)) as sender, rank(theirs, settings(backend)) as receiver:
         for wait_for in (0, 1, 3, 6):
-            lease, begun = grant(receiver, blocks), receiver.counters()["pieces_received"]
+            lease, begun = grant(receiver, blocks), receiver.counters()["chunks_received"]
             send = Send(sender, receiver.addresses, lease, whole(ours))
             pusher = threading.Thread(target=send.push, args=(list(range(layers)), blocks))
             pusher.start()
-            settle(lambda least=begun + wait_for: receiver.counters()["pieces_received"] >= least)
+            settle(lambda least=begun + wait_for: receiver.counters()["chunks_received"] >= least)
             assert receiver.revoke(lease) == 0
             for layer in range(layers):  # they belong to somebody else from now on
                 theirs.blocks(layer, 0, 32)[:] = bytes([layer]) * (32 * 64 * KIB)

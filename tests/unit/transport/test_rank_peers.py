@@ -9,9 +9,9 @@ import pytest
 
 from tercet.protocol import BadRequest, Conflict, EngineError, TransferFailed
 from tercet.transport import (
+    HeadSlice,
     RankTransport,
     SendReport,
-    Strip,
     Target,
     TransportSettings,
 )
@@ -214,14 +214,21 @@ def test_a_lease_that_is_none_fails_its_send_alone(lease: str) -> None:
         transfer(sender, ours, receiver, *SCATTERED)
 
 
-STRIPS = [Strip(0, 0), Strip(-1, KIB), Strip(1, KIB), Strip(0, KIB + 1), Strip(0, KIB, 1, 1), Strip(0, KIB, -1, 2)]
+STRIPS = [
+    HeadSlice(0, 0),
+    HeadSlice(-1, KIB),
+    HeadSlice(1, KIB),
+    HeadSlice(0, KIB + 1),
+    HeadSlice(0, KIB, 1, 1),
+    HeadSlice(0, KIB, -1, 2),
+]
 
 
-@pytest.mark.parametrize("strip", STRIPS, ids=str)
-def test_a_strip_that_is_none_fails_its_send_alone(strip: Strip) -> None:
+@pytest.mark.parametrize("head_slice", STRIPS, ids=str)
+def test_a_strip_that_is_none_fails_its_send_alone(head_slice: HeadSlice) -> None:
     ours, theirs = filled(2, 40, KIB, 1), filled(2, 40, KIB, 2)
     with rank(ours) as sender, rank(theirs) as receiver:
-        assert isinstance(Send(sender, receiver.addresses, new_lease(), strip).wait(), BadRequest)
+        assert isinstance(Send(sender, receiver.addresses, new_lease(), head_slice).wait(), BadRequest)
         transfer(sender, ours, receiver, *SCATTERED)
 
 

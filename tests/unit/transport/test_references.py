@@ -73,7 +73,7 @@ def test_blocks_are_read_into_their_slots(reading: Reading) -> None:
     assert found == [{1}, {2}, {4}, {16 + 7}, {16 + 0}, {16 + 3}]
     assert reading.receiving.touched() == LEASED
     assert reading.receiving.counters == {
-        "bytes_received": 6 * BLOCK_BYTES, "pieces_received": 3, "pieces_by_reference": 3, "claims_accepted": 1,
+        "bytes_received": 6 * BLOCK_BYTES, "chunks_received": 3, "chunks_by_reference": 3, "claims_accepted": 1,
     }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_blocks_that_were_given_up_while_they_were_read(reading: Reading) -> Non
     assert reading.say(reference(0, 0, [1])) == [(Kind.REFUSED, 1)]
     assert reading.receiving.grants.receives == 0
     assert reading.receiving.touched() <= {(0, 5)}
-    assert reading.receiving.counters == {"pieces_refused": 1}
+    assert reading.receiving.counters == {"chunks_refused": 1}
     assert reading.say(reference(1, 0, [1]) + fin(0, 16, 2)) == []
     assert reading.receiving.finished == []
 

@@ -1,4 +1,4 @@
-"""What is measured: moving a total in pieces of one size, one way after another in the same round."""
+"""What is measured: moving a total in chunks of one size, one way after another in the same round."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ BLOCK_TOKENS = 16
 
 
 class Case(msgspec.Struct, frozen=True):
-    """``total_bytes`` in pieces of ``piece_bytes``, a piece being one block of one layer."""
+    """``total_bytes`` in chunks of ``chunk_bytes``, a chunk being one block of one layer."""
 
-    piece_bytes: int
+    chunk_bytes: int
     total_bytes: int
 
     @property
     def layers(self) -> int:
-        """Layers of the region that is moved; few pieces have few layers."""
-        return max(1, min(MAX_LAYERS, self.total_bytes // self.piece_bytes))
+        """Layers of the region that is moved; few chunks have few layers."""
+        return max(1, min(MAX_LAYERS, self.total_bytes // self.chunk_bytes))
 
     @property
     def slots(self) -> int:
         """Blocks of each layer that are moved."""
-        return max(1, self.total_bytes // self.piece_bytes // self.layers)
+        return max(1, self.total_bytes // self.chunk_bytes // self.layers)
 
     @property
     def moved_bytes(self) -> int:
         """What is moved: ``total_bytes``, down to whole slots."""
-        return self.slots * self.layers * self.piece_bytes
+        return self.slots * self.layers * self.chunk_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -44,9 +44,9 @@ class Case(msgspec.Struct, frozen=True):
 
     def region(self) -> KVRegion:
         """A region of this case, with every page in place."""
-        region = KVRegion.create(self.layers, self.num_blocks, self.piece_bytes)
+        region = KVRegion.create(self.layers, self.num_blocks, self.chunk_bytes)
         for layer in range(self.layers):
-            region.blocks(layer, 0, self.num_blocks)[:] = random.randbytes(self.piece_bytes) * self.num_blocks
+            region.blocks(layer, 0, self.num_blocks)[:] = random.randbytes(self.chunk_bytes) * self.num_blocks
         return region
 
     def scattered(self, choose: random.Random) -> tuple[int, ...]:
@@ -100,6 +100,6 @@ class Table:
         return list(dict.fromkeys(case for _, case in self.results))
 
 
-def cases(pieces: Sequence[int], totals: Sequence[int]) -> list[Case]:
-    """Every total in every size of piece that it holds at least once."""
-    return [Case(piece, total) for piece in pieces for total in totals if total >= piece]
+def cases(chunks: Sequence[int], totals: Sequence[int]) -> list[Case]:
+    """Every total in every size of chunk that it holds at least once."""
+    return [Case(chunk, total) for chunk in chunks for total in totals if total >= chunk]

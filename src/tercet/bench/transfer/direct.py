@@ -27,7 +27,7 @@ def direct_ways(
 
 
 class Direct:
-    """The other process reads all pieces with the library alone, when it is told which, and tells when it has them.
+    """The other process reads all chunks with the library alone, when it is told which, and tells when it has them.
 
     Nothing is granted or checked: no protocol on top of the library can do with less.
     """

@@ -19,7 +19,7 @@ import msgspec
 
 from tercet.bench.transfer.cases import MIB
 from tercet.protocol import EngineError, KVAddrInfo, TercetError
-from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
 from tercet.transport.threads import Turn
 
 LEASED_TOKENS = 2048
@@ -173,7 +173,7 @@ class _Flood:
         for layer in range(layout.num_layers):
             self._region.blocks(layer, 0, self._slots + 1)[:] = bytes((self._slots + 1) * layout.block_bytes)
         self._transport = RankTransport(self._region, layout.exchange_key, settings)
-        self._target = Target(info.ranks[0].addresses, info.lease, Strip(0, layout.block_bytes))
+        self._target = Target(info.ranks[0].addresses, info.lease, HeadSlice(0, layout.block_bytes))
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._moved, self._seconds = 0, 0.0

@@ -102,25 +102,25 @@ class _Receiving:
         share = len(whole) // streams
         return _listen(streams, lambda stream, connection: _drain(connection, whole[stream * share :][:share]))
 
-    def piece_sockets(self, streams: int) -> tuple[str, int]:
-        """Listen for plain connections that bring pieces, each its share of those that :meth:`scatter` names."""
+    def chunk_sockets(self, streams: int) -> tuple[str, int]:
+        """Listen for plain connections that bring chunks, each its share of those that :meth:`scatter` names."""
         return _listen(
-            streams, lambda stream, connection: self._drain_pieces(connection, slice(stream, None, streams))
+            streams, lambda stream, connection: self._drain_chunks(connection, slice(stream, None, streams))
         )  # fmt: skip
 
     def scatter(self, blocks: tuple[int, ...]) -> None:
-        """Where the next round's pieces go, in each layer."""
+        """Where the next round's chunks go, in each layer."""
         self._targets = blocks
 
-    def _drain_pieces(self, connection: socket.socket, share: slice) -> None:
+    def _drain_chunks(self, connection: socket.socket, share: slice) -> None:
         with connection:
             while connection.recv(1):
-                pieces = pieces_of(self._region, self._case, self._targets[share])
-                while pieces.left:
-                    count = pieces.receive(connection)
+                chunks = chunks_of(self._region, self._case, self._targets[share])
+                while chunks.left:
+                    count = chunks.receive(connection)
                     if not count:
                         return
-                    pieces.advance(count)
+                    chunks.advance(count)
                 connection.sendall(b"!")
 
     def direct_connect(self, library: str, offered: bytes) -> None:
@@ -141,10 +141,10 @@ class _Receiving:
         return time.process_time()
 
 
-def pieces_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
+def chunks_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
     """Some blocks of every layer, for one system call after another."""
-    places = region.places(range(case.layers), np.array(blocks, dtype=np.int64), 0, case.piece_bytes)
-    return Vector(places, region, case.layers * len(blocks) * case.piece_bytes)
+    places = region.places(range(case.layers), np.array(blocks, dtype=np.int64), 0, case.chunk_bytes)
+    return Vector(places, region, case.layers * len(blocks) * case.chunk_bytes)
 
 
 def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[str, int]:

@@ -46,7 +46,7 @@ def _processor() -> str:
 
 def rows(table: Table) -> tuple[list[str], list[list[str]]]:
     """The table's head, and a line for each case: GB/s of every way."""
-    head = ["piece", "total", *table.ways]
+    head = ["chunk", "total", *table.ways]
     return head, [[*_label(case), *(_cell(table, way, case) for way in table.ways)] for case in table.cases]
 
 
@@ -56,7 +56,7 @@ def failures(table: Table) -> dict[str, str]:
 
 
 def _label(case: Case) -> tuple[str, str]:
-    return f"{case.piece_bytes / KIB:g} KiB", f"{case.total_bytes / MIB:g} MiB"
+    return f"{case.chunk_bytes / KIB:g} KiB", f"{case.total_bytes / MIB:g} MiB"
 
 
 def _cell(table: Table, way: str, case: Case) -> str:
@@ -65,7 +65,7 @@ def _cell(table: Table, way: str, case: Case) -> str:
 
 
 def draw(table: Table, path: Path) -> None:
-    """A panel for each total: size of pieces against rate, a line for each way.
+    """A panel for each total: size of chunks against rate, a line for each way.
 
     Raises ``ImportError`` without matplotlib.
     """
@@ -84,10 +84,10 @@ def draw(table: Table, path: Path) -> None:
 def _panel(panel: Any, table: Table, total: int) -> None:
     for way in table.ways:
         found = [(case, table.rate(way, case)) for case in table.cases if case.total_bytes == total]
-        points = [(case.piece_bytes / KIB, rate) for case, rate in found if rate is not None]
+        points = [(case.chunk_bytes / KIB, rate) for case, rate in found if rate is not None]
         if points:
             panel.plot(*zip(*points, strict=True), marker="o", label=way)
     panel.set_xscale("log", base=2)
-    panel.set_xlabel("piece, KiB")
+    panel.set_xlabel("chunk, KiB")
     panel.set_title(f"{total / MIB:g} MiB in all")
     panel.grid(alpha=0.3)

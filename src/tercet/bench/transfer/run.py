@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from tercet.bench.transfer.cases import Case, Table
 from tercet.bench.transfer.direct import direct_ways
 from tercet.bench.transfer.peer import Peer
-from tercet.bench.transfer.ways import Memcpy, OurTransport, PlainSockets, SocketsInPieces, Way
+from tercet.bench.transfer.ways import ChunkedSockets, Memcpy, OurTransport, PlainSockets, Way
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
 
-SOCKET_STREAMS, PIECES_STREAMS = (1, 2, 4), (2, 4)
+SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")
 # Idle processes are watched for so long; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
@@ -31,7 +31,7 @@ def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams
     """Measure each way in each case ``rounds`` times, after :data:`WARM_UP` rounds."""
     table, shuffle = Table(), random.Random(0)
     for case in cases:
-        progress(f"{case.piece_bytes / 1024:g} KiB pieces, {case.total_bytes / 1024**2:g} MiB")
+        progress(f"{case.chunk_bytes / 1024:g} KiB chunks, {case.total_bytes / 1024**2:g} MiB")
         source = case.region()
         try:
             with Peer(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
@@ -64,8 +64,8 @@ def _ways(
         for number in SOCKET_STREAMS
     ]
     makers += [
-        (f"pieces x{number}", lambda number=number: SocketsInPieces(case, source, peer, number))
-        for number in PIECES_STREAMS
+        (f"chunks x{number}", lambda number=number: ChunkedSockets(case, source, peer, number))
+        for number in CHUNK_STREAMS
         if number <= case.slots
     ]
     for name in backends:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import msgspec
 
 from tercet.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
-from tercet.bench.transfer.peer import FINGERPRINT, Peer, pieces_of
+from tercet.bench.transfer.peer import FINGERPRINT, Peer, chunks_of
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport import KVRegion, RankTransport, SendReport, Strip, Target, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
 from tercet.transport.vectors import Vector
 
 ACK_SECONDS = 120.0
@@ -40,7 +40,7 @@ class Way(Protocol):
 
 
 class Memcpy:
-    """Scattered pieces from one region to another in this process, by one thread: what no transport can beat."""
+    """Scattered chunks from one region to another in this process, by one thread: what no transport can beat."""
 
     name = "memcpy"
 
@@ -50,7 +50,7 @@ class Memcpy:
 
     def move(self) -> float:
         """See :class:`Way`."""
-        case, size = self._case, self._case.piece_bytes
+        case, size = self._case, self._case.chunk_bytes
         there, here = self._source.shape, self._target.shape
         pairs = [
             (there.block(layer, source), here.block(layer, target))
@@ -95,17 +95,17 @@ def _send(connection: socket.socket, data: memoryview) -> None:
     connection.recv(1)
 
 
-class SocketsInPieces:
-    """TCP over loopback, the case's pieces from where they are to where they go, by I/O vectors; else as plain sockets.
+class ChunkedSockets:
+    """TCP over loopback, the case's chunks from where they are to where they go, by I/O vectors; else as plain sockets.
 
-    What sockets can do for KV: the pieces are not joined in memory first.
+    What sockets can do for KV: the chunks are not joined in memory first.
     """
 
     def __init__(self, case: Case, source: KVRegion, peer: Peer, streams: int) -> None:
-        self.name = f"pieces x{streams}"
+        self.name = f"chunks x{streams}"
         self._case, self._source, self._peer, self._streams = case, source, peer, streams
         self._choose = random.Random(0)
-        address = tuple(peer.call("piece_sockets", streams))
+        address = tuple(peer.call("chunk_sockets", streams))
         self._connections = [socket.create_connection(address) for _ in range(streams)]
 
     def move(self) -> float:
@@ -113,9 +113,9 @@ class SocketsInPieces:
         sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
         self._peer.call("scatter", targets)
         shares = [
-            pieces_of(self._source, self._case, sources[stream :: self._streams]) for stream in range(self._streams)
+            chunks_of(self._source, self._case, sources[stream :: self._streams]) for stream in range(self._streams)
         ]
-        return _by_threads(_send_pieces, zip(self._connections, shares, strict=True))
+        return _by_threads(_send_chunks, zip(self._connections, shares, strict=True))
 
     def close(self) -> None:
         """See :class:`Way`."""
@@ -123,10 +123,10 @@ class SocketsInPieces:
             connection.close()
 
 
-def _send_pieces(connection: socket.socket, pieces: Vector) -> None:
+def _send_chunks(connection: socket.socket, chunks: Vector) -> None:
     connection.sendall(b"!")
-    while pieces.left:
-        pieces.advance(pieces.send(connection) or 0)
+    while chunks.left:
+        chunks.advance(chunks.send(connection) or 0)
     connection.recv(1)
 
 
@@ -160,7 +160,7 @@ class OurTransport:
         end = case.slots * BLOCK_TOKENS
         self._peer.call("grant", self.name, lease, targets, end, BLOCK_TOKENS)
         outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
-        target = Target(self._addresses, lease, Strip(0, case.piece_bytes))
+        target = Target(self._addresses, lease, HeadSlice(0, case.chunk_bytes))
         began = time.perf_counter()
         self._transport.open(send, target, outcomes.put)
         self._transport.push(send, range(case.layers), 0, sources)

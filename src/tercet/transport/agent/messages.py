@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from tercet.transport.mapping import Strip
+from tercet.transport.mapping import HeadSlice
 
 
 class Destination(msgspec.Struct, frozen=True):
     """One receiving rank: its addresses, and which part of the blocks it gets."""
 
     addresses: tuple[str, ...]
-    strip: Strip
+    head_slice: HeadSlice
 
 
 class SendOpening(msgspec.Struct, frozen=True):
@@ -116,7 +116,8 @@ class SendDone(msgspec.Struct, frozen=True):
     send_id: str
     rank: int
     bytes: int = 0
-    pieces: int = 0
+    chunks: int = 0
+    transport: str = ""
     error: str | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tercet.protocol import TercetError
 from tercet.transport.agent.messages import Completion, Push, Report, SendDone, SendOpening
@@ -22,7 +22,8 @@ class _Sending:
     notify: str
     left: int
     bytes: int = 0
-    pieces: int = 0
+    chunks: int = 0
+    transports: set[str] = field(default_factory=set[str])
     error: str | None = None
 
 
@@ -47,7 +48,7 @@ class Sends:
         if not parts:  # other ranks hold the same heads, and send them
             self._finish(opening.send_id)
         for part, destination in zip(parts, opening.destinations, strict=True):
-            target = Target(destination.addresses, opening.lease, destination.strip)
+            target = Target(destination.addresses, opening.lease, destination.head_slice)
             self._transport.open(part, target, lambda outcome: self._ended(opening.send_id, outcome))
         with self._lock:
             cancelled = opening.send_id in self._cancelled
@@ -89,7 +90,8 @@ class Sends:
                 found.error = found.error or outcome.message
             else:
                 found.bytes += outcome.bytes
-                found.pieces += outcome.pieces
+                found.chunks += outcome.chunks
+                found.transports.add(outcome.transport)
             failed_first = isinstance(outcome, TercetError) and found.left > 0
             others = found.parts if failed_first else ()
         # With one receiving rank lost the rest is of no use.
@@ -102,7 +104,9 @@ class Sends:
         with self._lock:
             found = self._sending.pop(send_id, None)
         if found is not None:
-            done = SendDone(send_id, self._rank, found.bytes, found.pieces, found.error)
+            done = SendDone(
+                send_id, self._rank, found.bytes, found.chunks, "+".join(sorted(found.transports)), found.error
+            )
             self._report(found.notify, done)
 
 

@@ -21,7 +21,7 @@ from tercet.transport.region import KVRegion
 
 logger = logging.getLogger(__name__)
 TCP = "tcp"
-AUTO_NAME = "auto"
+AUTO = "auto"
 # Each makes a backend for a region; the address is the one by which other machines reach this rank.
 FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
     "host": lambda region, _host: HostBackend(region),
@@ -30,12 +30,12 @@ FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
 }
 # Under ``auto`` one of them is enough, for each registers the whole region.
 RDMA = ("nixl", "mooncake")
-NAMES = (AUTO_NAME, TCP, *FACTORIES)
+TRANSPORTS = (AUTO, TCP, *FACTORIES)
 
 __all__ = [
-    "AUTO_NAME",
-    "NAMES",
+    "AUTO",
     "TCP",
+    "TRANSPORTS",
     "Backend",
     "BackendUnavailable",
     "Copies",
@@ -53,10 +53,10 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
     """
     if name == TCP:
         return ()
-    if name == AUTO_NAME:
+    if name == AUTO:
         return (HostBackend(region), *_first_of(RDMA if has_rdma() else (), region, host))
     if name not in FACTORIES:
-        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(NAMES)}", "transport")
+        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
     return (FACTORIES[name](region, host),)
 
 

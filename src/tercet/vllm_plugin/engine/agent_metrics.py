@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tercet.protocol import EngineError
-from tercet.transport.agent import ControlClient
-from tercet.transport.agent.messages import ReadCounters
+from tercet.transport import ControlClient, ReadCounters
 
 logger = logging.getLogger(__name__)
 # A scrape runs on the API server's event loop, so a stuck agent must not hold it for long.
@@ -22,21 +21,21 @@ NOW = {
     "sessions_out": "Receivers that this rank is connected to.",
     "sends_active": "SendPlanner under way.",
     "leases_open": "Leases under which KV may arrive.",
-    "receives_active": "SendPlanner of peers that have begun to arrive.",
+    "receives_active": "Sends of peers that have begun to arrive.",
 }
 TOTALS = {
     "bytes_sent": "KV bytes sent.",
-    "pieces_sent": "Frames of KV sent.",
-    "sends_done": "SendPlanner that were acknowledged.",
-    "sends_failed": "SendPlanner that failed or were cancelled.",
+    "chunks_sent": "Frames of KV sent.",
+    "sends_done": "Sends that were acknowledged.",
+    "sends_failed": "Sends that failed or were cancelled.",
     "sessions_lost": "Sessions with receivers that broke or were closed.",
     "bytes_received": "KV bytes received.",
-    "pieces_received": "Frames of KV received.",
-    "pieces_by_reference": "Frames of KV that were read from the sender's memory.",
-    "pieces_refused": "Frames of KV refused, most of them late.",
-    "claims_accepted": "SendPlanner of peers that are in place.",
-    "claims_refused": "SendPlanner of peers that lacked something.",
-    "receives_dropped": "SendPlanner of peers that were forgotten half-way.",
+    "chunks_received": "Frames of KV received.",
+    "chunks_by_reference": "Frames of KV that were read from the sender's memory.",
+    "chunks_refused": "Frames of KV refused, most of them late.",
+    "claims_accepted": "Sends of peers that are in place.",
+    "claims_refused": "Sends of peers that lacked something.",
+    "receives_dropped": "Sends of peers that were forgotten half-way.",
     "connections_refused": "Connections that broke the protocol, did not know the secret, or were too many.",
 }
 

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from tercet.protocol import TransferFailed
-from tercet.transport.agent.messages import LeaseFilled, SendDone
+from tercet.transport import LeaseFilled, SendDone
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Delivered:
     """A finished send, summed over ranks."""
 
     bytes: int
-    pieces: int
+    chunks: int
+    transport: str
 
 
 @dataclass
@@ -52,7 +53,10 @@ class SendInFlight:
         if errors:
             raise TransferFailed(errors[0], "kv_addr_info")
         reports = self.reports.values()
-        return Delivered(sum(report.bytes for report in reports), sum(report.pieces for report in reports))
+        ways = {way for report in reports for way in report.transport.split("+") if way}
+        return Delivered(
+            sum(report.bytes for report in reports), sum(report.chunks for report in reports), "+".join(sorted(ways))
+        )
 
 
 class AgentReports:

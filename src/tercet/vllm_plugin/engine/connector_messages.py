@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from tercet.transport.agent.messages import Completion, Destination, Push, SendOpening
+from tercet.transport import Completion, Destination, Push, SendOpening
 
 KEY = "tercet"
 

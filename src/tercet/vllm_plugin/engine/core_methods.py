@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import msgspec
 
 from tercet.protocol import EngineError, TercetError
-from tercet.transport.agent.messages import ReadCounters
+from tercet.transport import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.connector_messages import SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN

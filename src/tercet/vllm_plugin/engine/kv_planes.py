@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tercet.transport.agent import SharedKV
-from tercet.transport.region import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file
+from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, SharedKV, create_file
 from tercet.vllm_plugin.compat import UnsupportedVLLM
 
 # glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.

@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.transport import TransportSettings
-from tercet.transport.backends import AUTO_NAME, NAMES
-from tercet.transport.session import MAX_STREAMS
+from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SECRET_VARIABLE = "TERCET_SECRET"
 MAX_PORT = 65535
@@ -43,7 +41,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lease_ttl: Seconds = 60.0
     max_lease_share: Share = 0.8
-    transport: str = AUTO_NAME
+    transport: str = AUTO
     host: str = "127.0.0.1"
     port: str | int = 0
     streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
@@ -58,8 +56,8 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def transport_settings(self) -> TransportSettings:
         """These settings as the transport takes them; raises ``ValueError`` naming the one that is wrong."""
-        if self.transport not in NAMES:
-            raise ValueError(f"transport is {self.transport!r}; choose {', '.join(NAMES)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport is {self.transport!r}; choose {', '.join(TRANSPORTS)}")
         secret = self.secret or os.environ.get(SECRET_VARIABLE, "")
         hosts, ports = _hosts(self.host), _ports(str(self.port))
         return TransportSettings(

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
-from tercet.transport.agent import ControlClient
-from tercet.transport.agent.messages import GrantLease, RevokeLease
+from tercet.transport import ControlClient, GrantLease, RevokeLease
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tercet.protocol import UnknownSequence
-from tercet.transport.agent import ControlClient
-from tercet.transport.agent.messages import CancelSend, Completion, Push, PushCached
+from tercet.transport import CancelSend, Completion, ControlClient, Push, PushCached
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:

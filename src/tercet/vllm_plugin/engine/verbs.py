@@ -39,8 +39,7 @@ from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import Speaker
-from tercet.transport import routes
-from tercet.transport.agent.messages import Destination, LeaseFilled
+from tercet.transport import Destination, LeaseFilled, routes
 from tercet.vllm_plugin.compat import vllm_version
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
@@ -148,7 +147,7 @@ class EngineVerbs:
                 # Unpinning is nobody's business but the core's, so the answer does not wait for it.
                 self._spawn(self._end_send(sending.send_id))
         usage = Usage(cached=cached, computed=end - cached)
-        return Sent(begin, end, done.bytes, done.pieces, time.monotonic() - started, usage, first)
+        return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
 
     async def _push(
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
@@ -322,7 +321,7 @@ class EngineVerbs:
         ranks = sorted(info.ranks, key=lambda rank: rank.rank)[call.recv_rank :]
         return [
             [
-                Destination(ranks[route.receiver].addresses, route.strip)
+                Destination(ranks[route.receiver].addresses, route.head_slice)
                 for route in routes(self.layout, info.layout, rank)
             ]
             for rank in range(len(self._transports))

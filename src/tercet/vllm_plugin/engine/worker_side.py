@@ -7,9 +7,7 @@ import os
 import msgspec
 
 from tercet.protocol import KVLayout
-from tercet.transport import BlockShape
-from tercet.transport.agent import AgentProcess
-from tercet.transport.agent.messages import LayersDone, StepBegins, StepEnds
+from tercet.transport import AgentProcess, BlockShape, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
