@@ -10,9 +10,9 @@ import numpy as np
 
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import EngineView, PrefillRule, Request, Role
-from tercet.scheduling import Decision, Engines, Profile, Scheduling
+from tercet.scheduling import Decision, Engines, Scheduling, SchedulingProfile
 from tercet.scheduling.engines import Integers
-from tercet.scheduling.prefixes import block_hashes
+from tercet.scheduling.hashing import block_hashes
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
@@ -40,7 +40,9 @@ class Choice:
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
 
-    def choose(self, profile: Profile, role: Role, without: Sequence[str], request: Request | None) -> int | None:
+    def choose(
+        self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None
+    ) -> int | None:
         """The place in ``views`` of the engine to take; None if none has the role.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.

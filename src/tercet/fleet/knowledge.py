@@ -10,7 +10,7 @@ from tercet.fleet.load import STALE_AFTER, LoadTable
 from tercet.fleet.prefixes import RoutingHistory, StoredBlocks
 from tercet.protocol import Request
 from tercet.scheduling.engines import Floats, Integers
-from tercet.scheduling.prefixes import block_hashes
+from tercet.scheduling.hashing import block_hashes
 
 
 class FleetKnowledge:
@@ -80,7 +80,7 @@ class FleetKnowledge:
             self._stored_in(block_size).store(row, blocks, parent, tokens, salt)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
-        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.scheduling.prefixes`)."""
+        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.scheduling.hashing`)."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).hold(row, hashes)

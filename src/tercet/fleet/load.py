@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tercet.protocol import EngineLoad
 from tercet.scheduling.engines import Floats, Integers
-from tercet.scheduling.sessions import key_of
+from tercet.scheduling.hashing import key_of
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten of those that engines send every 100 ms have not come."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from tercet.scheduling.engines import Integers
-from tercet.scheduling.prefixes import next_hash, root_of
+from tercet.scheduling.hashing import next_hash, root_of
 
 MANY = 24
 
@@ -82,11 +82,11 @@ class RoutingHistory:
         self._recent: dict[int, OrderedDict[int, None]] = {}
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """See :class:`tercet.scheduling.prefixes.PrefixIndex`."""
+        """See :class:`tercet.scheduling.hashing.PrefixIndex`."""
         return self._holders.matched(hashes)
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
-        """See :class:`tercet.scheduling.prefixes.RoutedPrefixes`."""
+        """See :class:`tercet.scheduling.hashing.RoutedPrefixes`."""
         recent = self._recent.setdefault(row, OrderedDict())
         # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
         for block in reversed(hashes):
@@ -119,7 +119,7 @@ class StoredBlocks:
         self.orphans = 0
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """See :class:`tercet.scheduling.prefixes.PrefixIndex`."""
+        """See :class:`tercet.scheduling.hashing.PrefixIndex`."""
         return self._holders.matched(hashes)
 
     def store(

@@ -18,7 +18,7 @@ from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Fleet, Request
-from tercet.scheduling.modules import load_module
+from tercet.scheduling.registry import load_module
 
 Program = Callable[[Request, Fleet], Answer]
 BUILT_IN: Mapping[str, Callable[..., Answer]] = {

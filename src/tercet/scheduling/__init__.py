@@ -3,26 +3,24 @@
 A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
 """
 
+from tercet.scheduling.assembly import files_of, load_scheduling
 from tercet.scheduling.decision import Decision, Knowledge
 from tercet.scheduling.engines import Engines
-from tercet.scheduling.loading import files_of, load_scheduling
-from tercet.scheduling.pickers import PICKERS, Candidate, least_loaded, round_robin
+from tercet.scheduling.pickers import PICKERS, least_loaded, round_robin
 from tercet.scheduling.plugin import Decider, Filter, Picker, Scorer
-from tercet.scheduling.profile import Profile
-from tercet.scheduling.scheduling import SCHEDULED, Scheduling
+from tercet.scheduling.profiles import SCHEDULED, Scheduling, SchedulingProfile
 
 __all__ = [
     "PICKERS",
     "SCHEDULED",
-    "Candidate",
     "Decider",
     "Decision",
     "Engines",
     "Filter",
     "Knowledge",
     "Picker",
-    "Profile",
     "Scheduling",
+    "SchedulingProfile",
     "Scorer",
     "files_of",
     "least_loaded",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -11,7 +11,23 @@ import numpy as np
 
 from tercet.protocol import Request, Role
 from tercet.scheduling.engines import Floats, Integers
-from tercet.scheduling.prefixes import PrefixIndex, RoutedPrefixes, block_hashes
+from tercet.scheduling.hashing import block_hashes
+
+
+class PrefixIndex(Protocol):
+    """Which engine holds which blocks."""
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """By row: how many of the first blocks the engine holds, without a gap."""
+        ...
+
+
+class RoutedPrefixes(PrefixIndex, Protocol):
+    """An index that knows only what was routed where."""
+
+    def note(self, row: int, hashes: Sequence[int]) -> None:
+        """These blocks are on their way to the engine in ``row``."""
+        ...
 
 
 class Knowledge(Protocol):

@@ -10,7 +10,7 @@ import msgspec
 from tercet.protocol import BadRequest, Role
 from tercet.scheduling.deciders import AlwaysDisaggregate
 from tercet.scheduling.plugin import Decider, Plugin
-from tercet.scheduling.profile import Profile
+from tercet.scheduling.profiles import SchedulingProfile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Assignment:
 class Handler(Plugin, frozen=True):
     """Assigns the profiles of a file."""
 
-    def assign(self, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
         """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
         raise NotImplementedError(f"{type(self).__name__} has no assign()")
 
@@ -32,8 +32,7 @@ class Handler(Plugin, frozen=True):
 class SingleProfileHandler(Handler, frozen=True):
     """One profile for every role."""
 
-    def assign(self, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], at: str) -> Assignment:
-        """The only one."""
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
         if len(profiles) != 1:
             field = "schedulingProfiles"
             raise BadRequest(
@@ -61,8 +60,7 @@ class DisaggProfileHandler(Handler, frozen=True):
     profiles: ProfileNames = ProfileNames()
     deciders: DeciderNames = DeciderNames()
 
-    def assign(self, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], at: str) -> Assignment:
-        """By name."""
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
         prefill, decode, wanted = self.profiles.prefill, self.profiles.decode, self.deciders.prefill
         _require(prefill in profiles, f"{at}.profiles.prefill", "profile", prefill, profiles)
         _require(decode in profiles, f"{at}.profiles.decode", "profile", decode, profiles)
@@ -73,7 +71,7 @@ class DisaggProfileHandler(Handler, frozen=True):
         return Assignment(by_role, deciders[wanted])
 
 
-def of_one_profile(profiles: Mapping[str, Profile]) -> Assignment:
+def of_one_profile(profiles: Mapping[str, SchedulingProfile]) -> Assignment:
     """Every role by the only profile; with several and no handler, none by any."""
     if len(profiles) != 1:
         return Assignment({}, AlwaysDisaggregate())

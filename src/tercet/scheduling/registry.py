@@ -1,13 +1,13 @@
-"""From a plugin's type, as a scheduling file names it, to its class."""
+"""From a plugin's type, as a scheduling file names it, to its class; and the user's own Python files."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from tercet.protocol import BadRequest
-from tercet.scheduling.choosers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 from tercet.scheduling.deciders import AlwaysDisaggregate, LoadBasedDecider, PrefixBasedDecider
 from tercet.scheduling.filters import (
     ByLabel,
@@ -18,7 +18,7 @@ from tercet.scheduling.filters import (
     SaturationFilter,
 )
 from tercet.scheduling.handlers import DisaggProfileHandler, SingleProfileHandler
-from tercet.scheduling.modules import load_module
+from tercet.scheduling.pickers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.scheduling.scorers import (
     ActiveRequestScorer,
@@ -93,3 +93,23 @@ def _checked(found: object, kind: str, field: str) -> type[Plugin]:
             return found
     bases = ", ".join(base.__name__ for base in _TO_WRITE)
     raise BadRequest(f"{field}: {kind} is not a class made from one of tercet.scheduling's {bases}", field)
+
+
+def load_module(file: Path, field: str) -> ModuleType:
+    """The file's module, from its text of now; raises :class:`~tercet.protocol.BadRequest` that names ``field``.
+
+    Not through the import system: that may answer from its cache what a file contained less than a second ago.
+    """
+    name = f"tercet_file_{file.absolute().as_posix()}"
+    module, before = ModuleType(name), sys.modules.get(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
+    try:
+        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise BadRequest(f"{field}: {file} failed to load: {type(error).__name__}: {error}", field) from error
+    return module

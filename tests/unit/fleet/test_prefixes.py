@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tercet.fleet.prefixes import Holders, RoutingHistory, StoredBlocks
 from tercet.protocol import Request
-from tercet.scheduling.prefixes import block_hashes
+from tercet.scheduling.hashing import block_hashes
 
 ROWS = 40
 

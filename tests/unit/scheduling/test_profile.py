@@ -7,11 +7,11 @@ import math
 import pytest
 
 from tercet.protocol import EngineUnreachable
-from tercet.scheduling import Decision, Engines, Profile
-from tercet.scheduling.choosers import MaxScorePicker
+from tercet.scheduling import Decision, Engines, SchedulingProfile
 from tercet.scheduling.filters import DecodeFilter, HealthFilter, PrefillFilter
+from tercet.scheduling.pickers import MaxScorePicker
 from tercet.scheduling.plugin import Scorer
-from tercet.scheduling.profile import Weighted
+from tercet.scheduling.profiles import Weighted
 from tercet.scheduling.scorers import NoHitLRUScorer, PrefixCacheScorer
 
 from .builders import Bench, View, request_of
@@ -26,13 +26,13 @@ class Fixed(Scorer, frozen=True):
         return self.of
 
 
-def chosen(bench: Bench, profile: Profile) -> str:
+def chosen(bench: Bench, profile: SchedulingProfile) -> str:
     row = profile.choose(bench.decision(), bench.engines)
     return bench.views[bench.engines.rows.tolist().index(row)].name
 
 
-def by_scores(*scorers: tuple[tuple[float, ...], float]) -> Profile:
-    return Profile("p", [], [Weighted(Fixed(of=of), weight) for of, weight in scorers], MaxScorePicker())
+def by_scores(*scorers: tuple[tuple[float, ...], float]) -> SchedulingProfile:
+    return SchedulingProfile("p", [], [Weighted(Fixed(of=of), weight) for of, weight in scorers], MaxScorePicker())
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def by_scores(*scorers: tuple[tuple[float, ...], float]) -> Profile:
     ],
     ids=["sum", "weights", "cut-at-1", "cut-at-0", "nan-is-0", "weight-0"],
 )
-def test_the_highest_sum_of_weighted_scores_wins(profile: Profile, name: str) -> None:
+def test_the_highest_sum_of_weighted_scores_wins(profile: SchedulingProfile, name: str) -> None:
     assert chosen(Bench(View("a"), View("b")), profile) == name
 
 
@@ -58,15 +58,15 @@ def test_a_scorer_that_loses_count_is_an_error(scores: tuple[float, ...]) -> Non
 
 
 def test_a_strict_filter_fails_the_pick_and_names_itself() -> None:
-    profile = Profile("mine", [PrefillFilter()], [], MaxScorePicker())
+    profile = SchedulingProfile("mine", [PrefillFilter()], [], MaxScorePicker())
     with pytest.raises(EngineUnreachable, match=r"'mine'.*PrefillFilter leaves out all 1"):
         chosen(Bench(View("a", "decode")), profile)
 
 
 def test_a_lenient_filter_that_leaves_nobody_is_passed_over() -> None:
     bench = Bench(View("a", "decode", reachable=False), View("b", "prefill", reachable=False))
-    assert chosen(bench, Profile("p", [HealthFilter(), DecodeFilter()], [], MaxScorePicker())) == "a"
-    strict = Profile("p", [HealthFilter(strict=True)], [], MaxScorePicker())
+    assert chosen(bench, SchedulingProfile("p", [HealthFilter(), DecodeFilter()], [], MaxScorePicker())) == "a"
+    strict = SchedulingProfile("p", [HealthFilter(strict=True)], [], MaxScorePicker())
     with pytest.raises(EngineUnreachable):
         chosen(bench, strict)
 
@@ -74,7 +74,7 @@ def test_a_lenient_filter_that_leaves_nobody_is_passed_over() -> None:
 def test_plugins_learn_who_was_picked() -> None:
     bench = Bench(View("a"), View("b"))
     scorers = [Weighted(PrefixCacheScorer(block_size=2), 2), Weighted(NoHitLRUScorer(), 1)]
-    profile = Profile("p", [], scorers, MaxScorePicker())
+    profile = SchedulingProfile("p", [], scorers, MaxScorePicker())
 
     def pick(*tokens: int) -> int:
         return profile.choose(bench.decision(request_of(*tokens)), bench.engines)

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tercet.scheduling.choosers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
+from tercet.scheduling.pickers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 from tercet.scheduling.plugin import Picker
 
 from .builders import Bench, View

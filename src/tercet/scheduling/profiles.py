@@ -1,16 +1,17 @@
-"""A scheduling profile: filters, then weighted scorers, then a picker."""
+"""Profiles: filters, then weighted scorers, then a picker; and all profiles and deciders of one scheduling file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.protocol import EngineUnreachable
+from tercet.protocol import BadRequest, EngineUnreachable, Role
+from tercet.scheduling.deciders import AlwaysDisaggregate
 from tercet.scheduling.decision import Decision
 from tercet.scheduling.engines import Engines, Floats
-from tercet.scheduling.plugin import Filter, Picker, Plugin, Scorer
+from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Profile:
+class SchedulingProfile:
     """How to choose an engine for one purpose; filters and scorers run in the order given."""
 
     name: str
@@ -65,3 +66,34 @@ class Profile:
     @property
     def _plugins(self) -> Sequence[Plugin]:
         return (*self.filters, *(weighted.scorer for weighted in self.scorers), self.picker)
+
+
+SCHEDULED = "scheduled"
+"""As ``by`` of a pick: the profile that the handler has for the role."""
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """How a fleet chooses engines.
+
+    ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill.
+    """
+
+    profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
+    by_role: Mapping[Role, str] = field(default_factory=dict[Role, str])
+    deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
+    decider: Decider = field(default_factory=AlwaysDisaggregate)
+
+    def profile(self, by: str, role: Role) -> SchedulingProfile | None:
+        """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""
+        return self.profiles.get(self.by_role.get(role, "") if by == SCHEDULED else by)
+
+    def decider_called(self, name: str | None) -> Decider:
+        """The decider of that name, or the handler's for None. Raises :class:`~tercet.protocol.BadRequest`."""
+        if name is None:
+            return self.decider
+        found = self.deciders.get(name)
+        if found is None:
+            known = ", ".join(self.deciders) or "none"
+            raise BadRequest(f"by: there is no decider {name!r}; the scheduling file has {known}", "by")
+        return found

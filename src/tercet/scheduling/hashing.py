@@ -1,13 +1,14 @@
-"""Prompts as chains of block hashes: equal hashes mean equal tokens, from the first one on."""
+"""Prompts as chains of block hashes, and sessions by consistent hashing."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Protocol
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import Request
-from tercet.scheduling.engines import Integers
 
 ROOT = 0
 
@@ -33,17 +34,18 @@ def block_hashes(request: Request, block_size: int, limit: int | None = None) ->
     return hashes
 
 
-class PrefixIndex(Protocol):
-    """Which engine holds which blocks."""
-
-    def matched(self, hashes: Sequence[int]) -> Integers:
-        """By row: how many of the first blocks the engine holds, without a gap."""
-        ...
+def key_of(name: str) -> int:
+    """64 bits made of a name, the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-class RoutedPrefixes(PrefixIndex, Protocol):
-    """An index that knows only what was routed where."""
+def preference(session: str, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """How much a session wants each engine (``keys``, from :func:`key_of`): it belongs to the one with the most.
 
-    def note(self, row: int, hashes: Sequence[int]) -> None:
-        """These blocks are on their way to the engine in ``row``."""
-        ...
+    An engine that joins or leaves changes nothing between two others.
+    """
+    mixed = keys ^ np.uint64(key_of(session))
+    # The finalizer of SplitMix64: each bit of the input changes half of the output's.
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

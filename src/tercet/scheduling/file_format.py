@@ -21,7 +21,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_
     pass
 
 
-class PluginConfig(_Strict, frozen=True):
+class PluginEntry(_Strict, frozen=True):
     """One plugin: its type, what profiles call it (its type, if not said), and its parameters."""
 
     type: Name
@@ -46,7 +46,7 @@ class ProfileConfig(_Strict, frozen=True):
 class SchedulingConfig(_Strict, frozen=True):
     """The whole file. ``api_version`` and ``kind`` may be there and change nothing."""
 
-    plugins: tuple[PluginConfig, ...]
+    plugins: tuple[PluginEntry, ...]
     scheduling_profiles: Annotated[tuple[ProfileConfig, ...], Meta(min_length=1)]
     api_version: str | None = None
     kind: Literal["EndpointPickerConfig"] | None = None

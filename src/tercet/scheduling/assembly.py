@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tercet.protocol import BadRequest
-from tercet.scheduling.choosers import MaxScorePicker
-from tercet.scheduling.config import PluginConfig, PluginUse, ProfileConfig, SchedulingConfig, convert, read_config
+from tercet.scheduling.file_format import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig, convert, read_config
 from tercet.scheduling.handlers import Assignment, Handler, of_one_profile
-from tercet.scheduling.pickers import PICKERS
+from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
-from tercet.scheduling.profile import Profile, Weighted
+from tercet.scheduling.profiles import SCHEDULED, Scheduling, SchedulingProfile, Weighted
 from tercet.scheduling.registry import plugin_class
-from tercet.scheduling.scheduling import SCHEDULED, Scheduling
 
 
 def load_scheduling(path: Path) -> Scheduling:
@@ -33,7 +31,7 @@ def files_of(path: Path) -> list[Path]:
 def build(config: SchedulingConfig, beside: Path) -> Scheduling:
     """As :func:`load_scheduling`, of what is read already."""
     plugins = _plugins(config.plugins, beside)
-    profiles: dict[str, Profile] = {}
+    profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
@@ -43,7 +41,7 @@ def build(config: SchedulingConfig, beside: Path) -> Scheduling:
     return Scheduling(profiles, assigned.by_role, deciders, assigned.decider)
 
 
-def _plugins(configs: Sequence[PluginConfig], beside: Path) -> dict[str, Plugin]:
+def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:
     made: dict[str, Plugin] = {}
     for index, config in enumerate(configs):
         at = f"plugins[{index}]"
@@ -57,14 +55,14 @@ def _plugins(configs: Sequence[PluginConfig], beside: Path) -> dict[str, Plugin]
     return made
 
 
-def _require_free_name(name: str, profiles: Mapping[str, Profile], at: str) -> None:
+def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at: str) -> None:
     if name in profiles:
         raise BadRequest(f"{at}.name: another profile is called {name!r} already", f"{at}.name")
     if name in PICKERS or name == SCHEDULED:
         raise BadRequest(f"{at}.name: {name!r} means something else to pick(); choose another name", f"{at}.name")
 
 
-def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> Profile:
+def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> SchedulingProfile:
     filters: list[Filter] = []
     scorers: list[Weighted] = []
     picker: Picker | None = None
@@ -84,7 +82,7 @@ def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> Pr
             why = "is the second picker" if isinstance(plugin, Picker) else "is no filter, scorer or picker"
             raise BadRequest(f"{here}.pluginRef: {use.plugin_ref} {why}", f"{here}.pluginRef")
     scorers.sort(key=lambda weighted: weighted.scorer.runs_last)  # stable: the others keep their order
-    return Profile(given.name, filters, scorers, picker or MaxScorePicker())
+    return SchedulingProfile(given.name, filters, scorers, picker or MaxScorePicker())
 
 
 def _referred(use: PluginUse, plugins: Mapping[str, Plugin], here: str) -> Plugin:
@@ -99,7 +97,7 @@ def _referred(use: PluginUse, plugins: Mapping[str, Plugin], here: str) -> Plugi
 
 
 def _assigned(
-    plugins: Mapping[str, Plugin], profiles: Mapping[str, Profile], deciders: Mapping[str, Decider]
+    plugins: Mapping[str, Plugin], profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]
 ) -> Assignment:
     handlers = [(index, plugin) for index, plugin in enumerate(plugins.values()) if isinstance(plugin, Handler)]
     if not handlers:

@@ -1,0 +1,81 @@
+"""Filters: which engines are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from tercet.scheduling.plugin import Booleans, Decision, Engines, Filter
+
+
+class PrefillFilter(Filter, frozen=True):
+    """Keeps engines whose role is ``prefill``; with ``allows_both``, also those that do everything."""
+
+    allows_both: bool = True
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        roles = ("prefill", "both") if self.allows_both else ("prefill",)
+        return [engine.role in roles for engine in engines]
+
+
+class DecodeFilter(Filter, frozen=True):
+    """Keeps engines whose role is ``decode`` or ``both``."""
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        return [engine.role in ("decode", "both") for engine in engines]
+
+
+class ByLabel(Filter, frozen=True):
+    """Keeps engines whose ``label`` has one of ``valid_values``, and with ``allows_no_label`` those without it."""
+
+    label: Annotated[str, Meta(min_length=1)]
+    valid_values: frozenset[str] = frozenset()
+    allows_no_label: bool = False
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        label, valid, without = self.label, self.valid_values, self.allows_no_label
+        return [value in valid if (value := e.labels.get(label)) is not None else without for e in engines]
+
+
+class ByLabelSelector(Filter, frozen=True):
+    """Keeps engines that have every label of ``match_labels`` with exactly that value."""
+
+    match_labels: Annotated[Mapping[str, str], Meta(min_length=1)]
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        wanted = self.match_labels.items()
+        return [wanted <= engine.labels.items() for engine in engines]
+
+
+class HealthFilter(Filter, frozen=True):
+    """Keeps engines that answered last time; with ``max_age``, only those heard of in so many seconds."""
+
+    strict: bool = False
+    max_age: float | None = None
+
+    def keep(self, decision: Decision, engines: Engines) -> Booleans | Sequence[bool]:
+        reachable = [engine.reachable for engine in engines]
+        if self.max_age is None:
+            return reachable
+        return np.array(reachable, dtype=np.bool_) & (engines.age <= self.max_age)
+
+
+class SaturationFilter(Filter, frozen=True):
+    """Keeps engines with at most ``queue_depth_threshold`` waiting and ``kv_cache_util_threshold`` of the KV in use.
+
+    An engine of which nothing recent is known counts as full, unless ``allows_unknown``.
+    """
+
+    strict: bool = False
+    queue_depth_threshold: Annotated[int, Meta(ge=0)] = 5
+    kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    allows_unknown: bool = False
+
+    def keep(self, decision: Decision, engines: Engines) -> Booleans:
+        queue, kv = engines.waiting, engines.kv_usage
+        if self.allows_unknown:
+            return ~((queue > self.queue_depth_threshold) | (kv > self.kv_cache_util_threshold))
+        return (queue <= self.queue_depth_threshold) & (kv <= self.kv_cache_util_threshold)

@@ -1,0 +1,182 @@
+"""Scorers: how good each engine is for this request, from 0 to 1.
+
+An engine of which nothing recent is known gets the middle of a load scorer's range.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta
+
+from tercet.protocol import Request
+from tercet.scheduling.hashing import preference
+from tercet.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
+
+UNKNOWN = 0.5
+
+
+class QueueScorer(Scorer, frozen=True):
+    """1 for the shortest queue among the candidates, 0 for the longest, in proportion between; 1 if all are equal."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return _fewest_first(engines.waiting)
+
+
+class RunningRequestsSizeScorer(Scorer, frozen=True):
+    """1 for the smallest batch among the candidates, 0 for the largest, in proportion between; 1 if all are equal."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return _fewest_first(engines.running)
+
+
+class KVCacheUtilizationScorer(Scorer, frozen=True):
+    """The share of the KV cache that is free."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return 1.0 - _known_or(UNKNOWN, engines.kv_usage)
+
+
+class LoadAwareScorer(Scorer, frozen=True):
+    """0.5 for an empty queue, falling to 0 at ``threshold`` waiting requests."""
+
+    threshold: Annotated[int, Meta(ge=1)] = 128
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        share = np.minimum(engines.waiting / self.threshold, 1.0)
+        return 0.5 * (1.0 - _known_or(UNKNOWN, share))
+
+
+def _known_or(otherwise: float, values: Floats) -> Floats:
+    return np.where(np.isnan(values), otherwise, values)
+
+
+def _fewest_first(counts: Floats) -> Floats:
+    known = ~np.isnan(counts)
+    if not known.any():
+        return np.full(len(counts), UNKNOWN)
+    least, most = counts[known].min(), counts[known].max()
+    if least == most:
+        return np.where(known, 1.0, UNKNOWN)
+    return np.where(known, (most - counts) / (most - least), UNKNOWN)
+
+
+class ActiveRequestScorer(Scorer, frozen=True):
+    """1 for an engine on which nothing runs, 0 for the candidate with the most sequences, in proportion between."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        most = engines.in_flight.max()
+        return 1.0 - engines.in_flight / most if most else np.ones(len(engines))
+
+
+class TokenLoadScorer(Scorer, frozen=True):
+    """1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of it.
+
+    An engine's work is what it reported, or the prompts that this front door runs there, whichever is more.
+    """
+
+    queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return 1.0 - np.fmax(engines.tokens, engines.in_flight_tokens) / self.queue_threshold_tokens
+
+
+class PrefixCacheScorer(Scorer, frozen=True):
+    """The share of the prompt that was routed to an engine before: a guess, from routing history alone.
+
+    Prompts are cut into blocks of ``block_size`` tokens; only the first ``max_prefix_blocks_to_match`` count, and per
+    engine the ``lru_capacity_per_server`` blocks routed to it most recently are remembered.
+    """
+
+    block_size: Annotated[int, Meta(ge=1)] = 64
+    max_prefix_blocks_to_match: Annotated[int, Meta(ge=1)] = 256
+    lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
+        if not hashes:
+            return np.zeros(len(engines))
+        matched = decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).matched(hashes)
+        decision.note_match(matched * self.block_size)
+        return matched[engines.rows] / len(hashes)
+
+    def picked(self, decision: Decision, row: int) -> None:
+        """The prompt's blocks will be on the engine that was picked."""
+        hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
+        if hashes:
+            decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
+
+
+class PrecisePrefixCacheScorer(Scorer, frozen=True):
+    """The share of the prompt's full blocks that an engine says it holds, through its KV events."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        shares = np.zeros(len(engines))
+        for block_size, index in decision.knowledge.stored.items():
+            hashes = decision.hashes(block_size)
+            if hashes:
+                matched: Integers = index.matched(hashes)
+                decision.note_match(matched * block_size)
+                shares = np.maximum(shares, matched[engines.rows] / len(hashes))
+        return shares
+
+
+class NoHitLRUScorer(Scorer, frozen=True):
+    """For a prompt that no engine has cached: 1 for the engine that took such a prompt the longest ago, 0 for the last.
+
+    Engines that never did come first. For a prompt that some engine has, all get 0.5. Whether one has is for the
+    prefix scorers of the same profile to say; without any, every prompt is new. ``lru_size`` engines are remembered.
+    """
+
+    runs_last: ClassVar[bool] = True
+    lru_size: Annotated[int, Meta(ge=1)] = 1024
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        if not _is_cold(decision):
+            return np.full(len(engines), 0.5)
+        if len(engines) == 1:
+            return np.ones(1)
+        turns = decision.knowledge.cold_turns(engines.rows, self.lru_size)
+        scores = np.empty(len(engines))
+        scores[np.argsort(turns, kind="stable")] = np.linspace(1.0, 0.0, len(engines))
+        return scores
+
+    def picked(self, decision: Decision, row: int) -> None:
+        """The engine that was picked is the last one to take a new prompt, if it is one."""
+        if _is_cold(decision):
+            decision.knowledge.note_cold(row)
+
+
+def _is_cold(decision: Decision) -> bool:
+    return decision.matched is None or not decision.matched.any()
+
+
+class SessionAffinityScorer(Scorer, frozen=True):
+    """1 for the engine that the request's session belongs to, 0 for the others; 0 for all without a session.
+
+    ``header`` (lower case) names the session; without it, and with ``by_user``, the OpenAI request's ``user`` does. It
+    belongs to an engine by consistent hashing: no table is kept, front doors agree, and only the sessions of an engine
+    that leaves move. An engine that has more than ``max_load`` times its share of this front door's sequences is passed
+    over; its sessions go to the next one in their own order.
+    """
+
+    header: Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")] = "x-session-token"
+    by_user: bool = True
+    max_load: Annotated[float, Meta(gt=1)] = 1.25
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        scores = np.zeros(len(engines))
+        session = self._session(decision.request)
+        if session:
+            weights = preference(session, engines.keys)
+            # One more than its share is always allowed: with few sequences any of them would be above it.
+            bound = np.ceil(self.max_load * (engines.in_flight.sum() + 1) / len(engines))
+            weights[engines.in_flight >= bound] = 0
+            scores[int(weights.argmax())] = 1.0
+        return scores
+
+    def _session(self, request: Request | None) -> str | None:
+        if request is None:
+            return None
+        return request.headers.get(self.header) or (request.user if self.by_user else None)
