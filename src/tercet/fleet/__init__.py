@@ -3,12 +3,10 @@
 from tercet.fleet.fleet import EngineFleet, Member
 from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
-from tercet.fleet.load import EngineLoad
 from tercet.fleet.trace import Trace, TraceEvent
 
 __all__ = [
     "EngineFleet",
-    "EngineLoad",
     "FleetKnowledge",
     "Hearing",
     "Member",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tercet.cost import Costs, Targets
-from tercet.fleet.choice import Choice
-from tercet.fleet.knowledge import FleetKnowledge
-from tercet.fleet.load import STALE_AFTER, EngineLoad
+from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
+from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Trace, TracedEngine
 from tercet.protocol import (
     BadRequest,
     Conflict,
     Engine,
+    EngineLoad,
     EngineUnreachable,
     PrefillRule,
     Request,
@@ -27,7 +26,7 @@ from tercet.protocol import (
     TercetError,
     UnknownEngine,
 )
-from tercet.scheduling import PICKERS, Scheduling
+from tercet.scheduling import Scheduling
 
 
 @dataclass
@@ -79,11 +78,10 @@ class EngineFleet:
     ) -> None:
         self._members = list(members)
         self._open = list[Member]()
-        self._turns: Counter[tuple[str, str]] = Counter()
         self._trace = trace or Trace()
         self._failed: set[str] | None = None
         random = Random(seed)
-        self._choice = Choice(FleetKnowledge(clock, stale_after), random, scheduling or Scheduling())
+        self._picking = Picking[Member](FleetKnowledge(clock, stale_after), random, scheduling or Scheduling())
         self._costs = Costs(clock, random)
         for member in self._members:
             self.knowledge.add(member.name)
@@ -103,7 +101,7 @@ class EngineFleet:
     @property
     def knowledge(self) -> FleetKnowledge:
         """What is known of the engines; whoever hears from them tells it."""
-        return self._choice.knowledge
+        return self._picking.knowledge
 
     @property
     def costs(self) -> Costs:
@@ -113,11 +111,11 @@ class EngineFleet:
     @property
     def scheduling(self) -> Scheduling:
         """The profiles that picks may name; set it to change them for picks from now on."""
-        return self._choice.scheduling
+        return self._picking.scheduling
 
     @scheduling.setter
     def scheduling(self, scheduling: Scheduling) -> None:
-        self._choice.scheduling = scheduling
+        self._picking.scheduling = scheduling
 
     def report(self, name: str, load: EngineLoad) -> None:
         """An engine said how busy it is; that of an engine which is not here (any more) is ignored."""
@@ -167,7 +165,7 @@ class EngineFleet:
     def _reopen(self) -> None:
         # In place: views hold the same list.
         self._open[:] = [member for member in self._members if not member.draining]
-        self._choice.reopen(self._open)
+        self._picking.reopen(self._open)
 
     @contextmanager
     def pick(
@@ -178,7 +176,7 @@ class EngineFleet:
         request: Request | None = None,
     ) -> Generator[Engine]:
         """See :meth:`tercet.protocol.Fleet.pick`; profiles are those of :attr:`scheduling`."""
-        member = self._choose(role, by, other_than.name if other_than is not None else None, request)
+        member = self._picking.pick(role, by, self._without(other_than), request)
         with self._counted(member, request) as engine:
             yield engine
 
@@ -200,7 +198,7 @@ class EngineFleet:
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
             raise EngineUnreachable("this fleet has no engine that may be picked")
-        matched = self._choice.matched(request, able)
+        matched = self._picking.matched(request, able)
         decision = self._costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
@@ -209,7 +207,7 @@ class EngineFleet:
             prefill = None
             if chosen.prefill:
                 prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request))
-            self._choice.note_routed(request, [chosen.decode, chosen.prefill])
+            self._picking.note_routed(request, [chosen.decode, chosen.prefill])
             yield Route(decode, prefill, chosen.split)
 
     @contextmanager
@@ -225,7 +223,7 @@ class EngineFleet:
             member.in_flight -= 1
             member.in_flight_tokens -= tokens
             if request is not None:
-                self._choice.believed.pop((request.seq_id, member.name), None)
+                self._picking.believed.pop((request.seq_id, member.name), None)
             if member.in_flight == 0 and member.when_idle is not None:
                 member.when_idle()
 
@@ -242,35 +240,9 @@ class EngineFleet:
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         """See :meth:`tercet.protocol.Fleet.disaggregates`."""
-        return self._choice.disaggregates(request, decode.name, by)
+        return self._picking.disaggregates(request, decode.name, by)
 
-    def _choose(self, role: Role, by: str, without: str | None, request: Request | None) -> Member:
-        picker = PICKERS.get(by)
-        if picker is None:
-            return self._choose_by_profile(role, by, without, request)
-        # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
-        able = self._open if role == "both" else [m for m in self._open if m.role == role or m.role == "both"]
-        candidates = [member for member in able if member.reachable] or able
-        for name in self._without(without):
-            candidates = [member for member in candidates if member.name != name] or candidates
-        if not candidates:
-            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
-        key = (role, by)
-        turn = self._turns[key]
-        self._turns[key] += 1
-        return candidates[picker(candidates, turn)]
-
-    def _choose_by_profile(self, role: Role, by: str, without: str | None, request: Request | None) -> Member:
-        profile = self.scheduling.profile(by, role)
-        if profile is None:
-            known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
-            raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
-        place = self._choice.choose(profile, role, self._without(without), request)
-        if place is None:
-            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
-        return self._open[place]
-
-    def _without(self, other_than: str | None) -> Sequence[str]:
+    def _without(self, other_than: Engine | None) -> Sequence[str]:
         """Whom not to pick while there are others; the last one matters least."""
         failed = tuple(self._failed) if self._failed else ()
-        return failed if other_than is None else (other_than, *failed)
+        return failed if other_than is None else (other_than.name, *failed)

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tercet.client import HttpEngine
-from tercet.fleet import EngineFleet, EngineLoad
-from tercet.protocol import Engine
+from tercet.fleet import EngineFleet
+from tercet.protocol import Engine, EngineLoad
 from tercet.router.kv_events import follow_cache
 from tercet.streams import Listener
 

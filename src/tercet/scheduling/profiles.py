@@ -31,7 +31,7 @@ class SchedulingProfile:
     scorers: Sequence[Weighted]
     picker: Picker
 
-    def choose(self, decision: Decision, engines: Engines) -> int:
+    def pick(self, decision: Decision, engines: Engines) -> int:
         """The row of the engine to take; ``engines`` are at least one.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.

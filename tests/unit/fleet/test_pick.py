@@ -9,9 +9,9 @@ from statistics import median
 
 import pytest
 
-from tercet.fleet import EngineFleet, EngineLoad, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
-from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
+from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role
 from tercet.scheduling import Scheduling
 
 from ..fakes import FakeEngine
@@ -212,7 +212,7 @@ async def test_built_in_programs_pick_by_profile(plan: Scheduling, name: str) ->
     tokens = [token async for output in outputs_of(program(prompt(0, 100), fleet)) for token in output.token_ids]
     assert tokens == [100, 101, 102]
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
-    assert fleet._choice.believed == {}  # pyright: ignore[reportPrivateUsage]
+    assert fleet._picking.believed == {}  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -229,7 +229,7 @@ async def test_cancelled_anywhere_nothing_stays_believed(plan: Scheduling, steps
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
-    assert fleet._choice.believed == {}  # pyright: ignore[reportPrivateUsage]
+    assert fleet._picking.believed == {}  # pyright: ignore[reportPrivateUsage]
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import EngineFleet, EngineLoad, Member, Trace
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
-from tercet.protocol import BadRequest, NoSpace, Output, Request, TransferFailed, UnknownEngine
+from tercet.protocol import BadRequest, EngineLoad, NoSpace, Output, Request, TransferFailed, UnknownEngine
 
 from ..fakes import FakeEngine
 

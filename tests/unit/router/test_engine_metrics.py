@@ -6,8 +6,8 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tercet.fleet import EngineFleet, EngineLoad, Member
-from tercet.protocol import Engine
+from tercet.fleet import EngineFleet, Member
+from tercet.protocol import Engine, EngineLoad
 from tercet.router.engine_metrics import EngineCollector
 
 

@@ -9,8 +9,8 @@ from random import Random
 
 import numpy as np
 
-from tercet.fleet import EngineLoad, FleetKnowledge
-from tercet.protocol import Request, Role
+from tercet.fleet import FleetKnowledge
+from tercet.protocol import EngineLoad, Request, Role
 from tercet.scheduling import Decision, Engines, Scheduling, load_scheduling
 from tercet.scheduling.engines import Floats
 from tercet.scheduling.plugin import Scorer

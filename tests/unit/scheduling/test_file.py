@@ -102,7 +102,7 @@ def test_a_plugin_of_the_users_is_found_beside_the_file(tmp_path: Path) -> None:
     (weighted,) = made.profiles["p"].scorers
     assert listed(weighted.scorer.score(bench.decision(), bench.engines)) == [0, 1]
     assert isinstance(bench.engines, Engines)
-    assert made.profiles["p"].choose(bench.decision(), bench.engines) == bench.engines.rows[1]
+    assert made.profiles["p"].pick(bench.decision(), bench.engines) == bench.engines.rows[1]
 
 
 P = "schedulingProfiles: [{name: p}]"

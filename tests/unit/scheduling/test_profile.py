@@ -27,7 +27,7 @@ class Fixed(Scorer, frozen=True):
 
 
 def chosen(bench: Bench, profile: SchedulingProfile) -> str:
-    row = profile.choose(bench.decision(), bench.engines)
+    row = profile.pick(bench.decision(), bench.engines)
     return bench.views[bench.engines.rows.tolist().index(row)].name
 
 
@@ -77,7 +77,7 @@ def test_plugins_learn_who_was_picked() -> None:
     profile = SchedulingProfile("p", [], scorers, MaxScorePicker())
 
     def pick(*tokens: int) -> int:
-        return profile.choose(bench.decision(request_of(*tokens)), bench.engines)
+        return profile.pick(bench.decision(request_of(*tokens)), bench.engines)
 
     first = pick(1, 2, 3, 4)
     assert pick(5, 6, 7, 8) != first  # new as well: to the other one

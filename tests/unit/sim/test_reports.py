@@ -7,6 +7,8 @@ import itertools
 import math
 
 from tercet.fleet import EngineFleet, Hearing, Member
+from tercet.scheduling import Scheduling, SchedulingProfile
+from tercet.scheduling.pickers import MaxScorePicker
 from tercet.sim import Network, SimEngine, run_virtual
 from tercet.sim.options import EngineOptions
 from tercet.sim.reports import REPORT_SECONDS
@@ -66,6 +68,16 @@ def test_load_is_reported_at_most_once_in_a_while_and_not_at_rest() -> None:
         gaps = [after - before for before, after in itertools.pairwise(times)]
         assert min(gaps) >= REPORT_SECONDS - 1e-9
         assert len(times) < 30, "an engine at rest says nothing"
+
+    run_virtual(main())
+
+
+def test_a_pick_by_profile_asks() -> None:
+    async def main() -> None:
+        fleet, _engine = observed()
+        fleet.scheduling = Scheduling({"p": SchedulingProfile("p", [], [], MaxScorePicker())})
+        with fleet.pick(by="p"):
+            assert fleet.knowledge.loads.last("e") is not None
 
     run_virtual(main())
 

@@ -1,26 +1,31 @@
-"""Picks by the profiles of a scheduling file."""
+"""Who is picked: by turns or load in plain picks, by the profiles of a scheduling file, and what routes go by."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from tercet.fleet.knowledge import FleetKnowledge
-from tercet.protocol import EngineView, PrefillRule, Request, Role
-from tercet.scheduling import Decision, Engines, Scheduling, SchedulingProfile
+from tercet.protocol import BadRequest, EngineUnreachable, EngineView, PrefillRule, Request, Role
+from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
 from tercet.scheduling.engines import Integers
 from tercet.scheduling.hashing import block_hashes
+from tercet.scheduling.pickers import TurnPicker
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
+ViewT = TypeVar("ViewT", bound=EngineView)
+
 
 @dataclass
-class Choice:
-    """What all views of a fleet choose by; ``views`` are the engines that may be picked, ``rows`` their rows.
+class Picking(Generic[ViewT]):
+    """What all views of a fleet pick by; ``views`` are the engines that may be picked, ``rows`` their rows.
 
     ``believed`` are the tokens that engines were believed to hold when they were picked, for picks that are not over:
     afterwards a pick itself makes them believed to hold the whole prompt.
@@ -29,35 +34,63 @@ class Choice:
     knowledge: FleetKnowledge
     random: Random
     scheduling: Scheduling = field(default_factory=Scheduling)
-    views: Sequence[EngineView] = ()
+    views: Sequence[ViewT] = ()
     rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
 
-    def reopen(self, views: Sequence[EngineView]) -> None:
+    def reopen(self, views: Sequence[ViewT]) -> None:
         """From now on these may be picked."""
         self.views = views
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
 
-    def choose(
-        self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None
-    ) -> int | None:
-        """The place in ``views`` of the engine to take; None if none has the role.
+    def pick(self, role: Role, by: str, without: Sequence[str], request: Request | None) -> ViewT:
+        """The engine to take, by a picker or profile called ``by``.
 
-        Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
+        ``without`` are names not to pick while there are others; the last one matters least.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if none has the role or a strict filter leaves none, and
+        :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
+        turns = PICKERS.get(by)
+        if turns is not None:
+            return self._pick_by_turns(turns, role, by, without)
+        profile = self.scheduling.profile(by, role)
+        if profile is None:
+            known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
+            raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
+        return self._pick_by_profile(profile, role, without, request)
+
+    def _pick_by_turns(self, picker: TurnPicker, role: Role, by: str, without: Sequence[str]) -> ViewT:
+        # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
+        able = self.views if role == "both" else [v for v in self.views if v.role == role or v.role == "both"]
+        candidates = [view for view in able if view.reachable] or able
+        for name in without:
+            candidates = [view for view in candidates if view.name != name] or candidates
+        if not candidates:
+            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
+        key = role, by
+        turn = self._turns[key]
+        self._turns[key] += 1
+        return candidates[picker(candidates, turn)]
+
+    def _pick_by_profile(
+        self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None
+    ) -> ViewT:
+        self.knowledge.needed()
         candidates = self.candidates(role)
         for name in without:
             candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
-            return None
+            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
         decision = Decision(request, role, self.knowledge, self.random)
-        row = profile.choose(decision, candidates)
-        place = self._places[row]
+        row = profile.pick(decision, candidates)
+        picked = self.views[self._places[row]]
         if request is not None and decision.matched is not None:
-            self.believed[request.seq_id, self.views[place].name] = int(decision.matched[row])
-        return place
+            self.believed[request.seq_id, picked.name] = int(decision.matched[row])
+        return picked
 
     def candidates(self, role: Role) -> Engines:
         """Those that have the role, without those that do not answer while others do."""

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from tercet.fleet.load import EngineLoad, LoadTable
-from tercet.protocol import EngineStatus
+from tercet.fleet.knowledge import LoadTable
+from tercet.protocol import EngineLoad, EngineStatus
 
 
 class Clock:

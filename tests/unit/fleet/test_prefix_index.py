@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.prefixes import Holders, RoutingHistory, StoredBlocks
+from tercet.fleet.prefix_index import Holders, RoutingHistory, StoredBlocks
 from tercet.protocol import Request
 from tercet.scheduling.hashing import block_hashes
 
