@@ -16,12 +16,12 @@ def queue() -> Iterator[tuple[object, object]]:
     """A writer and a reader of one queue, whose reader sleeps between messages."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-    from tercet.vllm_plugin.compat import require_supported
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.hooks import hooks_of
 
     begin, wait = SpinCondition.__init__, SpinCondition.wait
     let_queue_readers_sleep()
-    require_supported()  # each process checks, whoever has installed the hooks before
+    assert not any(hook.check() for hook in hooks_of("engine"))  # nor where the hooks are installed
     try:
         writer = MessageQueue(1, 1)
         yield writer, MessageQueue.create_from_handle(writer.export_handle(), 0)

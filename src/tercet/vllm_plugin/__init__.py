@@ -1,13 +1,11 @@
-"""Tercet inside a stock vLLM server: everything that touches vLLM's internals lives in this folder.
+"""Everything that touches vLLM's internals, in one room: :mod:`.hooks` lists each reach into them and checks it.
 
-Three hooks, all loaded by vLLM itself through entry points or flags:
+vLLM loads three modules here by name, through flags and entry points:
 
-- ``connector.TercetConnector``, a KV connector (``--kv-transfer-config``), with one half in the scheduler's process
-  (:mod:`.reservations`, :mod:`.sends`) and one in each worker (:mod:`.worker`);
-- ``register.register``, a general plugin, adds the verbs to ``EngineCore`` (:mod:`.core`) and lets a request start
-  with output that was generated elsewhere (:mod:`.resume`); on a CPU it lets vLLM's processes sleep while they wait for
-  one another (:mod:`.waiting`);
-- ``endpoint.TercetEndpoints``, an endpoint plugin, serves the verbs over HTTP (:mod:`.edge` carries them out).
+- :mod:`.connector`, the KV connector (``--kv-transfer-config``), in the scheduler's process and in each worker;
+- :mod:`.register`, a general plugin, in every process that vLLM starts;
+- :mod:`.endpoint`, an endpoint plugin, in the API server: the verbs over HTTP.
 
-:mod:`.compat` checks at start that this vLLM has what these rely on.
+What they do is in :mod:`.engine`. :mod:`.engine_hooks` and :mod:`.frontend_hooks` are the two sides of the registry:
+a vLLM server, and a router's process around vLLM's OpenAI layer.
 """

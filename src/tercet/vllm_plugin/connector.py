@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tercet.protocol import KVLayout
 from tercet.transport import ControlClient
-from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
@@ -31,6 +30,7 @@ from tercet.vllm_plugin.engine.reservations import Reservations
 from tercet.vllm_plugin.engine.resume import ResumedRequests
 from tercet.vllm_plugin.engine.send_planner import SendPlanner
 from tercet.vllm_plugin.engine.worker_side import WorkerSide
+from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported()
+        require_hooks("engine")
         _require_one_cache_group(kv_cache_config)
         _require_one_replica(vllm_config)
         self._config = parse_settings(self._kv_transfer_config.kv_connector_extra_config)

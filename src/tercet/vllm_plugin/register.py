@@ -11,10 +11,10 @@ def register() -> None:
     With a vLLM that Tercet was not built against it only warns, so that plain serving keeps working there; the
     connector then refuses to start.
     """
-    from tercet.vllm_plugin.compat import UnsupportedVLLM, require_supported
+    from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 
     try:
-        require_supported()
+        require_hooks("engine")
     except UnsupportedVLLM as error:
         logging.getLogger(__name__).warning("Tercet is installed but inactive: %s", error)
         return

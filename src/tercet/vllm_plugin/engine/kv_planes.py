@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, SharedKV, create_file
-from tercet.vllm_plugin.compat import UnsupportedVLLM
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
 OWN_MAPPING_BYTES = 32 * 1024 * 1024

@@ -40,13 +40,13 @@ from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import Speaker
 from tercet.transport import Destination, LeaseFilled, routes
-from tercet.vllm_plugin.compat import vllm_version
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.call_checks import check_address
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
+from tercet.vllm_plugin.hooks import vllm_version
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,0 +1,222 @@
+"""The engine side's part of the registry: what runs inside a vLLM server."""
+
+from __future__ import annotations
+
+from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
+from tercet.vllm_plugin.hooks import Hook
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+SINGLE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+POOL = "vllm.v1.core.block_pool:BlockPool"
+REQUEST = "vllm.v1.request:Request"
+CORE = "vllm.v1.engine.core:EngineCore"
+ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+OUTPUTS = "vllm.v1.engine.output_processor"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+BATCH = "vllm.v1.worker.gpu_input_batch"
+QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
+CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+
+ENGINE_HOOKS = (
+    Hook(
+        name="KV connector",
+        side="engine",
+        what="TercetConnector implements KVConnectorBase_V1 in the scheduler's process and in each worker",
+        why="Requests are met before they are scheduled, steps are planned before vLLM counts them as computed, and "
+        "layers are told of as soon as their attention has run",
+        until="the interface is declared stable",
+        relies_on=(
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "bind_connector_metadata", "set_xfer_handshake_metadata"),
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "on_new_request", "request_finished", "shutdown"),
+            Has(f"{CONNECTOR}:SupportsHMA", "request_finished_all_groups"),
+            Takes(f"{CONNECTOR}:KVConnectorBase_V1.save_kv_layer", "layer_name", "kv_layer", "attn_metadata"),
+            Takes(f"{CONNECTOR}:KVConnectorBase_V1.build_connector_meta", "scheduler_output"),
+            Says(f"{SCHEDULER}.schedule", "self._build_kv_connector_meta(", "self._update_after_schedule("),
+            Says(f"{SCHEDULER}.add_request", "self.connector.on_new_request(request)"),
+            Takes(f"{SCHEDULER}.get_kv_connector"),
+            Says(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
+        ),
+    ),
+    Hook(
+        name="endpoints",
+        side="engine",
+        what="TercetEndpoints is an endpoint plugin of vLLM's API server",
+        why="The verbs are served where the engine's own API is",
+        until="the interface is declared stable",
+        relies_on=(
+            Has("vllm.plugins.endpoint_plugins.interface:EndpointPlugin", "attach_router", "init_state"),
+            Says("vllm.plugins.endpoint_plugins.interface:init_endpoint_plugins_state", ".init_state("),
+            Says("vllm.v1.metrics.prometheus:get_prometheus_registry", "return REGISTRY"),
+        ),
+    ),
+    Hook(
+        name="core methods",
+        side="engine",
+        what="EngineCore gets methods that the API server calls as utility calls, on the core's thread",
+        why="Blocks are reserved and given back between two engine steps, so nothing races with scheduling",
+        until="a KV connector may serve calls of its own",
+        replaces=("EngineCore.tercet_*",),
+        relies_on=(
+            Says("vllm.v1.engine.core:EngineCoreProc._handle_client_request", "getattr(self, method_name)"),
+            Takes("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method"),
+            Says(f"{CORE}.__init__", "self.request_block_hasher"),
+            Takes(f"{SCHEDULER}.get_request_counts"),
+            Takes(f"{REQUEST}.__init__", "cache_salt", "block_hasher", "pooling_params"),
+        ),
+    ),
+    Hook(
+        name="reservations",
+        side="engine",
+        what="A lease is a request that is never scheduled: it takes blocks as an asynchronous KV load does, and the "
+        "request that decodes on them inherits its block table",
+        why="A peer writes into the blocks before the request that needs them exists",
+        until="KVCacheManager can reserve blocks and hand them over",
+        relies_on=(
+            Takes(f"{MANAGER}.allocate_slots", "num_external_computed_tokens", "delay_cache_blocks", "reserved_blocks"),
+            Takes(f"{MANAGER}.allocate_slots", "new_computed_blocks", "num_lookahead_tokens", "has_scheduled_reqs"),
+            OneOf(
+                Takes(f"{MANAGER}.allocate_slots", "skip_zeroing_group_ids"),
+                Takes(f"{MANAGER}.get_zeroing_block_ids_in_range", "request_id", "start_token", "end_token"),
+            ),
+            Takes(f"{MANAGER}.get_computed_blocks", "request"),
+            Takes(f"{MANAGER}.cache_blocks", "request", "num_computed_tokens"),
+            Takes(f"{MANAGER}.record_blocks_for_zeroing", "request_id", "start_token"),
+            Takes(f"{MANAGER}.get_block_ids", "request_id"),
+            Takes(f"{MANAGER}.free", "request"),
+            Takes(f"{POOL}.is_block_writable", "block"),
+            Says(f"{SINGLE}.__init__", "self.req_to_blocks", "self.num_cached_block"),
+            Takes(f"{SCHEDULER}._inflight_prefill_reserved_blocks"),
+            Says(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting", "_spec_decode_step_blocks"),
+            Takes(f"{SCHEDULER}._holds_kv_blocks"),
+            Says(f"{SCHEDULER}.__init__", "self.kv_holding_waiting", "self.needs_kv_cache_zeroing"),
+            Takes("vllm.v1.core.sched.request_queue:RequestQueue.remove_request", "request"),
+        ),
+    ),
+    Hook(
+        name="sends",
+        side="engine",
+        what="Blocks of a request that sends its KV are pinned beside the request",
+        why="The request may finish, or be preempted, before its last byte has left",
+        until="a KV connector may hold blocks of running requests one by one",
+        relies_on=(
+            Takes(f"{POOL}.touch", "blocks"),
+            Takes(f"{POOL}.free_blocks", "ordered_blocks"),
+            Takes(f"{MANAGER}.get_blocks", "request_id"),
+            Says(f"{REQUEST}.__init__", "self.num_in_flight_tokens"),
+        ),
+    ),
+    Hook(
+        name="resumed requests",
+        side="engine",
+        what="A request starts with output tokens of another engine, and its grammar behind them",
+        why="A sequence that moves keeps its max_tokens, penalties, stop conditions and structure",
+        until="a request may be added with output",
+        relies_on=(
+            Takes(f"{REQUEST}.append_output_token_ids", "token_ids"),
+            Says(f"{REQUEST}.__init__", "self.structured_output_request", "self.prefill_stats"),
+            Takes("vllm.v1.metrics.stats:PrefillStats.set"),
+            Says("vllm.v1.structured_output.request:StructuredOutputRequest", "self._grammar = self._grammar.result()"),
+            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),
+        ),
+    ),
+    Hook(
+        name="output of new requests",
+        side="engine",
+        what="The model runner's batch gets the output with which a resumed request begins",
+        why="The worker believes that a new request has none; penalties and seeds need it",
+        until="the first model runner is gone: the second one takes output from the scheduler",
+        replaces=("GPUModelRunner._update_states", "InputBatch.add_request"),
+        relies_on=(
+            Takes(f"{RUNNER}._update_states", "scheduler_output"),
+            Says(f"{RUNNER}._update_states", "output_token_ids=[]", "self.input_batch.add_request("),
+            Takes(f"{BATCH}:InputBatch.add_request", "request"),
+            Says(f"{BATCH}:InputBatch.add_request", "request.output_token_ids"),
+            Has(f"{BATCH}:CachedRequestState", "req_id", "generator", "output_token_ids"),
+        ),
+    ),
+    Hook(
+        name="seeded prompts",
+        side="engine",
+        what="On a CPU a seeded request's generator is put back after each step that ends inside its prompt",
+        why="vLLM rewinds it by its offset, which generators on a CPU do not have: the engine would be lost",
+        until="vLLM rewinds generators of any device",
+        replaces=("GPUModelRunner._sample", "GPUModelRunner._bookkeeping_sync"),
+        relies_on=(
+            Takes(f"{RUNNER}._sample"),
+            Says(f"{RUNNER}._bookkeeping_sync", "discard", "self.input_batch.generators", "set_offset("),
+            Says(f"{RUNNER}.__init__", "self.discard_request_mask"),
+        ),
+    ),
+    Hook(
+        name="queue readers",
+        side="engine",
+        what="On a CPU readers of vLLM's shared-memory queues sleep as soon as there is nothing to read",
+        why="Looking again and again takes the cores that compute",
+        until="vLLM sleeps at once on a CPU, or has an option for it",
+        replaces=("SpinCondition.__init__", "SpinCondition.wait"),
+        relies_on=(
+            Takes(f"{QUEUE}:SpinCondition.__init__", "is_reader", "busy_loop_s"),
+            Takes(f"{QUEUE}:SpinCondition.wait", "timeout_ms"),
+            Says(f"{QUEUE}:SpinCondition.wait", "self.last_read + self.busy_loop_s", "self.poller.poll("),
+            Says(f"{QUEUE}:SpinCondition.__init__", "zmq.CONFLATE"),
+        ),
+    ),
+    Hook(
+        name="load",
+        side="engine",
+        what="The API server's process listens to the statistics that come with each step's outputs",
+        why="Load is reported with each step, with no question to the engine's core",
+        until="AsyncLLM tells its scheduler's statistics to whoever asks",
+        replaces=("OutputProcessor.update_scheduler_stats",),
+        relies_on=(
+            Takes(f"{OUTPUTS}:OutputProcessor.update_scheduler_stats", "scheduler_stats"),
+            Says(f"{ASYNC_LLM}._run_output_handler", "output_processor.update_scheduler_stats("),
+            Takes(f"{OUTPUTS}:OutputProcessor.get_num_unfinished_requests"),
+            Takes(f"{OUTPUTS}:OutputProcessor.get_num_queued_tokens"),
+            Has("vllm.v1.metrics.stats:SchedulerStats", "num_running_reqs", "kv_cache_usage"),
+        ),
+    ),
+    Hook(
+        name="output callback",
+        side="engine",
+        what="Outputs of a streamed sequence are taken where AsyncLLM puts them into its queue",
+        why="There is no task per sequence, and no switch to one per token",
+        until="AsyncLLM.add_request takes a callback",
+        replaces=("RequestOutputCollector.put",),
+        relies_on=(
+            Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params", "priority"),
+            Says(f"{ASYNC_LLM}.add_request", "RequestOutputCollector(", "return queue"),
+            Takes(f"{OUTPUTS}:RequestOutputCollector.put", "output"),
+            Says(f"{OUTPUTS}:RequestOutputCollector.__init__", "self.output"),
+            Says(f"{OUTPUTS}:OutputProcessor.process_outputs", "req_state.queue.put("),
+            Takes(f"{ASYNC_LLM}.abort", "request_id"),
+        ),
+    ),
+    Hook(
+        name="KV events",
+        side="engine",
+        what="The endpoints of vLLM's publisher are read from its sockets, and events between steps are published",
+        why="The system chooses the ports, and KV that arrives at an idle engine belongs to no step",
+        until="the publisher tells where it listens",
+        relies_on=(
+            Says("vllm.distributed.kv_events:ZmqEventPublisher", "self._replay", "self._pub"),
+            Takes("vllm.distributed.kv_events:ZmqEventPublisher.publish", "events"),
+            Says(f"{SCHEDULER}.__init__", "self.kv_event_publisher"),
+            Takes(f"{MANAGER}.take_events"),
+        ),
+    ),
+    Hook(
+        name="KV layout",
+        side="engine",
+        what="How CPU kernels lay keys and values in a block is asked of the kernel that writes them",
+        why="KV of one engine has a meaning in another only in the same arrangement, or one that can be converted",
+        until="the attention backend describes its layout",
+        relies_on=(
+            Takes(f"{CPU_ATTENTION}:_get_attn_isa", "dtype", "block_size"),
+            Takes("vllm._custom_ops:cpu_attn_reshape_and_cache", "key_cache", "value_cache", "slot_mapping", "isa"),
+        ),
+    ),
+)

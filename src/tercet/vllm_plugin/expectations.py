@@ -1,0 +1,119 @@
+"""What can be expected of code that is not ours, each tried by looking at the code itself: nothing is called.
+
+A ``target`` is ``"package.module:Name"`` or ``"package.module:Class.method"``. An expectation's ``unmet()`` is empty
+where it holds, and otherwise says what is missing, in words for whoever installed the wrong version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import itertools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Expectation(Protocol):
+    """Something that holds for the code that is installed, or does not."""
+
+    def unmet(self) -> str:
+        """What is missing; empty if nothing is."""
+        ...
+
+
+def resolve(target: str) -> Any:
+    """What a target names; raises ``ImportError`` or ``AttributeError`` where there is no such thing."""
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+
+
+class _Targeted:
+    """An expectation of one target."""
+
+    def __init__(self, target: str, *names: str) -> None:
+        self.target = target
+        self.names = names
+
+    def unmet(self) -> str:
+        """See :class:`Expectation`."""
+        try:
+            found = resolve(self.target)
+        except Exception as error:  # importing a version that is not known may fail in any way
+            return f"{self.target} is not there ({type(error).__name__}: {error})"
+        return self._missing_in(found)
+
+    def _missing_in(self, found: Any) -> str:
+        raise NotImplementedError
+
+
+class Has(_Targeted):
+    """A class, an object or a module has attributes, or a dataclass fields, of these ``names``."""
+
+    def _missing_in(self, found: Any) -> str:
+        fields = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set[str]()
+        missing = [name for name in self.names if name not in fields and not hasattr(found, name)]
+        return f"{self.target} has no {', '.join(missing)}" if missing else ""
+
+
+class Takes(_Targeted):
+    """A function has parameters of these ``names``; without any, it is something that can be called."""
+
+    def _missing_in(self, found: Any) -> str:
+        if not callable(found):
+            return f"{self.target} cannot be called"
+        known = _parameters(found)
+        missing = [name for name in self.names if name not in known]
+        return f"{self.target} takes no {', '.join(missing)}" if missing else ""
+
+
+class Says(_Targeted):
+    """A function's or class's source has these pieces of code, in this order; spaces and line breaks do not count."""
+
+    def _missing_in(self, found: Any) -> str:
+        rest = _squeezed(inspect.getsource(found))
+        for name in self.names:
+            _, there, rest = rest.partition(_squeezed(name))
+            if not there:
+                return f"{self.target} does not say `{name}` where it is expected"
+        return ""
+
+
+class OneOf:
+    """At least one of some expectations holds: what has another form in another version."""
+
+    def __init__(self, *expectations: Expectation) -> None:
+        self.expectations = expectations
+
+    def unmet(self) -> str:
+        """See :class:`Expectation`."""
+        found = [expectation.unmet() for expectation in self.expectations]
+        return " and ".join(found) if all(found) else ""
+
+
+def leaves(expectations: Iterable[Expectation]) -> Iterable[_Targeted]:
+    """The expectations of one target each, of which others are made."""
+    for expectation in expectations:
+        if isinstance(expectation, OneOf):
+            yield from leaves(expectation.expectations)
+        elif isinstance(expectation, _Targeted):
+            yield expectation
+
+
+def _parameters(function: Any) -> set[str]:
+    # What wraps a function of vLLM's takes what that one takes.
+    chain = itertools.takewhile(lambda one: one is not None, _unwrapped(function))
+    return {name for one in chain for name in inspect.signature(one, follow_wrapped=False).parameters}
+
+
+def _unwrapped(function: Any) -> Iterable[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _squeezed(code: str) -> str:
+    return "".join(code.split())

