@@ -211,7 +211,9 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     from vllm.v1.executor import Executor
 
     from tercet.router.core_client import ProgramClient
+    from tercet.vllm_plugin.hooks import require_hooks
 
+    require_hooks("frontend")
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
     # As vLLM's own render server does: no inference happens here, so no weights' format and no KV memory matter.
