@@ -1,6 +1,6 @@
 """What a streamed token costs the front door, beside vLLM's own API server behind the Rust `vllm-router`.
 
-    python benchmarks/front_door.py [--router-wheel DIR] [--json FILE]
+    python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--json FILE]
 
 A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
@@ -9,8 +9,9 @@ first token at 100 requests/s, which is all the front door's as the source answe
 process carries. Both servers get one message per step from a process of its own: the front door in the words of
 Tercet's engines, the API server in those of vLLM's engine core. `writes alone` is a server that writes ready-made
 chunks and does nothing else: none that sends each token by itself can cost less. `vllm-router` is left out if it is not
-installed and no wheel is given. `--step` is the time from one token of a stream to its next: where it is short,
-processes do not sleep between steps, and wake up with cold caches less often.
+installed and no wheel is given. `--dynamo PYTHON` adds Dynamo's frontend before its own mock engine, run by a Python
+that has `ai-dynamo` 1.6.1 (its steps take about 20 ms, whatever `--step` says). `--step` is the time from one token of
+a stream to its next: where it is short, processes do not sleep between steps, and wake up with cold caches less often.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -197,15 +199,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(*command: str, port: int | None = None, path: str = "/health", **env: str) -> Generator[int]:
+def process(
+    *command: str, port: int | None = None, path: str = "/health", python: str = sys.executable, **env: str
+) -> Generator[int]:
     """A process while entered; its id, once it answers on its port, if it has one."""
     import urllib.error
     import urllib.request
 
     variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **env}
-    child = subprocess.Popen(
-        [sys.executable, *command], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    child = subprocess.Popen([python, *command], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while port is not None:
@@ -222,6 +224,33 @@ def process(*command: str, port: int | None = None, path: str = "/health", **env
             child.wait(20)
         except subprocess.TimeoutExpired:
             child.kill()
+
+
+@contextmanager
+def dynamo(python: str, model: str, port: int) -> Generator[int]:
+    """Dynamo's frontend over a mock engine of its own, while entered; the frontend's process id."""
+    planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        engine = ("--model-path", model, "--model-name", MODEL_NAME, "--decode-speedup-ratio", "0.3")
+        where = ("--endpoint", "dyn://dynamo.backend.generate")
+        stack.enter_context(process("-m", "dynamo.mocker", *engine, *planes, *where, python=python, DYN_FILE_KV=folder))
+        command = ("-m", "dynamo.frontend", "--http-port", str(port), *planes, "--router-mode", "round-robin")
+        pid = stack.enter_context(process(*command, port=port, python=python, DYN_FILE_KV=folder))
+        await_model(port)
+        yield pid
+
+
+def await_model(port: int) -> None:
+    """Return once the server on that port lists a model."""
+    import urllib.request
+
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            if json.load(answer)["data"]:
+                return
+        time.sleep(0.2)
+    raise RuntimeError("the server lists no model")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -260,6 +289,9 @@ def run(args: argparse.Namespace) -> list[Row]:
                 )
             )  # fmt: skip
             servers.append(("vllm-router + api server", proxy, [proxy_pid, stock_pid]))
+        if args.dynamo:
+            frontend = free_port()
+            servers.append(("dynamo frontend", frontend, [stack.enter_context(dynamo(args.dynamo, model, frontend))]))
         print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
         for streams in (16, 64):
             for name, port, pids in servers:
@@ -284,6 +316,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo 1.6.1 installed")
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     args = parser.parse_args()
     if args.clients_of is not None:
