@@ -49,7 +49,7 @@ from tercet.cluster.model import resolve_model
 from tercet.programs import load_program
 from tercet.protocol import Request, TercetError
 from tercet.sim import EngineOptions, Profile, StepModel, load_profile
-from tercet.sim.profile import pairs_of
+from tercet.sim.step_times import pairs_of
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512

@@ -21,7 +21,7 @@ from tercet.cli.sim import require_folder, show
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
-from tercet.sim.profile import Transfer, pairs_of
+from tercet.sim.step_times import Transfer, pairs_of
 
 app = typer.Typer(rich_markup_mode="markdown", help="Step-time profiles of simulated engines.")
 

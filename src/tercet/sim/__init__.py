@@ -1,11 +1,11 @@
 """Simulated engines: the protocol of real ones, in virtual time, at the pace of a measured profile."""
 
 from tercet.sim.clock import VirtualLoop, run_virtual
-from tercet.sim.engine import SimEngine
+from tercet.sim.engine_options import EngineOptions, options_from
 from tercet.sim.hosts import Host
 from tercet.sim.network import Network
-from tercet.sim.options import EngineOptions
-from tercet.sim.profile import Profile, StepModel, load_profile, parse_profile, shipped_profiles
+from tercet.sim.sim_engine import SimEngine
+from tercet.sim.step_times import Profile, StepModel, load_profile, parse_profile, shipped_profiles
 
 __all__ = [
     "EngineOptions",
@@ -16,6 +16,7 @@ __all__ = [
     "StepModel",
     "VirtualLoop",
     "load_profile",
+    "options_from",
     "parse_profile",
     "run_virtual",
     "shipped_profiles",

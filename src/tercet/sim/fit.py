@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from tercet.protocol import BadRequest
-from tercet.sim.profile import StepModel, StepTimes, pairs_of
+from tercet.sim.step_times import StepModel, StepTimes, pairs_of
 
 Floats = NDArray[np.float64]
 

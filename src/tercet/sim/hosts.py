@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from tercet.sim.profile import Sharing
+from tercet.sim.step_times import HostSharing
 
 Kind = Literal["prefill", "decode"]
 """What an engine computes: steps with prompt tokens, whatever else is in them, or steps of decodes alone."""
@@ -82,7 +82,7 @@ class Host:
         self._times: list[SharedTime] = []
         self._engines: dict[State, int] = {"prefill": 0, "decode": 0, "linger": 0}
 
-    def join(self, sharing: Sharing) -> SharedTime:
+    def join(self, sharing: HostSharing) -> SharedTime:
         """The time of one more engine, which slows down as ``sharing`` says."""
         time = SharedTime(self, sharing)
         self._times.append(time)
@@ -101,7 +101,7 @@ class Host:
 class SharedTime:
     """The time of one engine of a host."""
 
-    def __init__(self, host: Host, sharing: Sharing) -> None:
+    def __init__(self, host: Host, sharing: HostSharing) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._beside: dict[State | None, dict[State, float]] = {

@@ -1,4 +1,4 @@
-"""The engines of one simulation and the links between them.
+"""KV on its way between the engines of one simulation: sends, and the links that their chunks book.
 
 Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share an
 end wait for each other. Layers leave while their step computes: a transfer may start when the first layer is done, and
@@ -7,14 +7,100 @@ ends no earlier than the last layer's bytes need after the step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
-from tercet.protocol import KVAddrInfo, TransferFailed
-from tercet.sim.send import Receiver
-from tercet.sim.tokens import Prompts
+from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
+from tercet.sim.prompts import Prompts
+from tercet.sim.step_times import Transfer
 
 if TYPE_CHECKING:
-    from tercet.sim.engine import SimEngine
+    from tercet.sim.sim_engine import SimEngine
+
+
+class SendTarget(Protocol):
+    """The other end of a send: an engine of this process, or of another one."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    @property
+    def transfer(self) -> Transfer:
+        """How fast KV reaches it."""
+        ...
+
+    def expects(self, lease: str) -> bool:
+        """Whether KV under this lease is still accepted, as far as is known here."""
+        ...
+
+    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
+        """KV of ``[begin, end)`` is there; ``answer`` is told, at once or later, whether the lease took it."""
+        ...
+
+
+class Send:
+    """KV of ``[begin, end)`` on its way from ``sender`` into a lease of ``receiver``."""
+
+    def __init__(self, sender: SimEngine, receiver: SendTarget, lease: str, begin: int, end: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sender = sender
+        self._receiver = receiver
+        self._lease = lease
+        self._begin = begin
+        self._end = end
+        self._arrives = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self.bytes = 0
+        self.chunks = 0
+
+    def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
+        """A step from ``from_time`` to ``to_time`` has the KV of ``[begin, end)``; equal times: it is there already."""
+        tokens = min(end, self._end) - max(begin, self._begin)
+        if tokens <= 0 or self.done.done():
+            return
+        if not self._receiver.expects(self._lease):
+            self.fail(self._refused())
+            return
+        model = self._sender.profile.model
+        size = tokens * model.kv_bytes_per_token
+        first = from_time + (to_time - from_time) / model.layers
+        network = self._sender.network
+        self._arrives = max(self._arrives, network.book(self._sender, self._receiver, size, first, to_time))
+        self.bytes += size
+        self.chunks += model.layers
+
+    def computed(self) -> None:
+        """All of it has left, or waits for its link."""
+        if not self.done.done():
+            self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
+
+    def _arrived(self) -> None:
+        if self.done.done():
+            return
+        if self._sender.loses_a_transfer():
+            self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost"))
+        else:
+            self._receiver.receive(self._lease, self._begin, self._end, self._answered)
+
+    def _answered(self, accepted: bool) -> None:
+        if not accepted:
+            self.fail(self._refused())
+        elif not self.done.done():
+            self.done.set_result(None)
+
+    def _refused(self) -> TransferFailed:
+        return TransferFailed(f"{self._receiver.name} does not expect KV under this lease any more")
+
+    def fail(self, error: TercetError) -> None:
+        """End the send with an error; nothing of it arrives any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class Network:
@@ -33,14 +119,14 @@ class Network:
             raise ValueError(f"two engines are called {engine.name}")
         self._engines[engine.name] = engine
 
-    def find(self, info: KVAddrInfo) -> Receiver:
+    def find(self, info: KVAddrInfo) -> SendTarget:
         """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` if there is none."""
         found = self._engines.get(info.engine)
         if found is None:
             raise TransferFailed(f"no engine of this simulation is called {info.engine}", "kv_addr_info")
         return found
 
-    def book(self, sender: SimEngine, receiver: Receiver, size: int, first: float, last: float) -> float:
+    def book(self, sender: SimEngine, receiver: SendTarget, size: int, first: float, last: float) -> float:
         """Reserve the links for ``size`` bytes; returns when the last of them is acknowledged.
 
         The first layer is ready at ``first``, the last one at ``last``, both in seconds of virtual time.

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from tercet.protocol import Output, TercetError, Usage
 from tercet.protocol.types import FinishReason
-from tercet.sim.pool import Holding
-from tercet.sim.tokens import Prompt
+from tercet.sim.block_pool import Holding
+from tercet.sim.prompts import Prompt
 
 
-class Stream:
+class OutputQueue:
     """What an engine has for one caller: outputs in order, the last one with a finish reason, or an error."""
 
     __slots__ = ("_items", "_waiter")
@@ -43,7 +43,7 @@ class Work:
 
     ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
     tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
-    :class:`~tercet.sim.decoding.Decoding` until it settles them.
+    :class:`~tercet.sim.decode_steps.DecodingBatch` until it settles them.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Work:
         self.on_computed = on_computed
         self.on_chunk: Callable[[int, int, float, float], None] | None = None
         self.holding = Holding()
-        self.stream = Stream()
+        self.stream = OutputQueue()
         self.computed = 0
         self.produced = 0
         self.delivered = 0

@@ -27,7 +27,7 @@ from tercet.sim import (
     parse_profile,
     run_virtual,
 )
-from tercet.sim.profile import Sharing, Transfer, pairs_of
+from tercet.sim.step_times import HostSharing, Transfer, pairs_of
 from tests.unit.bench.openai_server import FakeServer
 
 KNOWN = load_profile("smollm2-135m-cpu")
@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
 
 
 def test_what_engines_of_a_host_do_to_one_another_is_found_again() -> None:
-    factors = Sharing(
+    factors = HostSharing(
         prefill_beside_prefill=1.4,
         prefill_beside_decode=1.2,
         decode_beside_prefill=1.6,
@@ -112,7 +112,7 @@ def test_noise_makes_no_step_shorter_beside_another() -> None:
         "linger": [(9.0, 1.0), (9.0, 2.0)],
     }
     found = sharing_from(rows, 0.5)
-    assert found == Sharing(
+    assert found == HostSharing(
         prefill_beside_prefill=1.0,
         prefill_beside_decode=1.5,
         decode_beside_prefill=2.0,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tercet.bench.simulated import Simulation, SyntheticWorkload, parse_fleet
 from tercet.protocol import BadRequest
 from tercet.sim import load_profile
-from tercet.sim.profile import Sharing
+from tercet.sim.step_times import HostSharing
 
 KNOWN = "llama-3.1-8b-h100-tp1"
 
@@ -19,7 +19,7 @@ KNOWN = "llama-3.1-8b-h100-tp1"
 @pytest.fixture
 def shared(tmp_path: Path) -> str:
     """A profile's file in which each computing neighbour makes steps half as long again."""
-    sharing = Sharing(
+    sharing = HostSharing(
         prefill_beside_prefill=1.5, prefill_beside_decode=1.5, decode_beside_prefill=1.5, decode_beside_decode=1.5
     )
     file = tmp_path / "shared.json"

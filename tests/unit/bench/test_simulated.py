@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tercet.bench.result import load_result
-from tercet.bench.simulated import Simulation, SyntheticWorkload, options_from, parse_fleet, run_once, run_requests
+from tercet.bench.simulated import Simulation, SyntheticWorkload, parse_fleet, run_once, run_requests
 from tercet.bench.simulated.spec import members_of, names_of
 from tercet.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet.bench.simulated.workload import requests_of
@@ -21,7 +21,7 @@ from tercet.bench.summary import Slo
 from tercet.cli import app
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
-from tercet.sim import EngineOptions
+from tercet.sim import EngineOptions, options_from
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from tercet.protocol import Engine, Output, Request
 from tercet.sim import EngineOptions, Network, Profile, SimEngine
-from tercet.sim.profile import ModelShape, Provenance, StepTimes, Transfer
+from tercet.sim.step_times import ModelShape, Provenance, StepTimes, Transfer
 
 BLOCK = 16
 # A step takes 10 ms, and 1 ms more for each token past the first; contexts cost nothing.

@@ -20,7 +20,7 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.sim import run_virtual
-from tercet.sim.profile import StepTimes
+from tercet.sim.step_times import StepTimes
 
 from .models import KV_BYTES, collect, engines_of, is_empty, profile_of, request_of, tokens_of
 

@@ -14,19 +14,19 @@ from msgspec.structs import replace
 
 from tercet.protocol import BadRequest, EngineUnreachable, Request
 from tercet.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
-from tercet.sim.profile import Sharing
+from tercet.sim.step_times import HostSharing
 
 from .models import collect, profile_of, request_of, tokens_of
 
-TWICE = Sharing(
+TWICE = HostSharing(
     prefill_beside_prefill=2.0, prefill_beside_decode=2.0, decode_beside_prefill=2.0, decode_beside_decode=2.0
 )
-DIFFERENT = Sharing(
+DIFFERENT = HostSharing(
     prefill_beside_prefill=2.0, prefill_beside_decode=1.5, decode_beside_prefill=3.0, decode_beside_decode=1.25
 )
 
 
-def sharing(factors: Sharing = TWICE) -> Profile:
+def sharing(factors: HostSharing = TWICE) -> Profile:
     return replace(profile_of(), sharing=factors)
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.sim.pool import BlockPool, Holding
-from tercet.sim.tokens import Prompt
+from tercet.sim.block_pool import BlockPool, Holding
+from tercet.sim.prompts import Prompt
 
 
 def held(pool: BlockPool, hashes: list[int], plain: int = 0) -> Holding:

@@ -9,7 +9,7 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet.sim import StepModel, load_profile, parse_profile, shipped_profiles
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps, non_negative_least_squares
-from tercet.sim.profile import Sharing, StepTimes, pairs_of
+from tercet.sim.step_times import HostSharing, StepTimes, pairs_of
 
 from .models import profile_of
 
@@ -21,7 +21,7 @@ WANTED = {
     "smollm2-135m-cpu",
 }
 
-SHARING = dict.fromkeys(Sharing.__struct_fields__, 1.0)
+SHARING = dict.fromkeys(HostSharing.__struct_fields__, 1.0)
 
 
 def test_the_profiles_that_are_promised_are_there() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tercet.protocol import Request
 from tercet.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.sim.decoding import Decoding, Run
-from tercet.sim.profile import StepTimes
-from tercet.sim.tokens import Prompt
+from tercet.sim.decode_steps import DecodeRun, DecodingBatch
+from tercet.sim.prompts import Prompt
+from tercet.sim.step_times import StepTimes
 from tercet.sim.work import Work
 
 from .models import BLOCK, is_empty, profile_of
@@ -87,7 +87,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 @given(st.integers(1, 400), st.floats(0.001, 0.1), st.floats(0, 0.001), st.floats(0, 1.2))
 def test_where_a_run_is(steps: int, first: float, growth: float, share: float) -> None:
-    run = Run(5.0, steps, first, growth)
+    run = DecodeRun(5.0, steps, first, growth)
     ends = [run.after(count) for count in range(1, steps + 1)]
     now = 5.0 + share * (ends[-1] - 5.0)
     expected = next((count for count, end in enumerate(ends, 1) if end >= now), steps)
@@ -98,7 +98,7 @@ def test_where_a_run_is(steps: int, first: float, growth: float, share: float) -
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40)), min_size=1, max_size=8), st.integers(1, 80))
 def test_blocks_are_counted_as_if_tick_by_tick(joins: list[tuple[int, int]], ticks: int) -> None:
     """``joins``: sequences by computed tokens and the ticks that pass before the next one joins."""
-    decoding, works = Decoding(BLOCK), list[tuple[Work, int, int]]()
+    decoding, works = DecodingBatch(BLOCK), list[tuple[Work, int, int]]()
     for computed, wait in joins:
         work = Work(Prompt((1,), None), computed + 1, 0, 1_000_000)
         work.computed, work.holding.plain = computed, -(-computed // BLOCK)

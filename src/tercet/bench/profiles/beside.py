@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from tercet.bench.profiles.probe import Probe
-from tercet.sim.profile import Sharing
+from tercet.sim.step_times import HostSharing
 
 Seconds = tuple[float, float]
 """Mean seconds of a prefill and of a decode step."""
@@ -37,7 +37,7 @@ NOTABLE = 1.1
 
 async def measure_sharing(
     one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
-) -> Sharing:
+) -> HostSharing:
     """How much longer ``one``'s steps take while ``other`` computes or lingers, and for how long it lingers."""
     found = await measure_steps(one, other, prefill_tokens, rounds, note)
     gaps = list[tuple[float, float]]()
@@ -63,7 +63,7 @@ async def measure_steps(
     return found
 
 
-def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) -> Sharing:
+def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) -> HostSharing:
     """The factors, as ratios of means; less than 1 is noise, and counts as 1. ``linger`` is taken as it is."""
     means = {
         neighbour: [statistics.mean(each) for each in zip(*rows, strict=True)] for neighbour, rows in found.items()
@@ -72,7 +72,7 @@ def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) ->
     def factor(kind: int, neighbour: Neighbour) -> float:
         return max(1.0, means[neighbour][kind] / means["sleep"][kind])
 
-    return Sharing(
+    return HostSharing(
         prefill_beside_prefill=factor(0, "prefill"),
         prefill_beside_decode=factor(0, "decode"),
         decode_beside_prefill=factor(1, "prefill"),

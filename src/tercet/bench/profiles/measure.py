@@ -22,7 +22,7 @@ from tercet.bench.profiles.front_door import measure_front_door
 from tercet.bench.profiles.probe import Probe, names_from
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps
-from tercet.sim.profile import ModelShape, Profile, Provenance, Sharing, Transfer
+from tercet.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer
 
 BYTES_OF = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "uint8": 1}
 DECODE_STEPS = 24
@@ -69,7 +69,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     decodes: tuple[DecodePoint, ...]
     transfer: Transfer | None
     front_door: float
-    sharing: Sharing | None
+    sharing: HostSharing | None
 
 
 class Meter:
@@ -189,7 +189,7 @@ class Meter:
     async def _front_door(self, url: str) -> float:
         return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
 
-    async def _sharing(self, other: Probe) -> Sharing:
+    async def _sharing(self, other: Probe) -> HostSharing:
         """What both do to one another; more rounds than other points have, since a ratio has the noise of two."""
         tokens = self._plan.max_step_tokens // 2
         return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)

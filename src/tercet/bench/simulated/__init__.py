@@ -3,7 +3,7 @@
 from tercet.bench.simulated.report import Point, Report, point_of, table
 from tercet.bench.simulated.run import Outcome, run_once, run_requests
 from tercet.bench.simulated.simulation import Simulation
-from tercet.bench.simulated.spec import EngineGroup, Fault, FleetSpec, options_from, parse_fleet
+from tercet.bench.simulated.spec import EngineGroup, Fault, FleetSpec, parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Report",
     "Simulation",
     "SyntheticWorkload",
-    "options_from",
     "parse_fleet",
     "point_of",
     "run_once",

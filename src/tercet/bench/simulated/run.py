@@ -13,14 +13,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.bench.simulated.spec import Fault, FleetSpec, members_of, options_from
+from tercet.bench.simulated.spec import Fault, FleetSpec, members_of
 from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, Hearing, Member
 from tercet.programs import Program, data_parallel, outputs_of
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.scheduling import Scheduling
-from tercet.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, run_virtual
+from tercet.sim import (
+    EngineOptions,
+    Host,
+    Network,
+    Profile,
+    SimEngine,
+    load_profile,
+    options_from,
+    run_virtual,
+)
 
 # As at the front door: failures of a pattern, after which one engine may still serve the request.
 PATTERN_FAILED = (NoSpace, TransferFailed, EngineUnreachable)

@@ -11,13 +11,13 @@ import msgspec
 
 from tercet.bench.simulated.report import Point, Report, point_of
 from tercet.bench.simulated.run import run_once
-from tercet.bench.simulated.spec import options_from, parse_fleet
+from tercet.bench.simulated.spec import parse_fleet
 from tercet.bench.simulated.workload import SyntheticWorkload
 from tercet.bench.summary import Slo
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
-from tercet.sim import EngineOptions, load_profile
+from tercet.sim import EngineOptions, load_profile, options_from
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ import msgspec
 import yaml
 
 from tercet.protocol import BadRequest, Role
-from tercet.sim import EngineOptions
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -57,15 +56,6 @@ def parse_fleet(given: str) -> FleetSpec:
         given = f"prefill={short[1]}{host},decode={short[2]}{host}"
     spec = FleetSpec(engines=tuple(_group(part) for part in given.split(","))) if "=" in given else _from_file(given)
     return _checked(spec)
-
-
-def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:
-    """Options with some replaced; text is converted. Raises :class:`~tercet.protocol.BadRequest` naming the field."""
-    merged = {**msgspec.to_builtins(base), **changes}
-    try:
-        return msgspec.convert(merged, EngineOptions, strict=False).check()
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"engine options: {error}", "options") from error
 
 
 def _group(part: str) -> EngineGroup:

@@ -6,7 +6,6 @@ wait for each other there.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from types import TracebackType
@@ -14,11 +13,11 @@ from types import TracebackType
 import aiohttp
 import msgspec
 
+from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, KVAddrInfo
 from tercet.protocol.wire import PREFIX
-from tercet.sim.network import Network
-from tercet.sim.profile import Transfer
-from tercet.sim.send import Receiver
+from tercet.sim.network import Network, SendTarget
+from tercet.sim.step_times import Transfer
 
 DELIVER = f"{PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
@@ -49,7 +48,7 @@ class HttpNetwork(Network):
         super().__init__(PROMPTS_KEPT)
         self._transfer = transfer
         self._session: aiohttp.ClientSession | None = None
-        self._posting: set[asyncio.Task[None]] = set()
+        self._posting = TaskSet()
 
     async def __aenter__(self) -> HttpNetwork:
         self._session = aiohttp.ClientSession(timeout=ANSWER, connector=aiohttp.TCPConnector(limit=0))
@@ -58,17 +57,16 @@ class HttpNetwork(Network):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._posting:
-            task.cancel()
+        await self._posting.close()
         if self._session is not None:
             await self._session.close()
 
-    def find(self, info: KVAddrInfo) -> Receiver:
+    def find(self, info: KVAddrInfo) -> SendTarget:
         """See :meth:`tercet.sim.network.Network.find`; raises ``BadRequest`` for what no simulated engine returned."""
         addresses = [address for rank in info.ranks for address in rank.addresses]
         if info.transport != "sim" or len(addresses) != 1 or not ADDRESS.fullmatch(addresses[0]):
             raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
-        return Peer(info.engine, addresses[0], self)
+        return RemoteEngine(info.engine, addresses[0], self)
 
     @property
     def transfer(self) -> Transfer:
@@ -77,9 +75,7 @@ class HttpNetwork(Network):
 
     def post(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
         """Tell a peer in the background; ``answer`` is told False when it cannot be reached."""
-        task = asyncio.get_running_loop().create_task(self._deliver(url, delivery, answer))
-        self._posting.add(task)
-        task.add_done_callback(self._posting.discard)
+        self._posting.spawn(self._deliver(url, delivery, answer))
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
         if self._session is None:
@@ -92,8 +88,8 @@ class HttpNetwork(Network):
             answer(False)
 
 
-class Peer:
-    """An engine of another process, as :class:`~tercet.sim.send.Receiver`."""
+class RemoteEngine:
+    """An engine of another process, as :class:`~tercet.sim.network.SendTarget`."""
 
     def __init__(self, name: str, url: str, network: HttpNetwork) -> None:
         self._name = name
@@ -115,5 +111,5 @@ class Peer:
         return True
 
     def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        """See :meth:`tercet.sim.send.Receiver.receive`."""
+        """See :meth:`tercet.sim.network.SendTarget.receive`."""
         self._network.post(self._url, Delivery(lease, begin, end), answer)

@@ -28,16 +28,14 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
-from tercet.sim.checks import check_same, max_tokens_of
-from tercet.sim.core import Core, Counters
+from tercet.sim.block_pool import BlockPool, Lease, Leases
+from tercet.sim.call_checks import check_prompt, check_same, check_send, max_tokens_of, tokens_to_produce
+from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import EngineTime, Host, LoopTime
-from tercet.sim.leases import Lease, Leases
-from tercet.sim.network import Network
-from tercet.sim.options import EngineOptions
-from tercet.sim.pool import BlockPool
-from tercet.sim.profile import Profile, StepModel, Transfer
-from tercet.sim.reports import LoadReports, Observer
-from tercet.sim.send import Send
+from tercet.sim.load_reports import LoadReports, SimObserver
+from tercet.sim.network import Network, Send
+from tercet.sim.scheduler import Counters, SimScheduler
+from tercet.sim.step_times import Profile, StepModel, Transfer
 from tercet.sim.work import Work
 
 T = TypeVar("T")
@@ -73,7 +71,7 @@ class SimEngine:
         self._random = random.Random(f"{seed} {name}")
         self._count = 0
         self._down = False
-        self._observer: Observer | None = None
+        self._observer: SimObserver | None = None
         self._generating: dict[str, Work] = {}
         self._sends: dict[Send, str] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -83,19 +81,19 @@ class SimEngine:
     def _start(self) -> None:
         blocks = self.options.total_blocks or self.profile.total_blocks
         self._pool = BlockPool(blocks)
-        self._core = Core(self._model, self._pool, self.profile.block_size, self.options, self._time)
+        self._scheduler = SimScheduler(self._model, self._pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
 
         if self._observer is not None:
             self.observe(self._observer)
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: SimObserver) -> None:
         """Tell ``observer`` this engine's load and what is in its cache, from now on."""
         self._observer = observer
         self._pool.observe(observer)
-        self._core.on_change = LoadReports(self._core.load, observer.load).changed
-        self._core.on_change()
+        self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
+        self._scheduler.on_change()
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
@@ -137,7 +135,9 @@ class SimEngine:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._count += 1
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
-        lease = self._leases.reserve(f"{self._name}:{self._count}", request.seq_id, prompt, end, self._core.running)
+        lease = self._leases.reserve(
+            f"{self._name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running
+        )
         lease.timer = self._loop.call_later(ttl, self._end_lease, lease)
         return lease
 
@@ -146,7 +146,7 @@ class SimEngine:
         if self._leases.find(lease.name) is not lease:
             return False
         self._leases.end(lease)
-        self._core.between_steps(partial(self._leases.give_back, lease))
+        self._scheduler.between_steps(partial(self._leases.give_back, lease))
         return True
 
     async def remote_send(
@@ -156,21 +156,22 @@ class SimEngine:
         started = self._loop.time()
         await self._arrive(request)
         begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
-        self._check_send(request, to, begin, end, sample)
         info = to.kv_addr_info
+        self._layout.require_mappable(info.layout, info.engine)
+        check_send(request, info, begin, end, sample)
         first_block = begin // self.profile.block_size * self.profile.block_size
         send = Send(self, self.network.find(info), info.lease, first_block, end)
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         work = Work(prompt, end, 0, int(sample), send.computed)
         work.on_chunk = send.chunk
         self._sends[send] = request.seq_id
-        core = self._core
+        scheduler = self._scheduler
         try:
-            core.submit(work)
+            scheduler.submit(work)
             await send.done
         finally:
             self._sends.pop(send, None)
-            core.between_steps(partial(core.drop, work))
+            scheduler.between_steps(partial(scheduler.drop, work))
         first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
         seconds = self._loop.time() - started
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
@@ -182,9 +183,9 @@ class SimEngine:
         await self._arrive(request)
         work = self._generation(request, begin, output)
         self._generating[request.seq_id] = work
-        core, finished = self._core, False
+        scheduler, finished = self._scheduler, False
         try:
-            core.submit(work)
+            scheduler.submit(work)
             while not finished:
                 item = await work.stream.get()
                 finished = item.finished
@@ -192,7 +193,7 @@ class SimEngine:
         finally:
             self._generating.pop(request.seq_id, None)
             if not finished:
-                core.between_steps(partial(core.drop, work))
+                scheduler.between_steps(partial(scheduler.drop, work))
 
     def works_on(self, seq_id: str) -> bool:
         """Whether the sequence has a reservation, a send or a generation here."""
@@ -208,7 +209,7 @@ class SimEngine:
             send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
         work = self._generating.get(seq_id)
         if work is not None:
-            await self._between_steps(partial(self._core.drop, work))
+            await self._between_steps(partial(self._scheduler.drop, work))
             work.stream.put(Output((), "abort"))
 
     async def release(self, lease: str) -> int:
@@ -223,7 +224,7 @@ class SimEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         await self._reach()
-        total, free = self._pool.total, self._core.free_blocks
+        total, free = self._pool.total, self._scheduler.free_blocks
         counters = self.counters
         return EngineStatus(
             engine=self._name,
@@ -233,8 +234,8 @@ class SimEngine:
             block_size=self.profile.block_size,
             total_blocks=total,
             free_blocks=free,
-            running=self._core.running,
-            waiting=self._core.waiting,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
             kv_cache_usage=(total - free) / total,
             max_model_len=self.profile.max_model_len,
             leases=len(self._leases),
@@ -244,7 +245,7 @@ class SimEngine:
 
     def load(self) -> EngineLoad:
         """How busy the engine is now, as it reports it to front doors."""
-        return self._core.load()
+        return self._scheduler.load()
 
     # ---- the other side of a send ----------------------------------------------------------------------------
 
@@ -258,13 +259,13 @@ class SimEngine:
         return self.profile.transfer
 
     def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        """See :meth:`tercet.sim.send.Receiver.receive`; the answer is False if the lease is over."""
+        """See :meth:`tercet.sim.network.SendTarget.receive`; the answer is False if the lease is over."""
         found = self._leases.find(lease)
         if found is None or self._down:
             answer(False)
             return
         found.receive(begin, end)
-        self._core.between_steps(partial(self._publish, found))
+        self._scheduler.between_steps(partial(self._publish, found))
         answer(True)
 
     def _publish(self, lease: Lease) -> None:
@@ -282,7 +283,7 @@ class SimEngine:
         """Die: everything that runs here ends in ``EngineUnreachable``, KV and leases are lost."""
         self._down = True
         error = EngineUnreachable(f"{self._name} went down")
-        self._core.stop(error)
+        self._scheduler.stop(error)
         self._leases.drop_all()
         for call in self._calls:
             if not call.done():
@@ -299,7 +300,7 @@ class SimEngine:
     @property
     def counters(self) -> Counters:
         """What the engine did since it was started."""
-        return self._core.counters
+        return self._scheduler.counters
 
     @property
     def pool(self) -> BlockPool:
@@ -309,8 +310,8 @@ class SimEngine:
     @property
     def busy(self) -> bool:
         """Whether anything runs, waits, is reserved or is being sent here."""
-        core = self._core
-        return not core.idle or bool(core.running or core.waiting or len(self._leases) or self._sends)
+        scheduler = self._scheduler
+        return not scheduler.idle or bool(scheduler.running or scheduler.waiting or len(self._leases) or self._sends)
 
     # ---- checks and plumbing ---------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class SimEngine:
             raise BadRequest(f"begin: {begin} is outside a prompt of {length} tokens", "begin")
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
-        goal = self._goal(request, given)
+        goal = tokens_to_produce(request, given, self.profile, self._pool.total)
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
@@ -333,43 +334,10 @@ class SimEngine:
             work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
         return work
 
-    def _goal(self, request: Request, given: int) -> int:
-        """How many tokens are to be produced."""
-        wanted = max_tokens_of(request)
-        if wanted <= given:
-            raise BadRequest(
-                f"sampling_params.max_tokens: {wanted} is reached by the {given} tokens of output already",
-                "sampling_params.max_tokens",
-            )
-        room = self.profile.max_model_len - request.num_tokens
-        if room <= given:
-            raise BadRequest(
-                f"output: {request.num_tokens} + {given} tokens leave no room in {self.profile.max_model_len}", "output"
-            )
-        goal = min(wanted, room) - given
-        tokens = request.num_tokens + given + goal
-        if -(-tokens // self.profile.block_size) > self._pool.total:
-            raise BadRequest(f"prompt: with its output, {tokens} tokens do not fit in the whole KV cache", "prompt")
-        return goal
-
-    def _check_send(self, request: Request, to: Reservation, begin: int, end: int, sample: bool) -> None:
-        info = to.kv_addr_info
-        self._layout.require_mappable(info.layout, info.engine)
-        if begin < info.begin:
-            raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
-        if end > info.end:
-            raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
-        if sample and end != request.num_tokens:
-            raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length", "sample")
-
     async def _arrive(self, request: Request) -> None:
         """Wait as long as a call takes to get here, and refuse what no engine would take."""
         await self._reach()
-        if not request.prompt:
-            raise BadRequest("prompt: is empty", "prompt")
-        limit = self.profile.max_model_len
-        if request.num_tokens > limit:
-            raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
+        check_prompt(request, self.profile.max_model_len)
 
     async def _reach(self) -> None:
         if self.profile.call:
@@ -379,9 +347,9 @@ class SimEngine:
 
     async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """The result of an action that must run between steps; ``undo`` takes it back if nobody waits any more."""
-        if self._core.idle:
+        if self._scheduler.idle:
             result: list[T] = []
-            self._core.between_steps(lambda: result.append(action()))
+            self._scheduler.between_steps(lambda: result.append(action()))
             return result[0]
         done: asyncio.Future[T] = self._loop.create_future()
 
@@ -393,7 +361,7 @@ class SimEngine:
             except TercetError as error:
                 done.set_exception(error)
 
-        self._core.between_steps(act)
+        self._scheduler.between_steps(act)
         self._calls.add(done)
         try:
             return await done

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -24,10 +25,23 @@ from tercet.protocol.wire import (
     StartGenerateCall,
     decode_call,
 )
-from tercet.sim.engine import SimEngine
-from tercet.sim.serving.peers import DELIVER, Accepted, Delivery
-from tercet.sim.serving.words import tokens_of
+from tercet.sim.prompts import VOCABULARY
+from tercet.sim.serving.http_network import DELIVER, Accepted, Delivery
+from tercet.sim.sim_engine import SimEngine
 from tercet.streams import Relay, Speaker
+
+
+def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
+    """Token ids as they are; of text, one for each word."""
+    if isinstance(prompt, str):
+        return tuple(zlib.crc32(word.encode()) % VOCABULARY for word in prompt.split())
+    return tuple(prompt)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What these tokens are called."""
+    return "".join(f" w{token}" for token in tokens)
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}

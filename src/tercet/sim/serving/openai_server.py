@@ -1,11 +1,13 @@
-"""As much of an OpenAI server as a lone engine needs to be measured: completions, models, health and metrics."""
+"""A simulated engine as a server process: as much of an OpenAI server as a lone engine needs to be measured."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import signal
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -18,9 +20,11 @@ from prometheus_client.registry import Collector
 from tercet import __version__
 from tercet.protocol import BadRequest, EngineStatus, Output, Request, TercetError
 from tercet.protocol.wire import TokenId, decode_call
-from tercet.sim.engine import SimEngine
-from tercet.sim.serving.verbs import EVENT_STREAM, json_of
-from tercet.sim.serving.words import text_of, tokens_of
+from tercet.sim.engine_options import EngineOptions
+from tercet.sim.serving.http_network import HttpNetwork
+from tercet.sim.serving.verb_routes import EVENT_STREAM, Verbs, errors_as_json, json_of, text_of, tokens_of
+from tercet.sim.sim_engine import SimEngine
+from tercet.sim.step_times import Profile
 
 # As vLLM names them, so that what reads a real engine's load reads this one's.
 GAUGES = {
@@ -38,7 +42,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``. What a model that only counts ignores (temperature, ...) may be there too."""
 
     prompt: str | list[TokenId]
@@ -73,7 +77,7 @@ class OpenAI:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate, on this engine alone."""
-        call = decode_call(await http.read(), Completion)
+        call = decode_call(await http.read(), CompletionCall)
         if call.model not in (None, self._model):
             raise BadRequest(f"model: there is no {call.model!r} here; this is {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
@@ -83,7 +87,7 @@ class OpenAI:
             sampling_params={"max_tokens": call.max_tokens},
             cache_salt=call.cache_salt,
         )
-        answer = _Answer(name, self._model, call, request.num_tokens)
+        answer = _CompletionAnswer(name, self._model, call, request.num_tokens)
         async with aclosing(self._engine.start_generate(request)) as outputs:
             if call.stream:
                 return await answer.stream(http, await anext(outputs), outputs)
@@ -109,14 +113,14 @@ class OpenAI:
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         """Prometheus text."""
         registry = CollectorRegistry()
-        registry.register(_Load(self._model, await self._engine.status()))
+        registry.register(_StatusMetrics(self._model, await self._engine.status()))
         return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-class _Answer:
+class _CompletionAnswer:
     """The chunks of one completion."""
 
-    def __init__(self, name: str, model: str, call: Completion, prompt_tokens: int) -> None:
+    def __init__(self, name: str, model: str, call: CompletionCall, prompt_tokens: int) -> None:
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self._call = call
         self._prompt_tokens = prompt_tokens
@@ -151,7 +155,7 @@ class _Answer:
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
-class _Load(Collector):
+class _StatusMetrics(Collector):
     """One status as metrics."""
 
     def __init__(self, model: str, status: EngineStatus) -> None:
@@ -171,3 +175,60 @@ class _Load(Collector):
 
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+# Prompts of a million tokens are a few megabytes of JSON.
+LONGEST_BODY = 64 * 1024 * 1024
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated engine and where it listens.
+
+    ``url`` is where other engines reach it. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose
+    tokenizer clients may use, if there is one.
+    """
+
+    name: str
+    profile: Profile
+    options: EngineOptions = EngineOptions(stream_every=1)
+    host: str = "127.0.0.1"
+    port: int
+    url: str
+    model: str
+    root: str | None = None
+
+
+@asynccontextmanager
+async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
+    """Serve while entered; raises ``OSError`` when the address is taken."""
+    # What a call costs is what it costs here.
+    profile = msgspec.structs.replace(config.profile, call=0.0)
+    async with HttpNetwork(profile.transfer) as network:
+        engine = SimEngine(config.name, profile, network, config.options, address=config.url)
+        verbs = Verbs(engine)
+        app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
+        app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root).routes()])
+        # A client that goes away cancels its handler, which gives back what it took.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.host, config.port).start()
+            yield engine
+        finally:
+            await verbs.relay.close()
+            await runner.cleanup()
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    import uvloop
+
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: ServerConfig) -> None:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with serving(config):
+        await stopped.wait()

@@ -1,17 +1,14 @@
-"""The blocks of one engine's KV cache: who pins how many, and which of them can be found by their content.
-
-A block is *pinned* (some holder counts on it), *cached* (found by its hash; pinned or not), or neither. Cached blocks
-that nobody pins are taken back least recently used first, the tail of a sequence before its head. Blocks have no
-identity beyond their hash: two holders that compute the same full block share it from then on, where vLLM would keep
-a second copy until the first is freed.
-"""
+"""KV blocks of a simulated engine: the pool with its prefix cache, and leases on blocks that wait for KV."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tercet.sim.reports import Observer
+from tercet.protocol import Conflict, NoSpace
+from tercet.sim.load_reports import SimObserver
+from tercet.sim.prompts import Prompt
 
 
 class Holding:
@@ -40,9 +37,9 @@ class BlockPool:
         # Cached blocks that nobody pins, the next one to go first; and those that several holders pin, with how many.
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._shared: dict[int, int] = {}
-        self.observer: Observer | None = None
+        self.observer: SimObserver | None = None
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: SimObserver) -> None:
         """Tell ``observer`` which blocks can be found by their hash, now and from now on."""
         self.observer = observer
         observer.cleared()
@@ -144,3 +141,99 @@ class BlockPool:
         """Give back ``count`` of a holder's plain blocks."""
         holding.plain -= count
         self._pinned -= count
+
+
+class Lease:
+    """One reservation: blocks for the first ``end`` tokens of ``prompt``, of which ``matched`` were cached here."""
+
+    __slots__ = ("_received", "end", "holding", "matched", "name", "prompt", "seq_id", "timer")
+
+    def __init__(self, name: str, seq_id: str, prompt: Prompt, end: int, matched: int) -> None:
+        self.name = name
+        self.seq_id = seq_id
+        self.prompt = prompt
+        self.end = end
+        self.matched = matched
+        self.holding = Holding()
+        self.timer: asyncio.TimerHandle | None = None
+        self._received: list[tuple[int, int]] = []
+
+    def receive(self, begin: int, end: int) -> None:
+        """Note that the KV of ``[begin, end)`` is in place."""
+        self._received.append((begin, end))
+
+    @property
+    def valid_end(self) -> int:
+        """How far the KV is there without a gap."""
+        reached = self.matched
+        for begin, end in sorted(self._received):
+            if begin > reached:
+                break
+            reached = max(reached, end)
+        return reached
+
+
+class Leases:
+    """All leases of one engine; together they pin at most ``max_blocks``."""
+
+    def __init__(self, pool: BlockPool, block_size: int, max_blocks: int, caching: bool) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._caching = caching
+        self._pinned = 0
+        self._by_name: dict[str, Lease] = {}
+        self._by_seq: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int, margin: int) -> Lease:
+        """Match and pin, leaving ``margin`` blocks free; raises ``NoSpace`` or ``Conflict``, and then takes nothing."""
+        if seq_id in self._by_seq:
+            raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
+        hashes = prompt.hashes(self._block_size) if self._caching else []
+        matched = self._pool.match(hashes, end // self._block_size)
+        # One token more than is received, so that decoding can begin.
+        needed = end // self._block_size + 1
+        if self._pinned + needed > self._max_blocks:
+            raise NoSpace(f"{needed} blocks on top of {self._pinned} under lease exceed {self._max_blocks}")
+        if not self._pool.fits(hashes, matched, needed - matched + margin):
+            raise NoSpace(f"{needed} blocks are needed and {self._pool.free} are free")
+        lease = Lease(name, seq_id, prompt, end, matched * self._block_size)
+        self._pool.pin(lease.holding, hashes, matched)
+        self._pool.take(lease.holding, needed - matched)
+        self._pinned += needed
+        self._by_name[name] = self._by_seq[seq_id] = lease
+        return lease
+
+    def find(self, name: str) -> Lease | None:
+        """The lease, while it lasts."""
+        return self._by_name.get(name)
+
+    def of(self, seq_id: str) -> Lease | None:
+        """The sequence's lease, while it lasts."""
+        return self._by_seq.get(seq_id)
+
+    def end(self, lease: Lease) -> None:
+        """Take a lease off the books; its blocks are now the caller's to hand over or give back."""
+        if lease.timer is not None:
+            lease.timer.cancel()
+        del self._by_name[lease.name], self._by_seq[lease.seq_id]
+        self._pinned -= lease.holding.blocks
+
+    def publish(self, lease: Lease) -> None:
+        """Make what arrived findable; between steps."""
+        if self._caching:
+            hashes = lease.prompt.hashes(self._block_size)
+            self._pool.publish(lease.holding, hashes[: lease.valid_end // self._block_size])
+
+    def give_back(self, lease: Lease) -> None:
+        """Free an ended lease's blocks; what arrived stays cached. Between steps."""
+        self.publish(lease)
+        self._pool.give_back(lease.holding)
+
+    def drop_all(self) -> None:
+        """End every lease without giving anything back: the pool is lost."""
+        for lease in list(self._by_name.values()):
+            self.end(lease)

@@ -13,7 +13,7 @@ import math
 from tercet.sim.work import Work
 
 
-class Decoding:
+class DecodingBatch:
     """The decoding sequences of one engine."""
 
     def __init__(self, block_size: int) -> None:
@@ -124,7 +124,7 @@ def _valid(entry: tuple[int, int, Work]) -> bool:
     return work.state == "decoding" and work.wake == number
 
 
-class Run:
+class DecodeRun:
     """Consecutive decode steps of one batch: step ``i`` takes ``first + i * growth`` seconds from ``begin`` on."""
 
     __slots__ = ("begin", "first", "growth", "steps")

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tercet.protocol import EngineLoad, TercetError, Usage
-from tercet.sim.decoding import Decoding, Run
+from tercet.sim.block_pool import BlockPool
+from tercet.sim.decode_steps import DecodeRun, DecodingBatch
+from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import Alarm, EngineTime
-from tercet.sim.options import EngineOptions
-from tercet.sim.pool import BlockPool
-from tercet.sim.profile import StepModel, pairs_of
+from tercet.sim.step_times import StepModel, pairs_of
 from tercet.sim.work import Work
 
 Chunk = tuple[Work, int]
@@ -33,7 +33,7 @@ class Counters:
     busy: float = 0.0
 
 
-class Core:
+class SimScheduler:
     """The loop of one engine: schedule, wait, account."""
 
     def __init__(
@@ -47,12 +47,12 @@ class Core:
         self._options = options
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
-        self._decoding = Decoding(block_size)
+        self._decoding = DecodingBatch(block_size)
         self._between: list[Callable[[], None]] = []
         self._timer: Alarm | None = None
         self._step_began = 0.0
         self._chunks: list[Chunk] = []
-        self._run: Run | None = None
+        self._run: DecodeRun | None = None
         self._ticks = 0
         self.on_change: Callable[[], None] | None = None
 
@@ -129,7 +129,7 @@ class Core:
         self._prefilling.clear()
         self._between.clear()
         self._chunks, self._run, self._ticks = [], None, 0
-        self._decoding = Decoding(self._block_size)
+        self._decoding = DecodingBatch(self._block_size)
         for work in works:
             work.state = "left"
             work.stream.put(error)
@@ -205,7 +205,7 @@ class Core:
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
         self._step_began = self._time.on_loop(now)
-        self._run = Run(now, steps, first, per_context * batch)
+        self._run = DecodeRun(now, steps, first, per_context * batch)
         self._ticks = steps
         end = self._run.after(steps)
         self._timer = self._time.call_at(end, self._step_over, end)

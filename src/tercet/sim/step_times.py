@@ -55,7 +55,7 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     latency: float
 
 
-class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many times as long a step takes while another engine of the same machine keeps it busy.
 
     A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is what a prefill's time is multiplied
@@ -101,7 +101,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     provenance: Provenance
     call: float = 0.0
     front_door: float = 0.0
-    sharing: Sharing | None = None
+    sharing: HostSharing | None = None
 
     def layout(self) -> KVLayout:
         """What engines must agree on before they exchange KV."""

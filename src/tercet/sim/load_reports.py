@@ -12,7 +12,7 @@ REPORT_SECONDS = 0.1
 """Between two reports of load, as real engines' token streams have it."""
 
 
-class Observer(Protocol):
+class SimObserver(Protocol):
     """Hears of one engine. Blocks are named by hashes that cover everything before them and the cache salt."""
 
     def load(self, load: EngineLoad) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,6 +51,15 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for field in ("max_lease_share", "transfer_failures"):
             _require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "between 0 and 1")
         return self
+
+
+def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:
+    """Options with some replaced; text is converted. Raises :class:`~tercet.protocol.BadRequest` naming the field."""
+    merged = {**msgspec.to_builtins(base), **changes}
+    try:
+        return msgspec.convert(merged, EngineOptions, strict=False).check()
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"engine options: {error}", "options") from error
 
 
 def _require(fine: bool, field: str, value: object, rule: str) -> None:
