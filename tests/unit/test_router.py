@@ -12,11 +12,10 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
-from tercet.router.config import EngineAddress, RouterConfig
 from tercet.router.context import ContextMiddleware, current
 from tercet.router.metrics import Metrics
-from tercet.router.recovery import RetryBudget
 from tercet.router.service import Service
+from tercet.settings import EngineAddress, RetryBudget, RouterConfig
 
 from .fakes import FakeEngine
 

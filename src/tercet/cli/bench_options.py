@@ -11,8 +11,8 @@ import typer
 
 from tercet.bench.api import Endpoint, PromptAs
 from tercet.bench.arrivals import Arrival
-from tercet.cli.options import key_values
 from tercet.protocol import BadRequest
+from tercet.settings import key_values
 
 TARGET, LOAD, WORK, REQUESTS, OUTPUT = "Target", "Load", "Workload", "Requests", "Output"
 

@@ -11,7 +11,7 @@ import typer
 
 from tercet.cli.fleet_run import console, run_fleet, say
 from tercet.cluster.local import RunningFleet
-from tercet.cluster.spec import UpConfig
+from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace, TraceEvent
 from tercet.protocol import EngineError
 

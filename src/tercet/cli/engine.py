@@ -9,12 +9,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.options import Dtype, Host, Model, ServedModelName, VLLMArgs, key_values, vllm_flags
+from tercet.cli.options import Dtype, Host, Model, ServedModelName, VLLMArgs, vllm_flags
 from tercet.cluster.addresses import require_free, url_of
 from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
 from tercet.cluster.pinning import visible_devices
 from tercet.protocol import BadRequest
+from tercet.settings import key_values
 from tercet.sim import EngineOptions, load_profile, options_from
 from tercet.sim.serving import ServerConfig, serve
 

@@ -15,7 +15,7 @@ from tercet.cluster.addresses import require_free
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
 from tercet.cluster.process import GRACE_SECONDS
-from tercet.cluster.spec import UpConfig
+from tercet.cluster.up_config import UpConfig
 from tercet.programs import load_program
 
 console = Console(stderr=False, highlight=False, soft_wrap=True)

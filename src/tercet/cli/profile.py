@@ -16,10 +16,10 @@ import typer
 
 from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
-from tercet.cli.options import engine_address
 from tercet.cli.sim import require_folder, show
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
+from tercet.settings.front_door import engine_address
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.sim.step_times import Transfer, pairs_of
 

@@ -11,8 +11,9 @@ import typer
 import yaml
 
 from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
-from tercet.cli.options import ProgramArg, key_values
+from tercet.cli.options import ProgramArg
 from tercet.protocol import BadRequest
+from tercet.settings import key_values
 
 program = typer.Typer(no_args_is_help=True, help="Show and change the programs of a running front door.")
 

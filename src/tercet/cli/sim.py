@@ -16,8 +16,9 @@ from tercet.bench.simulated.plot import plot_sweep, require_suffix
 from tercet.bench.simulated.report import HEADINGS
 from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet.bench.summary import Slo
-from tercet.cli.options import ProgramArg, key_values
+from tercet.cli.options import ProgramArg
 from tercet.protocol import BadRequest
+from tercet.settings import key_values
 
 app = typer.Typer(rich_markup_mode="markdown")
 

@@ -10,16 +10,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import msgspec
 
 from tercet.cluster.addresses import free_ports, require_free, url_of
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
 from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.pinning import split_cores, split_devices, visible_devices
 from tercet.cluster.process import Process, StartFailed, describe_exit
-from tercet.cluster.spec import DOOR_FIELDS, UpConfig
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Role
+from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
@@ -92,7 +95,8 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     ]
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
-    router = Process("router", router_argv(config, model, port, engines), _router_env(model), log_dir / "router.log")
+    argv = router_argv(router_config(config, model, port, engines), log_dir)
+    router = Process("router", argv, _router_env(model), log_dir / "router.log")
     processes = [*(engine.process for engine in engines), router]
     try:
         # The front door loads beside the engines and waits for them.
@@ -139,29 +143,31 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     ]
 
 
-def router_argv(config: UpConfig, model: str, port: int, engines: Sequence[RunningEngine]) -> list[str]:
-    """The front door's command line."""
-    argv = [
-        sys.executable, "-m", "tercet.cli", "router", "--model", model, "--served-model-name", config.public_name,
-        "--host", config.host, "--port", str(port), "--program", config.program, "--log-level", "warning",
-    ]  # fmt: skip
-    for engine in engines:
-        argv += ["--engine", f"{engine.url},role={engine.role},name={engine.name}"]
-    for key, value in config.program_args.items():
-        argv += ["--program-arg", f"{key}={value}"]
-    for alias in config.model_aliases:
-        argv += ["--model-alias", alias]
-    for name in DOOR_FIELDS:
-        value = getattr(config, name)
-        if value is not None:
-            argv += [f"--{name.replace('_', '-')}", str(value)]
-    if config.dev:
-        argv.append("--dev")
-    return [*argv, "--", *config.router_args] if config.router_args else argv
+def router_config(config: UpConfig, model: str, port: int, engines: Sequence[RunningEngine]) -> RouterConfig:
+    """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
+    shared: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    own: dict[str, Any] = {
+        "model": model,
+        "served_model_name": config.public_name,
+        "port": port,
+        "engines": tuple(EngineAddress(engine.name, engine.url, engine.role) for engine in engines),
+        "log_level": "warning",
+    }
+    return RouterConfig(**{**shared, **own})
 
 
-def _router_env(model: str) -> dict[str, str]:
-    env = {"VLLM_NO_USAGE_STATS": "1"}
+def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
+    """The front door's command. Its settings, which may hold keys, are in a file that nobody else can read."""
+    file = log_dir / "router.json"
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(msgspec.json.format(msgspec.json.encode(encode_settings(config))))
+    return [sys.executable, "-m", "tercet.cli", "router", "--config", str(file)]
+
+
+def _router_env(model: str) -> dict[str, str | None]:
+    """Its settings are those of the file, whatever variables say: they were heard when the file was made."""
+    env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env
 
 

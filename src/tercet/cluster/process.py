@@ -29,13 +29,14 @@ class StartFailed(TercetError):
 class Process:
     """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit.
 
-    ``grace`` are the seconds that it gets to end by itself when it is stopped. It runs under
-    :mod:`tercet.cluster.guard`, which ends it and all of its children when this process is gone, even killed outright.
+    ``env`` is beside what this process has, None takes one away. ``grace`` are the seconds that it gets to end by
+    itself when it is stopped. It runs under :mod:`tercet.cluster.guard`, which ends it and all of its children when
+    this process is gone, even killed outright.
     Guard, command and children are one process group, so that each can be reached after the others' end.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, grace: float = GRACE_SECONDS
+        self, name: str, argv: Sequence[str], env: Mapping[str, str | None], log: Path, grace: float = GRACE_SECONDS
     ) -> None:
         self.name = name
         self.log = log
@@ -56,7 +57,7 @@ class Process:
                     stdin=guards_end,
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **self._env},
+                    env={name: value for name, value in {**os.environ, **self._env}.items() if value is not None},
                     # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
                     # engine core that wakes up in another one may wait until a prefill is over.
                     process_group=0,

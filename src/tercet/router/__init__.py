@@ -5,9 +5,9 @@ vLLM's. :mod:`.core_client` takes the place of the client that would talk to a l
 program for each sequence; :mod:`.server` puts it together.
 """
 
-from tercet.router.config import EngineAddress, RouterConfig
+from tercet.settings import RouterConfig
 
-__all__ = ["EngineAddress", "RouterConfig", "serve"]
+__all__ = ["serve"]
 
 
 def serve(config: RouterConfig) -> None:

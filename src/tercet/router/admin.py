@@ -16,13 +16,13 @@ from tercet.fleet import EngineFleet, Member
 from tercet.programs import migrate_context
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
-from tercet.router.config import EngineAddress
 from tercet.router.keys import require_key
 from tercet.router.membership import Membership
 from tercet.router.plan import Plan
 from tercet.router.routing import Version
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.settings import EngineAddress
 
 
 class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,7 +169,7 @@ async def engines(request: Request) -> Response:
 
 @router.post("/engines")
 async def add_engine(request: Request) -> Response:
-    """One more engine, once it has answered; the body is an :class:`~tercet.router.config.EngineAddress`."""
+    """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
     return _json(_engine(await _state(request).membership.add(address), _fleet(request)), 201)
 

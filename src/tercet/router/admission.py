@@ -9,36 +9,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
+from tercet.settings import Limits
 
-Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 # What Retry-After is while nothing has finished yet, and its bounds, in seconds.
 SOON, LATEST = 1, 60
 # How much of the average gap between two ends is made of the last one.
 NEWEST = 0.1
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much may be under way in this process; None is no limit.
-
-    ``in_flight`` counts HTTP requests, ``tokens`` the prompt tokens of sequences on engines, each engine's own; the
-    ones ``per_engine`` are multiplied by the engines that decode and can be picked. A request comes in while all are
-    below their limits. At most ``queued`` requests wait, none longer than ``queue_seconds``.
-    """
-
-    in_flight: Limit = None
-    in_flight_per_engine: Limit = None
-    tokens: Limit = None
-    tokens_per_engine: Limit = None
-    queued: Annotated[int, msgspec.Meta(ge=0)] = 1000
-    queue_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a limit at all."""
-        return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from tercet.fleet import EngineFleet
 from tercet.protocol import Saturated
-from tercet.router.admission import Admission, FleetLoad, Limits, Ticket
+from tercet.router.admission import Admission, FleetLoad, Ticket
 from tercet.router.metrics import Metrics
+from tercet.settings import Limits
 
 # Engines join and tokens go without telling the gate; those that wait look again so often.
 LOOK_SECONDS = 0.5
@@ -62,13 +63,13 @@ class Gate:
         woken = self._woken[ticket] = asyncio.Event()
         self._tell()
         begun = self._clock()
-        until = begun + self._admission.limits.queue_seconds
+        until = begun + self._admission.limits.queue_timeout_s
         waking = asyncio.ensure_future(woken.wait())
         try:
             while ticket.state == "waiting":
                 seconds = until - self._clock()
                 if seconds <= 0:
-                    seconds = self._admission.limits.queue_seconds
+                    seconds = self._admission.limits.queue_timeout_s
                     raise self._refusal("queue_timeout", f"no place came free within {seconds:g} s")
                 await asyncio.wait({waking, left}, timeout=min(seconds, LOOK_SECONDS), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":

@@ -12,8 +12,8 @@ import msgspec
 
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, Conflict, Engine, EngineStatus, EngineUnreachable, Role, TercetError
-from tercet.router.config import EngineAddress
 from tercet.router.connections import Connect
+from tercet.settings import EngineAddress
 
 logger = logging.getLogger("tercet.router")
 ASK_AGAIN_SECONDS = 0.5

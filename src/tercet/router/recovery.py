@@ -5,24 +5,10 @@ Pure: :class:`Recovery` decides, :mod:`.service` acts.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
 from tercet.protocol import Output
+from tercet.settings import RetryBudget
 
 FIRST_PAUSE = 0.2
-
-
-class RetryBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much is done for one sequence before its client gets the error.
-
-    At most ``retries`` further attempts, and none that would begin later than ``within`` seconds after the client's
-    last token, or after its request arrived if it has none yet.
-    """
-
-    retries: Annotated[int, msgspec.Meta(ge=0)] = 2
-    within: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
 class Recovery:
@@ -64,7 +50,7 @@ class Recovery:
         The first one begins at once, since it goes to another engine; later ones wait twice as long each time.
         """
         pause = FIRST_PAUSE * 2 ** (self.attempts - 1) if self.attempts else 0.0
-        if self.attempts >= self._budget.retries or now + pause - self._waiting_since > self._budget.within:
+        if self.attempts >= self._budget.retries or now + pause - self._waiting_since > self._budget.within_s:
             return None
         self.attempts += 1
         return pause

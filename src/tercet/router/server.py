@@ -21,7 +21,6 @@ from fastapi import FastAPI
 
 from tercet.fleet import EngineFleet
 from tercet.router import admin, engine_metrics
-from tercet.router.config import RouterConfig
 from tercet.router.connections import connecting
 from tercet.router.context import ContextMiddleware
 from tercet.router.entrance import Entrance
@@ -33,6 +32,7 @@ from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.short_prompts import render_short_prompts_here
 from tercet.router.workers.sharing import Shared, Sharing, answering
+from tercet.settings import RouterConfig
 from tercet.streams import Listener
 
 
@@ -56,7 +56,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         engine_metrics.export(fleet)
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
-            config.request_timeout,
+            config.request_timeout_s,
         )  # fmt: skip
         gate = Gate(config.limits, fleet, metrics)
         scheduling = SchedulingFile(fleet)
@@ -192,7 +192,7 @@ def _vllm_args(config: RouterConfig, max_model_len: int) -> argparse.Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     argv = [
-        "--model", config.model, "--served-model-name", config.served_model_name, *config.model_aliases,
+        "--model", config.model, "--served-model-name", config.public_name, *config.model_aliases,
         "--host", config.host, "--port", str(config.port), "--max-model-len", str(max_model_len),
         "--middleware", f"{ContextMiddleware.__module__}.{ContextMiddleware.__qualname__}",
         "--disable-uvicorn-access-log", *config.vllm_args,

@@ -18,8 +18,9 @@ from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, r
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
-from tercet.router.recovery import Recovery, RetryBudget
+from tercet.router.recovery import Recovery
 from tercet.router.routing import Chosen, Routing, Version
+from tercet.settings import RetryBudget
 
 logger = logging.getLogger("tercet.router")
 ONE_ENGINE = "data_parallel"

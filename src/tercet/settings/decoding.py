@@ -68,12 +68,6 @@ def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] 
     return Source(values, names={key: each.env for key, (each, _) in found.items()})
 
 
-def without_settings(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """An environment for a process that has its settings from elsewhere."""
-    names = {each.env for each in declared(kind)}
-    return {name: value for name, value in environment.items() if name not in names}
-
-
 def read_yaml(file: Path, name: str = "--config") -> Source:
     """The settings of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that names the file."""
     content = load_yaml(file, f"{name} {file}")

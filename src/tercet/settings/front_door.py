@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
-from tercet.settings.declaration import Setting, Settings, key_values
+from tercet.settings.declaration import Setting, Settings, complaint, key_values
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -52,6 +52,16 @@ def engine_fields(given: Any, index: int) -> Any:
     labels = {key.removeprefix(LABEL): value for key, value in told.items() if key.startswith(LABEL)}
     fields = {key: value for key, value in told.items() if not key.startswith(LABEL)}
     return {**unnamed, "url": url.rstrip("/"), "labels": labels, **fields}
+
+
+def engine_address(given: str, index: int) -> EngineAddress:
+    """One ``--engine`` of a command line; raises :class:`~tercet.protocol.BadRequest`."""
+    try:
+        return msgspec.convert(engine_fields(given, index), EngineAddress)
+    except msgspec.ValidationError as error:
+        raise complaint("--engine", EngineAddress, given, error) from None
+    except BadRequest as error:
+        raise BadRequest(f"--engine: {error.message}", "--engine") from None
 
 
 class RetryBudget(Settings, frozen=True):
@@ -151,13 +161,6 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
-    state: Annotated[
-        str | None,
-        Setting(
-            "Where engines, programs and scheduling are kept; front doors given the same file follow it.",
-            metavar="FILE", default="in memory",
-        ),
-    ] = None  # fmt: skip
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer, as on its command line.", flag="")
     ] = msgspec.field(default=(), name="router-args")
@@ -184,7 +187,9 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         ),
     ]  # fmt: skip
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
-    port: Annotated[Port, Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")] = 8000
+    port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
+    ] = 8000
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
 
     def __post_init__(self) -> None:

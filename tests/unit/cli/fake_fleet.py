@@ -49,8 +49,8 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
     def engine_argv(spec: Any) -> list[str]:
         return argv(spec.port)
 
-    def router_argv(_config: Any, _model: str, port: int, _engines: Any) -> list[str]:
-        return argv(port)
+    def router_argv(config: Any, _log_dir: Any) -> list[str]:
+        return argv(config.port)
 
     def resolve_model(name: str, _on_progress: Any) -> str:
         return name

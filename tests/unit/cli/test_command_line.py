@@ -12,8 +12,9 @@ import pytest
 
 from tercet import __version__
 from tercet.cli import app
-from tercet.cli.options import engine_address, key_values
 from tercet.protocol import BadRequest, EngineError
+from tercet.settings import key_values
+from tercet.settings.front_door import engine_address
 
 
 @pytest.mark.parametrize(

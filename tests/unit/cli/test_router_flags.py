@@ -4,58 +4,101 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
+import typer
 
 from tercet.cli import app
-from tercet.cli.options import engine_address
-from tercet.cluster.local import RunningEngine, router_argv
+from tercet.cluster import local
+from tercet.cluster.local import RunningEngine, router_argv, router_config
 from tercet.cluster.process import Process
-from tercet.cluster.spec import UpConfig, load_up_config
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
-from tercet.router import RouterConfig
-from tercet.router.admission import Limits
-from tercet.router.recovery import RetryBudget
 from tercet.router.server import stream_port
 from tercet.router.workers.sharing import Shared
+from tercet.settings import (
+    EngineAddress,
+    FrontDoorConfig,
+    Limits,
+    RetryBudget,
+    RouterConfig,
+    Settings,
+    declared,
+    decode_settings,
+    read_yaml,
+)
+from tercet.settings.front_door import engine_address
 
 
-def received(config: UpConfig, model: Path, monkeypatch: pytest.MonkeyPatch) -> RouterConfig:
-    """The configuration that the front door started by ``config`` would serve with."""
+def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> RouterConfig:
+    """The configuration that the front door of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.cli.router.serve", found.append)
     monkeypatch.setattr("tercet.cli.router.resolve_model", lambda name, _: name)
-    engine = RunningEngine("e", "decode", "http://127.0.0.1:1", Process("e", [], {}, model / "log"))
-    argv = router_argv(config, str(model), 18764, [engine])
-    assert app._run(argv[argv.index("router") :]) == 0
+    engine = RunningEngine("e", "decode", "http://127.0.0.1:1", Process("e", [], {}, tmp_path / "log"))
+
+    def start(config: UpConfig, _: object) -> None:
+        argv = router_argv(router_config(config, str(tmp_path), 18764, [engine]), tmp_path)
+        assert app._run(argv[argv.index("router") :]) == 0
+
+    monkeypatch.setattr("tercet.cli.up.run_fleet", start)
+    assert app._run(["up", *flags]) == 0
     (config_there,) = found
     return config_there
 
 
-def test_development_mode_and_names_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"dev": True, "model-aliases": ["a", "b"], "router-args": ["--api-key", "x"], "program": "balanced"}
-    there = received(load_up_config(None, flags), tmp_path, monkeypatch)
-    assert (there.dev, there.model_aliases, there.vllm_args) == (True, ("a", "b"), ("--api-key", "x"))
-    assert [(engine.name, engine.role) for engine in there.engines] == [("e", "decode")]
-
-
-def test_limits_retries_and_the_scheduling_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_up_is_told_arrives_at_its_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scheduling.yaml"
     file.write_text("plugins: []\nschedulingProfiles: [{name: mine}]\n")
-    flags = {
-        "scheduling": str(file), "retries": 0, "retry-within": 5, "max-in-flight": 9, "max-in-flight-per-engine": 3,
-        "max-in-flight-tokens": 10_000, "max-in-flight-tokens-per-engine": 4_000, "max-queued": 0,
-        "queue-timeout": 2.5, "request-timeout": 60, "max-request-bytes": 1234,
-    }  # fmt: skip
-    there = received(load_up_config(None, flags), tmp_path, monkeypatch)
+    (tmp_path / "up.yaml").write_text("router-args: [--api-key, x]\n")
+    there = received(
+        tmp_path, monkeypatch, "--config", str(tmp_path / "up.yaml"), "--dev", "--model-alias", "a", "--model-alias",
+        "b", "--program", "balanced", "--program-arg", "balance_ratio=0.5", "--scheduling", str(file), "--retries", "0",
+        "--retry-within", "5", "--max-in-flight", "9", "--max-in-flight-per-engine", "3", "--max-in-flight-tokens",
+        "10000", "--max-in-flight-tokens-per-engine", "4000", "--max-queued", "0", "--queue-timeout", "2.5",
+        "--request-timeout", "60", "--max-request-bytes", "1234", "--return-after", "7", "--stream-port", "7000",
+    )  # fmt: skip
+    assert (there.dev, there.model_aliases, there.vllm_args) == (True, ("a", "b"), ("--api-key", "x"))
+    assert (there.program, there.program_args) == ("balanced", {"balance_ratio": "0.5"})
+    assert [(engine.name, engine.role) for engine in there.engines] == [("e", "decode")]
     assert there.scheduling == str(file)
-    assert there.retries == RetryBudget(retries=0, within=5.0)
+    assert there.retries == RetryBudget(retries=0, within_s=5.0)
     assert there.limits == Limits(
-        in_flight=9, in_flight_per_engine=3, tokens=10_000, tokens_per_engine=4_000, queued=0, queue_seconds=2.5
+        in_flight=9, in_flight_per_engine=3, tokens=10_000, tokens_per_engine=4_000, queued=0, queue_timeout_s=2.5
     )
-    assert (there.request_timeout, there.max_request_bytes) == (60.0, 1234)
+    assert (there.request_timeout_s, there.max_request_bytes) == (60.0, 1234)
+    assert (there.return_after, there.stream_port) == (7, 7000)
+
+
+def test_every_setting_of_a_front_door_is_one_of_up_too() -> None:
+    """So that none is lacking there: what up is told besides is what it decides itself."""
+    up = {each.key: each for each in declared(UpConfig)}
+    own = {each.key for each in declared(RouterConfig)} - {each.key for each in declared(FrontDoorConfig)}
+    assert own == {"engines", "port", "log-level"}
+    assert all(up[each.key] == each for each in declared(FrontDoorConfig))
+
+
+@pytest.mark.parametrize(("command", "kind"), [("up", UpConfig), ("router", RouterConfig)])
+def test_every_flag_comes_from_the_one_declaration(command: str, kind: type[Settings]) -> None:
+    group: Any = typer.main.get_command(app.app)
+    flags = {flag for option in group.commands[command].params for flag in option.opts if flag.startswith("--")}
+    assert flags == {each.flag for each in declared(kind) if each.flag} | {"--config"}
+
+
+def test_the_front_doors_settings_are_for_the_eyes_of_its_owner(tmp_path: Path) -> None:
+    config = RouterConfig(engines=(EngineAddress("e", "http://e"),), vllm_args=("--api-key", "secret"))
+    argv = router_argv(config, tmp_path)
+    assert "secret" not in " ".join(argv)
+    assert (tmp_path / "router.json").stat().st_mode & 0o777 == 0o600
+    assert decode_settings(RouterConfig, read_yaml(tmp_path / "router.json")) == config
+
+
+def test_variables_were_heard_when_the_file_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TERCET_RETRIES", "1")
+    assert received(tmp_path, monkeypatch).retries.retries == 1
+    assert local._router_env("m")["TERCET_RETRIES"] is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +134,7 @@ def test_bad_flags_end_with_one_line_and_exit_code_2(
 def test_the_same_in_the_file_of_up(tmp_path: Path, key: str) -> None:
     (tmp_path / "up.yaml").write_text(f"{key}: 0\n")
     with pytest.raises(BadRequest, match=key):
-        load_up_config(tmp_path / "up.yaml", {})
+        decode_settings(UpConfig, read_yaml(tmp_path / "up.yaml"))
 
 
 def test_ports_of_token_streams() -> None:
@@ -101,7 +144,7 @@ def test_ports_of_token_streams() -> None:
     assert [stream_port(config, worker) for worker in (None, *workers)] == [7000, 7000, 7001, 7002]
     free = msgspec.structs.replace(config, stream_port=0)
     assert [stream_port(free, worker) for worker in (None, *workers)] == [0, 0, 0, 0]
-    with pytest.raises(BadRequest, match="stream_port"):
+    with pytest.raises(BadRequest, match="stream-port"):
         RouterConfig(model="m", served_model_name="m", engines=engines, workers=3, stream_port=65534)
 
 
@@ -111,7 +154,7 @@ def test_labels_of_engines() -> None:
 
 
 def test_neither_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = received(load_up_config(None, {}), tmp_path, monkeypatch)
+    there = received(tmp_path, monkeypatch)
     assert (there.dev, there.model_aliases, there.return_after) == (False, (), 5)
     assert (there.scheduling, there.retries, there.limits) == (None, RetryBudget(), Limits())
-    assert (there.request_timeout, there.max_request_bytes) == (None, 64 * 1024 * 1024)
+    assert (there.request_timeout_s, there.max_request_bytes) == (None, 64 * 1024 * 1024)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of
 from tercet.cluster.local import engine_specs
 from tercet.cluster.pinning import as_cpu_list, split_cores, split_devices, visible_devices
-from tercet.cluster.spec import UpConfig, load_up_config
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, TercetError
+from tercet.settings import decode_settings, read_yaml
 
 
 @given(st.sets(st.integers(0, 63), min_size=1, max_size=40), st.integers(1, 20))
@@ -155,7 +156,7 @@ def test_the_shell_command_is_quoted() -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("model: m\nprefill: 2\nlog-dir: /tmp/x\nprogram-args: {min_send: '5'}\nengine-args: [--a, b]\n")
-    config = load_up_config(file, {"prefill": 3})
+    config = decode_settings(UpConfig, {"prefill": 3}, read_yaml(file))
     assert (config.model, config.prefill, config.log_dir, config.engine_args) == ("m", 3, "/tmp/x", ("--a", "b"))
     assert config.program_args == {"min_send": "5"}
     assert [name for name, _ in config.roles] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
@@ -184,13 +185,13 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, says: str)
     file = tmp_path / "up.yaml"
     file.write_text(text)
     with pytest.raises(BadRequest, match=says):
-        load_up_config(file, {})
+        decode_settings(UpConfig, read_yaml(file))
 
 
 def test_numbers_and_truths_in_a_file_may_be_arguments(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("program-args: {min_send: 64, eager: true}\nengine-args: [--seed, 1]\n")
-    config = load_up_config(file, {})
+    config = decode_settings(UpConfig, read_yaml(file))
     assert config.program_args == {"min_send": "64", "eager": "true"}
     assert config.engine_args == ("--seed", "1")
 
@@ -199,12 +200,12 @@ def test_a_file_that_is_not_text_is_said(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadRequest, match="not YAML"):
-        load_up_config(file, {})
+        decode_settings(UpConfig, read_yaml(file))
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="No such file"):
-        load_up_config(tmp_path / "no.yaml", {})
+        decode_settings(UpConfig, read_yaml(tmp_path / "no.yaml"))
 
 
 def test_errors_of_the_tree_have_a_sentence() -> None:

@@ -18,7 +18,7 @@ from tercet.cluster import local
 from tercet.cluster.addresses import free_ports, require_free, url_of
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.process import Process, StartFailed, describe_exit
-from tercet.cluster.spec import UpConfig
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 
 SERVER = """
@@ -49,9 +49,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Engines and router become scripts; the dict says which mode each name has."""
     modes: dict[str, str] = {}
     monkeypatch.setattr(local, "engine_argv", lambda spec: argv_of(spec.port, modes.get(spec.name, "serves")))
-    monkeypatch.setattr(
-        local, "router_argv", lambda config, model, port, engines: argv_of(port, modes.get("router", "serves"))
-    )
+    monkeypatch.setattr(local, "router_argv", lambda config, _: argv_of(config.port, modes.get("router", "serves")))
     return modes
 
 

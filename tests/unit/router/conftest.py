@@ -16,11 +16,11 @@ from fastapi import FastAPI
 from tercet.fleet import EngineFleet, Trace
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.router import admin
-from tercet.router.config import EngineAddress
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.settings import EngineAddress
 
 from ..fakes import FakeEngine
 

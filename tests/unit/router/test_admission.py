@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tercet.router.admission import LATEST, SOON, Admission, FleetLoad, Limits, Ticket
+from tercet.router.admission import LATEST, SOON, Admission, FleetLoad, Ticket
+from tercet.settings import Limits
 
 ONE = FleetLoad()
 

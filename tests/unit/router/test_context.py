@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tercet.router.admission import Limits
 from tercet.router.context import ContextMiddleware, current
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
 from tercet.router.metrics import Metrics
+from tercet.settings import Limits
 
 from .conftest import Door
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tercet.router.admission import Limits
 from tercet.router.body import Asked
 from tercet.router.entrance import ASKED, Entrance
 from tercet.router.gate import Gate
 from tercet.router.metrics import Metrics
+from tercet.settings import Limits
 
 from .conftest import Door, counted
 
@@ -84,7 +84,7 @@ class House:
 
 @pytest.fixture
 async def house(door: Door, metrics: Metrics) -> AsyncIterator[House]:
-    house = House(door, metrics, Limits(in_flight=2, queued=2, queue_seconds=5.0))
+    house = House(door, metrics, Limits(in_flight=2, queued=2, queue_timeout_s=5.0))
     yield house
     assert house.is_empty
     assert counted("tercet_requests_in_flight") == counted("tercet_requests_queued") == 0
@@ -145,7 +145,7 @@ async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
 
 
 async def test_who_waits_too_long_is_sent_away(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(in_flight=1, queue_seconds=0.05))
+    house = House(door, metrics, Limits(in_flight=1, queue_timeout_s=0.05))
     inside, waiting = await house.fill(2)
     answer = await waiting
     assert answer.status_code == 429

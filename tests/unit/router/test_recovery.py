@@ -21,10 +21,10 @@ from tercet.protocol import (
     TercetError,
     TransferFailed,
 )
-from tercet.router.config import EngineAddress
 from tercet.router.metrics import Metrics
-from tercet.router.recovery import Recovery, RetryBudget
+from tercet.router.recovery import Recovery
 from tercet.router.service import Service
+from tercet.settings import EngineAddress, RetryBudget
 from tercet.sim import SimEngine, run_virtual
 
 from ..sim.models import engines_of, is_empty, request_of
@@ -42,7 +42,7 @@ ANSWER = [100, 101, 102]
 )
 def test_attempts_stay_within_the_budget(retries: int, within: float, events: list[tuple[str, float]]) -> None:
     now, last, given_up = 0.0, 0.0, False
-    recovery = Recovery(RetryBudget(retries=retries, within=within), now)
+    recovery = Recovery(RetryBudget(retries=retries, within_s=within), now)
     tokens: list[int] = []
     for what, seconds in events:
         now += seconds
@@ -72,7 +72,7 @@ def test_the_first_retry_begins_at_once_and_later_ones_wait_twice_as_long() -> N
 
 
 def test_an_empty_output_is_no_sign_of_life() -> None:
-    recovery = Recovery(RetryBudget(within=1.0), 0.0)
+    recovery = Recovery(RetryBudget(within_s=1.0), 0.0)
     recovery.note(Output(()), 0.9)
     assert recovery.next_attempt(1.5) is None
 

@@ -15,15 +15,14 @@ import pytest_asyncio
 from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineUnreachable, NoSpace, Request
-from tercet.router import RouterConfig, admin
-from tercet.router.admission import Limits
-from tercet.router.config import EngineAddress
+from tercet.router import admin
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
 from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.settings import EngineAddress, Limits, RouterConfig
 
 from ..fakes import FakeEngine
 

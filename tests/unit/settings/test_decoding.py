@@ -24,7 +24,6 @@ from tercet.settings import (
     from_environment,
     read_yaml,
 )
-from tercet.settings.decoding import without_settings
 
 
 class Doors(Settings, frozen=True):
@@ -160,7 +159,6 @@ def test_lists_and_mappings_of_every_source(tmp_path: Path) -> None:
     assert (found.rooms, found.paint) == (("hall", "my room"), {"door": "red", "lit": "a b"})
     with pytest.raises(BadRequest, match="TERCET_PAINT: 'red' is not KEY=VALUE"):
         from_environment(House, {"TERCET_PAINT": "red"})
-    assert without_settings(House, {**variables, "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "a: 1\na: 2\n", "\xff"])

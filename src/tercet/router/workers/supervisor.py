@@ -19,7 +19,6 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.protocol import EngineError
-from tercet.router.config import RouterConfig
 from tercet.router.workers.agreement import Agreement, Lost
 from tercet.router.workers.messages import (
     Call,
@@ -34,6 +33,7 @@ from tercet.router.workers.messages import (
     messages_of,
     write,
 )
+from tercet.settings import RouterConfig
 
 logger = logging.getLogger("tercet.router")
 GRACE_SECONDS = 20.0

@@ -1,0 +1,91 @@
+"""Commands whose flags are settings: each declared once, in :mod:`tercet.settings`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tercet.cli.options import VLLMArgs
+from tercet.settings import (
+    Declared,
+    Settings,
+    Source,
+    declared,
+    decode_settings,
+    from_environment,
+    key_values,
+    read_yaml,
+)
+from tercet.settings.settings_table import said_of
+
+Config = Annotated[
+    Path | None, typer.Option(help="A YAML file with the same keys; flags and TERCET_ variables win over it.")
+]
+
+
+def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """A command that takes a record of ``kind``, with a flag for each of its settings and ``--config``.
+
+    Arguments after ``--`` are the setting ``rest``. The record is decoded when the command is called, from flags, the
+    environment and the file.
+    """
+
+    def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(config: Path | None = None, **given: Any) -> None:
+            flags = _given(kind, given, rest)
+            sources = [flags, from_environment(kind), *([] if config is None else [read_yaml(config)])]
+            command(decode_settings(kind, *sources))
+
+        parameters = [*_parameters(kind, rest), inspect.Parameter("config", _BY_NAME, default=None, annotation=Config)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+def _parameters(kind: type[Settings], rest: str) -> Iterator[inspect.Parameter]:
+    for each in declared(kind):
+        if each.key == rest:
+            yield inspect.Parameter(_name(each), _BY_NAME, default=None, annotation=VLLMArgs)
+        elif each.flag:
+            yield inspect.Parameter(_name(each), _BY_NAME, default=None, annotation=_annotation(each))
+
+
+def _annotation(of: Declared) -> Any:
+    """Values stay text here: whatever is wrong with one is said by the decoder, as for every other source."""
+    default = f" [default: {of.shown_default}]" if of.shown_default else ""
+    told: dict[str, Any] = {
+        "help": said_of(of) + default, "show_default": False, "rich_help_panel": of.setting.panel or None,
+    }  # fmt: skip
+    if of.plain is bool:
+        return Annotated[bool | None, typer.Option(of.flag, **told)]
+    told["metavar"] = of.shown_kind
+    if of.is_list or of.is_mapping:
+        return Annotated[list[str] | None, typer.Option(of.flag, **told)]
+    return Annotated[str | None, typer.Option(of.flag, **told)]
+
+
+def _given(kind: type[Settings], given: Mapping[str, Any], rest: str) -> Source:
+    """The flags that were given; those that were not are None or empty."""
+    of = {_name(each): each for each in declared(kind)}
+    values = {
+        of[name].key: key_values(value, of[name].flag) if of[name].is_mapping else value
+        for name, value in given.items()
+        if value is not None and value != []
+    }
+    names = {each.key: each.flag or each.key for each in of.values()} | {rest: "vLLM flags after --"}
+    return Source(values, names=names)
+
+
+def _name(of: Declared) -> str:
+    return of.key.replace("-", "_")

@@ -1,0 +1,63 @@
+"""What `tercet up` shall start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from tercet.cluster.vllm_flags import check_flags
+from tercet.protocol import BadRequest, Role
+from tercet.settings import FrontDoorConfig, Setting
+
+Count = Annotated[int, Meta(ge=0, le=1024)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class UpConfig(FrontDoorConfig, frozen=True):
+    """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a front door with the settings of any."""
+
+    prefill: Annotated[Count, Setting("Prefill engines.")] = 1
+    decode: Annotated[Count, Setting("Decode engines.")] = 1
+    both: Annotated[Count, Setting("Engines for either role.")] = 0
+    port: Annotated[Port, Setting("The front door's port; 0: any.", env="TERCET_HTTP_PORT")] = 8000
+    dtype: Annotated[
+        str | None,
+        Setting(
+            "As vLLM's. float32 for token-exact comparisons.",
+            default="bfloat16; float32 on CPUs without instructions for that",
+        ),
+    ] = None
+    kv_cache_gib: Annotated[Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB")] = 1
+    log_dir: Annotated[str | None, Setting("Where logs go.", default="a new directory in the cache")] = None
+    simulate: Annotated[
+        str | None,
+        Setting("Simulated engines, at the pace of a profile; the front door is real.", metavar="PROFILE"),
+    ] = None
+    options: Annotated[
+        Mapping[str, str],
+        Setting("With --simulate: an option of the simulated engines; repeatable.", flag="--option"),
+    ] = {}
+    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine.", flag="")] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefill + self.decode + self.both == 0:
+            raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
+        if self.options and self.simulate is None:
+            raise BadRequest("options: go with simulate", "options")
+        if self.engine_args and self.simulate is not None:
+            raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
+        check_flags(self.engine_args, "engine-args")
+        check_flags(self.vllm_args, "router-args")
+
+    @property
+    def roles(self) -> list[tuple[str, Role]]:
+        """Name and role of every engine."""
+        counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode), ("both", self.both)]
+        return [
+            (f"{role if role != 'both' else 'engine'}-{index}", role)
+            for role, count in counts
+            for index in range(count)
+        ]
