@@ -173,7 +173,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("a: [", "not YAML"),
         ("kv_cache_gib: 2", "did you mean kv-cache-gib"),
         ("nonsense: 2", "the keys are model"),
-        ("prefill: [1]", "prefill: expected"),
+        ("prefill: [1]", "prefill: must be a whole number"),
         ("engine-args: [stray]", "engine-args: 'stray'"),
         ("engine-args: [--port, 1]", "engine-args: --port"),
         ("router-args: [--model=x]", "router-args: --model"),
