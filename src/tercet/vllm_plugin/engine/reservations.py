@@ -6,10 +6,13 @@ as a request of its own which waits for an external load.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
 from tercet.transport import ControlClient, GrantLease, RevokeLease
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
+# What a peer writes must not be zeroed at the same time. vLLM 0.31 is told so block by block.
+ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCacheManager.allocate_slots).parameters
 
 
 @dataclass
@@ -85,6 +90,7 @@ class Reservations:
             raise NoSpace(
                 f"{needed} blocks on top of {pinned} under lease exceed max_lease_share ({self._max_blocks} blocks)"
             )
+        unzeroed: dict[str, Any] = {"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}
         allocated = manager.allocate_slots(
             owner,
             0,
@@ -93,13 +99,16 @@ class Reservations:
             num_lookahead_tokens=1,
             num_external_computed_tokens=end - matched,
             delay_cache_blocks=True,
-            reserved_blocks=scheduler._inflight_prefill_reserved_blocks() + scheduler._spec_decode_step_blocks,
+            reserved_blocks=scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler),
             has_scheduled_reqs=bool(scheduler.running),
-            skip_zeroing_group_ids=(0,),
+            **unzeroed,
         )
         if allocated is None:
             free = manager.block_pool.get_num_free_blocks()
             raise NoSpace(f"{needed} blocks are needed and {free} are free, some of them promised to running requests")
+        if not ZEROING_IS_SKIPPED_BY_GROUP and scheduler.needs_kv_cache_zeroing:
+            written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
+            scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched
 
     def _blocks_of(self, owner: VLLMRequest) -> list[int]:
@@ -199,6 +208,12 @@ class Reservations:
         # Behind a request that needs blocks, one that holds blocks would wait for ever.
         self._scheduler.waiting.remove_request(request)
         self._scheduler.kv_holding_waiting.add_request(request)
+
+
+def _spec_decode_blocks(scheduler: Scheduler) -> int:
+    found: Any = scheduler._spec_decode_step_blocks
+    blocks: int = found() if callable(found) else found  # in vLLM 0.31 it is a method
+    return blocks
 
 
 def manager_blocks(manager: Any, request_id: str) -> list[int]:

@@ -1,0 +1,291 @@
+"""Leases on vLLM's own block pool: reserved, filled, adopted, and always given back."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.config import VllmConfig
+
+from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
+from tercet.transport import GrantLease, RevokeLease
+
+from .tiny_engine import BLOCK, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
+
+A, B = "a" * 32, "b" * 32
+
+
+# ---- reserve -------------------------------------------------------------------------------------------------------
+
+
+def test_a_reservation_opens_its_blocks_for_writing(engine: TinyEngine) -> None:
+    assert engine.reserve(A, tokens_of(3 * BLOCK)) == 0
+    grant = engine.agents.granted[A]
+    assert (grant.begin, grant.end, grant.block_size, len(grant.blocks)) == (0, 3 * BLOCK, BLOCK, 3)
+    assert engine.status()["leases"] == 1
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 4, "one more than is received, so that decoding can begin"
+    engine.release(A)
+
+
+def test_a_partial_last_block_is_open_too(engine: TinyEngine) -> None:
+    engine.reserve(A, tokens_of(2 * BLOCK + 5))
+    assert len(engine.agents.granted[A].blocks) == 3
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 3
+    engine.release(A)
+
+
+def test_what_is_cached_is_matched_and_not_open(engine: TinyEngine) -> None:
+    tokens = tokens_of(4 * BLOCK)
+    engine.run(engine.add("before", tokens[: 2 * BLOCK + 3]))
+    assert engine.reserve(A, tokens) == 2 * BLOCK
+    grant = engine.agents.granted[A]
+    assert (grant.begin, len(grant.blocks)) == (2 * BLOCK, 2)
+    engine.release(A)
+
+
+def test_what_is_cached_in_full_needs_no_writing(engine: TinyEngine) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    engine.run(engine.add("before", [*tokens, 5]))
+    assert engine.reserve(A, tokens) == 2 * BLOCK
+    assert engine.agents.granted[A].blocks == []
+    assert engine.release(A) == 2 * BLOCK
+
+
+def test_a_salt_keeps_caches_apart(engine: TinyEngine) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    engine.run(engine.add("before", [*tokens, 5], salt="mine"))
+    assert engine.reserve(A, tokens) == 0
+    assert engine.reserve(B, tokens, salt="mine") == 2 * BLOCK
+    engine.release(A)
+    engine.release(B)
+
+
+def test_a_lease_exists_once(engine: TinyEngine) -> None:
+    engine.reserve(A, tokens_of(5))
+    with pytest.raises(Conflict):
+        engine.reserve(A, tokens_of(5))
+    engine.release(A)
+
+
+def test_pinned_blocks_are_not_given_to_others(engine: TinyEngine) -> None:
+    engine.reserve(A, tokens_of(6 * BLOCK))
+    pinned = set(engine.agents.granted[A].blocks)
+    request = engine.add("other", tokens_of(200, start=400), max_tokens=50)
+    while not request.is_finished():
+        engine.step()
+        if request.request_id in engine.scheduler.requests:
+            assert pinned.isdisjoint(engine.blocks_of("other"))
+    engine.release(A)
+
+
+def test_leases_pin_no_more_than_their_share_together(config: VllmConfig) -> None:
+    engine = TinyEngine(config, {"max_lease_share": 0.25})  # 8 of 33 blocks
+    engine.reserve(A, tokens_of(4 * BLOCK - 1))
+    with pytest.raises(NoSpace, match=r"max_lease_share \(8 blocks\)"):
+        engine.reserve(B, tokens_of(5 * BLOCK - 1, start=500))
+    engine.reserve(B, tokens_of(4 * BLOCK - 1, start=500))
+    engine.release(A)
+    engine.release(B)
+    engine.assert_nothing_held()
+
+
+def test_no_space_takes_nothing(engine: TinyEngine) -> None:
+    request = engine.add("large", tokens_of(300), max_tokens=20)
+    while request.num_computed_tokens < 300:
+        engine.step()
+    free = engine.free_blocks
+    with pytest.raises(NoSpace, match="are free"):
+        engine.reserve(A, tokens_of(20 * BLOCK, start=500))
+    assert engine.free_blocks == free
+    engine.run(request)
+
+
+def test_prompts_under_way_keep_the_blocks_that_they_will_need(engine: TinyEngine) -> None:
+    """A reservation that took them would leave both waiting for ever."""
+    request = engine.add("large", tokens_of(20 * BLOCK), max_tokens=2)
+    engine.step()  # a chunk of four blocks; sixteen are still to come
+    with pytest.raises(NoSpace, match="promised"):
+        engine.reserve(A, tokens_of(20 * BLOCK, start=500))
+    engine.run(request)
+
+
+def test_an_agent_that_does_not_answer_leaves_nothing_taken(engine: TinyEngine) -> None:
+    engine.agents.fails_at = GrantLease
+    with pytest.raises(EngineError):
+        engine.reserve(A, tokens_of(40))
+    engine.assert_nothing_held()
+    engine.agents.fails_at = None
+    engine.reserve(A, tokens_of(40))
+    engine.release(A)
+
+
+# ---- commit and release --------------------------------------------------------------------------------------------
+
+
+def test_received_kv_is_found_by_others_while_the_lease_is_open(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine.reserve(A, tokens)
+    assert engine.cached(tokens) == 0, "nothing has arrived"
+    engine.commit(A, 2 * BLOCK + 3)
+    assert engine.cached(tokens) == 2 * BLOCK
+    engine.agents.received[A] = 2 * BLOCK + 3
+    engine.release(A)
+
+
+def test_release_keeps_what_arrived_as_prefix_cache(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine.reserve(A, tokens)
+    engine.agents.received[A] = BLOCK
+    assert engine.release(A) == BLOCK
+    assert engine.cached(tokens) == BLOCK
+
+
+def test_the_slowest_rank_says_how_far_kv_is_valid(engine: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.reserve(A, tokens_of(3 * BLOCK))
+    call_all = engine.agents.call_all
+
+    def two_ranks(command: object) -> list[object]:
+        return [*call_all(command), 2 * BLOCK] if isinstance(command, RevokeLease) else call_all(command)
+
+    monkeypatch.setattr(engine.agents, "call_all", two_ranks)
+    engine.agents.received[A] = 3 * BLOCK
+    assert engine.release(A) == 2 * BLOCK
+
+
+@pytest.mark.parametrize("lease", [A, ""])
+def test_what_is_not_held_cannot_be_released(engine: TinyEngine, lease: str) -> None:
+    with pytest.raises(UnknownSequence, match="not held here"):
+        engine.release(lease)
+
+
+def test_a_lease_ends_once(engine: TinyEngine) -> None:
+    engine.reserve(A, tokens_of(5))
+    engine.release(A)
+    with pytest.raises(UnknownSequence):
+        engine.release(A)
+    engine.commit(A, 5)  # a report that came late is nobody's
+
+
+# ---- adoption ------------------------------------------------------------------------------------------------------
+
+
+def fill(engine: TinyEngine, lease: str, tokens: list[int], valid_end: int | None = None) -> list[int]:
+    """A reservation for ``tokens`` into which a peer has written; the blocks that it wrote to."""
+    engine.reserve(lease, tokens)
+    engine.agents.received[lease] = len(tokens) if valid_end is None else valid_end
+    return engine.agents.granted[lease].blocks
+
+
+@pytest.mark.parametrize("received", [2 * BLOCK, 2 * BLOCK + 5, 3 * BLOCK - 1])
+def test_a_request_decodes_in_the_reserved_blocks(engine: TinyEngine, received: int) -> None:
+    tokens = tokens_of(received + 1)
+    blocks = fill(engine, A, tokens[:received])
+    request = engine.add("here", tokens, lease=A)
+    assert engine.blocks_of("here")[: len(blocks)] == blocks
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"here": 1}, "only the last token of the prompt is computed here"
+    assert engine.run(request) == [NEXT_TOKEN] * 3
+
+
+def test_what_has_not_arrived_is_computed(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    fill(engine, A, tokens[:-1], valid_end=BLOCK + 4)
+    engine.add("here", tokens, lease=A)
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"here": 3 * BLOCK - (BLOCK + 4)}
+    engine.abort("here")
+
+
+def test_a_partial_block_that_others_share_is_computed_anew(engine: TinyEngine) -> None:
+    """All tokens are there, so the last one is computed again: not into a block that the prefix cache has."""
+    tokens = tokens_of(2 * BLOCK)
+    fill(engine, A, tokens)
+    engine.commit(A, 2 * BLOCK)
+    request = engine.add("here", tokens, lease=A)
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"here": BLOCK}, "vLLM's own rule for a prompt that is cached in full"
+    assert engine.run(request) == [NEXT_TOKEN] * 3
+
+
+def test_usage_tells_what_was_cached_from_what_was_received(engine: TinyEngine) -> None:
+    tokens = tokens_of(4 * BLOCK)
+    engine.run(engine.add("before", [*tokens[:BLOCK], 5]))
+    fill(engine, A, tokens[: 3 * BLOCK])
+    request = engine.add("here", tokens, lease=A)
+    stats = request.prefill_stats
+    assert stats is not None
+    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (BLOCK, 2 * BLOCK)
+    engine.run(request)
+
+
+def test_an_adopted_lease_is_over(engine: TinyEngine) -> None:
+    tokens = tokens_of(40)
+    fill(engine, A, tokens[:32])
+    request = engine.add("here", tokens, lease=A)
+    assert A not in engine.agents.granted, "no byte is written under it any more"
+    with pytest.raises(UnknownSequence):
+        engine.release(A)
+    engine.run(request)
+
+
+def test_other_tokens_than_were_reserved_are_computed(engine: TinyEngine) -> None:
+    fill(engine, A, tokens_of(32))
+    engine.add("here", tokens_of(40, start=500), lease=A)
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"here": 40}
+    engine.abort("here")
+
+
+def test_prompt_logprobs_need_every_position_computed_here(engine: TinyEngine) -> None:
+    tokens = tokens_of(40)
+    fill(engine, A, tokens[:32])
+    request = engine.add("here", tokens, lease=A, prompt_logprobs=1)
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"here": 40}
+    engine.abort(request.request_id)
+
+
+def test_a_lease_that_ended_meanwhile_is_no_error(engine: TinyEngine) -> None:
+    request = engine.add("here", tokens_of(40), lease=A)
+    assert engine.run(request) == [NEXT_TOKEN] * 3
+
+
+def test_what_holds_blocks_goes_first(engine: TinyEngine) -> None:
+    """Behind a request that waits for blocks, one that holds them would wait for ever."""
+    tokens = tokens_of(20 * BLOCK)
+    fill(engine, A, tokens[:-1])
+    engine.add("waits", tokens_of(300, start=400), max_tokens=1)
+    engine.add("holds", tokens, lease=A, max_tokens=1)
+    output, _ = engine.step()
+    assert "holds" in output.num_scheduled_tokens
+    for request_id in ("holds", "waits"):
+        request = engine.scheduler.requests.get(request_id)
+        if request is not None:
+            engine.run(request)
+
+
+def test_an_abort_gives_adopted_blocks_back(engine: TinyEngine) -> None:
+    tokens = tokens_of(100)
+    fill(engine, A, tokens[:90])
+    engine.add("here", tokens, lease=A, max_tokens=50)
+    engine.step()
+    engine.abort("here")
+
+
+def test_without_a_fence_blocks_stay_out_of_circulation(config: VllmConfig) -> None:
+    """An agent that does not answer may still write: these blocks are nobody's any more."""
+    engine = TinyEngine(config)
+    blocks = fill(engine, A, tokens_of(32))
+    engine.agents.fails_at = RevokeLease
+    request = engine.add("here", tokens_of(40), lease=A, max_tokens=2)
+    engine.step()
+    assert set(blocks).isdisjoint(engine.blocks_of("here"))
+    engine.run(request)
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 3
+
+
+def test_only_the_engines_own_edge_may_name_a_lease(engine: TinyEngine) -> None:
+    """vLLM lets any client set kv_transfer_params."""
+    fill(engine, A, tokens_of(32))
+    request = engine.add("stranger", tokens_of(40), lease=A, token="another")
+    assert engine.status()["leases"] == 1
+    engine.run(request)
+    engine.release(A)

@@ -1,0 +1,142 @@
+"""Sends on vLLM's own scheduler: what each step pushes, what stays pinned, and that every pin ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.protocol import EngineError, UnknownSequence
+from tercet.transport import Completion, Push, PushCached
+from tercet.vllm_plugin.engine.connector_messages import StepMetadata
+
+from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine, send_of, tokens_of
+
+
+def pushed(steps: list[StepMetadata]) -> list[int]:
+    return [block for step in steps for push in step.pushes for block in push.blocks]
+
+
+def run_steps(engine: TinyEngine, request_id: str) -> list[StepMetadata]:
+    steps: list[StepMetadata] = []
+    while request_id in engine.scheduler.requests:
+        steps.append(engine.step()[1])
+    return steps
+
+
+def test_each_step_pushes_the_blocks_that_it_completes(engine: TinyEngine) -> None:
+    engine.add("r", tokens_of(100), max_tokens=1, send=send_of("s", 0, 100))
+    _, first = engine.step()
+    blocks = engine.blocks_of("r")
+    _, second = engine.step()
+    assert [opening.send_id for opened in first.opened for opening in opened] == ["s"]
+    assert first.pushes == [Push("s", 0, tuple(blocks[:4]))]
+    assert MAX_BATCHED == 4 * BLOCK
+    assert (first.finish, second.opened) == ([], [])
+    assert second.pushes[0].slot == 4
+    assert len(second.pushes[0].blocks) == 3, "the last one, partly filled, goes with its last token"
+    assert second.finish == [Completion("s", 0, 100)]
+    engine.end_send("s")
+
+
+def test_a_partial_block_goes_once_when_its_last_token_is_there(engine: TinyEngine) -> None:
+    engine.add("r", tokens_of(90), max_tokens=1, send=send_of("s", 0, 70))
+    steps = run_steps(engine, "r")
+    assert [push.slot for step in steps for push in step.pushes] == [0, 4]
+    assert len(pushed(steps)) == len(set(pushed(steps))) == 5
+    engine.end_send("s")
+
+
+def test_slots_are_counted_from_the_reservations_base(engine: TinyEngine) -> None:
+    engine.add("r", tokens_of(60), max_tokens=1, send=send_of("s", 2 * BLOCK, 50, base=BLOCK))
+    steps = run_steps(engine, "r")
+    assert [push.slot for step in steps for push in step.pushes] == [1]
+    assert len(pushed(steps)) == 2
+    engine.end_send("s")
+
+
+def test_what_is_cached_is_pushed_with_the_first_step(engine: TinyEngine) -> None:
+    tokens = tokens_of(100)
+    engine.run(engine.add("before", tokens[: 5 * BLOCK], max_tokens=1))
+    engine.add("r", tokens, max_tokens=1, send=send_of("s", 0, 100))
+    _, metadata = engine.step()
+    assert [len(push.blocks) for push in metadata.pushes] == [7]
+    assert metadata.finish == [Completion("s", 0, 100)]
+    engine.end_send("s")
+
+
+def test_pins_outlive_the_request_until_the_send_ends(engine: TinyEngine) -> None:
+    engine.add("r", tokens_of(3 * BLOCK), max_tokens=1, send=send_of("s", 0, 3 * BLOCK))
+    blocks = pushed(run_steps(engine, "r"))
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 3
+    other = engine.add("other", tokens_of(400, start=300), max_tokens=2)
+    while not other.is_finished():
+        engine.step()
+        if "other" in engine.scheduler.requests:
+            assert set(blocks).isdisjoint(engine.blocks_of("other"))
+    engine.end_send("s")
+    assert engine.agents.cancelled == ["s"], "the agents have stopped reading before blocks may be rewritten"
+
+
+def test_an_abort_half_way_stops_at_what_was_planned(engine: TinyEngine) -> None:
+    engine.add("r", tokens_of(200), max_tokens=1, send=send_of("s", 0, 200))
+    _, metadata = engine.step()
+    engine.abort("r")
+    assert len(pushed([metadata])) == 4
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 4
+    engine.end_send("s")
+
+
+def test_an_end_before_the_last_step_plans_nothing_more(engine: TinyEngine) -> None:
+    request = engine.add("r", tokens_of(100), max_tokens=1, send=send_of("s", 0, 100))
+    engine.step()
+    engine.end_send("s")
+    _, metadata = engine.step()
+    assert (metadata.pushes, metadata.finish) == ([], [])
+    assert request.is_finished()
+
+
+def test_an_end_that_overtakes_its_request_wins(engine: TinyEngine) -> None:
+    with pytest.raises(UnknownSequence):
+        engine.end_send("s")
+    engine.add("r", tokens_of(40), max_tokens=1, send=send_of("s", 0, 40))
+    steps = run_steps(engine, "r")
+    assert pushed(steps) == []
+    assert engine.status()["sends"] == 0
+
+
+def test_two_sends_of_one_prefix_pin_a_block_twice(engine: TinyEngine) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    for name in ("one", "two"):
+        engine.add(name, [*tokens, 5], max_tokens=1, send=send_of(name, 0, 2 * BLOCK))
+        run_steps(engine, name)
+    engine.end_send("one")
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 2
+    engine.end_send("two")
+
+
+# ---- with no forward pass ------------------------------------------------------------------------------------------
+
+
+def test_what_is_cached_in_full_needs_no_step(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine.run(engine.add("before", [*tokens, 5], max_tokens=1))
+    assert engine.push_cached(tokens, send_of("s", BLOCK, 3 * BLOCK))
+    (command,) = engine.agents.pushed
+    assert (command.push.slot, len(command.push.blocks)) == (1, 2)
+    assert command.completion == Completion("s", BLOCK, 3 * BLOCK)
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 2
+    engine.end_send("s")
+
+
+def test_what_is_not_all_cached_needs_a_step(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine.run(engine.add("before", tokens[: 2 * BLOCK + 1], max_tokens=1))
+    assert not engine.push_cached(tokens, send_of("s", 0, 3 * BLOCK))
+    assert engine.agents.pushed == []
+
+
+def test_agents_that_fail_leave_nothing_pinned(engine: TinyEngine) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    engine.run(engine.add("before", [*tokens, 5], max_tokens=1))
+    engine.agents.fails_at = PushCached
+    with pytest.raises(EngineError):
+        engine.push_cached(tokens, send_of("s", 0, 2 * BLOCK))

@@ -1,0 +1,228 @@
+"""vLLM's own scheduler, KV cache manager and block pool with Tercet's connector: all of an engine but a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tercet.protocol import EngineError, from_wire
+from tercet.transport import CancelSend, Destination, GrantLease, HeadSlice, PushCached, ReadCounters, RevokeLease
+from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, StepMetadata, TercetParams
+
+BLOCK = 16
+# One of them is vLLM's null block.
+NUM_BLOCKS = 33
+MAX_BATCHED = 64
+# What the model that is not there says.
+NEXT_TOKEN = 7
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def tiny_config(directory: Path) -> VllmConfig:
+    """An engine's config of a model that has no weights."""
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    return VllmConfig(
+        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=512),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=MAX_BATCHED, max_model_len=512, is_encoder_decoder=False,
+            enable_chunked_prefill=True, async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TercetConnector", kv_connector_module_path="tercet.vllm_plugin.connector", kv_role="kv_both"
+        ),
+    )  # fmt: skip
+
+
+class FakeAgents:
+    """In the place of the agents' control channel; ``received`` is how far each lease's KV has arrived."""
+
+    def __init__(self) -> None:
+        self.granted: dict[str, GrantLease] = {}
+        self.received: dict[str, int] = {}
+        self.pushed: list[PushCached] = []
+        self.cancelled: list[str] = []
+        self.fails_at: type | None = None
+
+    def call_all(self, command: Any) -> list[Any]:
+        if self.fails_at is not None and isinstance(command, self.fails_at):
+            raise EngineError("the agent of rank 0 does not answer")
+        match command:
+            case GrantLease():
+                self.granted[command.lease] = command
+                self.received.setdefault(command.lease, command.begin)
+            case RevokeLease():
+                del self.granted[command.lease]
+                return [self.received[command.lease]]
+            case CancelSend():
+                self.cancelled.append(command.send_id)
+            case ReadCounters():
+                return [{}]
+            case _:
+                raise AssertionError(command)
+        return [None]
+
+    def call_each(self, commands: list[PushCached]) -> list[Any]:
+        if self.fails_at is PushCached:
+            raise EngineError("the agent of rank 0 does not answer")
+        self.pushed += commands
+        return [None for _ in commands]
+
+    def close(self) -> None: ...
+
+
+class TinyEngine:
+    """One engine core without a model; what the HTTP verbs ask of it goes through its own added methods."""
+
+    def __init__(self, config: VllmConfig, extra_config: dict[str, Any] | None = None) -> None:
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        transfer.kv_connector_extra_config = extra_config or {}
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        caches = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
+        connector = self.scheduler.get_kv_connector()
+        assert isinstance(connector, TercetConnector)
+        self.connector = connector
+        self.agents = FakeAgents()
+        connector._agents = self.agents  # type: ignore[assignment]
+        connector.attach(self.scheduler)
+        init_none_hash(sha256)
+        self.core: Any = SimpleNamespace(
+            scheduler=self.scheduler, request_block_hasher=get_request_block_hasher(BLOCK, sha256)
+        )
+
+    # ---- the added methods -----------------------------------------------------------------------------------------
+
+    def call(self, method: Callable[..., list[Any]], *args: Any) -> Any:
+        result, error = method(self.core, *args)
+        if error is not None:
+            raise from_wire(500, {"error": dict(zip(("code", "message", "param"), error, strict=True))})
+        return result
+
+    def reserve(self, lease: str, tokens: list[int], salt: str | None = None) -> int:
+        return self.call(core_methods.tercet_reserve, lease, tokens, salt, "tcp://127.0.0.1:1")
+
+    def commit(self, lease: str, valid_end: int) -> None:
+        self.call(core_methods.tercet_commit, lease, valid_end)
+
+    def release(self, lease: str) -> int:
+        return self.call(core_methods.tercet_release, lease)
+
+    def push_cached(self, tokens: list[int], send: SendParams) -> bool:
+        return self.call(core_methods.tercet_push_cached, tokens, None, msgspec.to_builtins(send))
+
+    def end_send(self, send_id: str) -> None:
+        self.call(core_methods.tercet_end_send, send_id)
+
+    def status(self) -> dict[str, Any]:
+        return self.call(core_methods.tercet_status)
+
+    # ---- requests and steps ----------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, tokens: list[int], max_tokens: int = 3, salt: str | None = None,
+        lease: str | None = None, output: list[int] | None = None, send: SendParams | None = None,
+        token: str | None = None, **sampling: Any,
+    ) -> Request:  # fmt: skip
+        seq = SeqParams(lease, output or []) if lease is not None or output else None
+        params = TercetParams(token or self.connector.token, send, seq).to_kv_transfer_params()
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, temperature=0, extra_args={"kv_transfer_params": params}, **sampling
+            ),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self.core.request_block_hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> tuple[SchedulerOutput, StepMetadata]:
+        """One engine step, in which every request whose prompt is done gets a token."""
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id in ids:
+            request = self.scheduler.requests[request_id]
+            sampled.append([NEXT_TOKEN] if request.num_computed_tokens >= request.num_tokens else [])
+        if ids:
+            indices = {request_id: index for index, request_id in enumerate(ids)}
+            self.scheduler.update_from_output(output, ModelRunnerOutput(ids, indices, sampled))
+        return output, metadata
+
+    def run(self, request: Request) -> list[int]:
+        """Step until ``request`` is over; its output."""
+        for _ in range(100):
+            if request.is_finished():
+                return list(request.output_token_ids)
+            self.step()
+        raise AssertionError("the request does not end")
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.step()
+
+    # ---- blocks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def cached(self, tokens: list[int], salt: str | None = None) -> int:
+        """How many of the tokens a new request would find in the prefix cache."""
+        probe = Request(
+            request_id="probe", prompt_token_ids=[*tokens, 0], sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None, cache_salt=salt, block_hasher=self.core.request_block_hasher,
+        )  # fmt: skip
+        return self.scheduler.kv_cache_manager.get_computed_blocks(probe)[1]
+
+    def assert_nothing_held(self) -> None:
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        status = self.status()
+        assert (status["free_blocks"], status["leases"], status["sends"]) == (NUM_BLOCKS - 1, 0, 0)
+        assert (status["running"], status["waiting"]) == (0, 0)
+        assert not manager.req_to_blocks
+        assert not manager.num_cached_block
+        assert not self.agents.granted
+        assert self.connector.resumed is not None
+        assert len(self.connector.resumed) == 0
+
+
+def tokens_of(length: int, start: int = 10) -> list[int]:
+    return list(range(start, start + length))
+
+
+def send_of(send_id: str, begin: int, end: int, base: int = 0) -> SendParams:
+    to = [[Destination(("tcp://127.0.0.1:2",), HeadSlice(0, 1, 0, 1))]]
+    return SendParams(send_id, "f" * 32, base, begin, end, to, "tcp://127.0.0.1:1")
