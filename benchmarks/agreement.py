@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from tercet.bench.compare import STATISTICS, Floats, ratio_interval
-from tercet.bench.result import load_result
+from tercet.bench.results import load_result
 from tercet.bench.summary import Samples
 from tercet.cluster.model import resolve_model
 

@@ -30,10 +30,10 @@ import msgspec
 import numpy as np
 
 from tercet.bench.compare import STATISTICS, Floats, ratio_interval
-from tercet.bench.result import load_result
-from tercet.bench.simulated.run import run_requests
-from tercet.bench.simulated.spec import parse_fleet
-from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.bench.results import load_result
+from tercet.bench.simulated.fleet_spec import parse_fleet
+from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
+from tercet.bench.simulated.virtual_run import run_requests
 from tercet.bench.summary import Samples
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request

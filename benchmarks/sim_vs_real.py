@@ -36,14 +36,13 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from tercet.bench.config import ServeConfig
+from tercet.bench.bench_config import ServeConfig
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet.bench.profiles.beside import BATCH, CONTEXT, STEPS, Neighbour, Seconds, measure_steps, sharing_from
-from tercet.bench.profiles.probe import Probe, names_from
-from tercet.bench.records import RequestRecord
-from tercet.bench.result import Point
+from tercet.bench.profiles.engine_probe import Probe, names_from
+from tercet.bench.profiles.shared_host import BATCH, CONTEXT, STEPS, Neighbour, Seconds, measure_steps, sharing_from
+from tercet.bench.results import Point, RequestRecord
 from tercet.bench.simulated import parse_fleet, point_of, run_requests
-from tercet.bench.simulated.run import Outcome
+from tercet.bench.simulated.virtual_run import Outcome
 from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
 from tercet.programs import load_program

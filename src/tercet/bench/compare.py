@@ -18,8 +18,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.bench.config import CompareConfig
-from tercet.bench.result import Point, Ratio
+from tercet.bench.bench_config import CompareConfig
+from tercet.bench.results import Point, Ratio
 from tercet.bench.summary import Samples
 
 Floats = NDArray[np.float64]

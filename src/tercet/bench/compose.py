@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tercet.bench.api import Endpoint, Message, PromptAs, Sampling, body_of, path_of
-from tercet.bench.client import Call
-from tercet.bench.stream import Reading
-from tercet.bench.tokenizer import fit_text
-from tercet.bench.workloads import Conversation, Turn, Vocabulary
+from tercet.bench.openai_client import Endpoint, Message, PreparedCall, PromptAs, Sampling, body_of, path_of
+from tercet.bench.stream_reader import Reading
+from tercet.bench.target import fit_text
+from tercet.bench.workloads import Conversation, ConversationTurn, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Composer:
         """Seconds between the end of the request before and the one that is due."""
         return self._conversation.turns[self._turn].think_time
 
-    def heard(self, reading: Reading) -> Call | None:
+    def heard(self, reading: Reading) -> PreparedCall | None:
         """Takes the answer to the request that was due; returns the one after it, None at the end."""
         self._turn += 1
         if self._turn == len(self._conversation.turns):
@@ -69,12 +68,12 @@ class Composer:
         self._messages.append({"role": "assistant", "content": said})
         return self._call()
 
-    def unsent(self) -> Sequence[Call]:
+    def unsent(self) -> Sequence[PreparedCall]:
         """Requests after the one that is due, which cannot be sent without its answer; their bodies are empty."""
         later = range(self._turn + 1, len(self._conversation.turns))
         return [self._describe(b"", self._conversation.turns[turn], turn, 0) for turn in later]
 
-    def _call(self) -> Call:
+    def _call(self) -> PreparedCall:
         turn = self._conversation.turns[self._turn]
         style = self._style
         self._ids += turn.tokens
@@ -96,11 +95,11 @@ class Composer:
         )
         return self._describe(body, turn, self._turn, len(self._ids) + self._template)
 
-    def _text(self, turn: Turn, length: int) -> str:
+    def _text(self, turn: ConversationTurn, length: int) -> str:
         return turn.text if turn.text is not None else fit_text(self._style.vocabulary, turn.tokens, max(1, length))
 
-    def _describe(self, body: bytes, turn: Turn, number: int, input_len: int) -> Call:
-        return Call(
+    def _describe(self, body: bytes, turn: ConversationTurn, number: int, input_len: int) -> PreparedCall:
+        return PreparedCall(
             index=self._index + number,
             url=self._style.url,
             body=body,

@@ -14,17 +14,16 @@ from random import Random
 import numpy as np
 
 from tercet.bench.arrivals import arrival_times, burstiness_of, replayed
-from tercet.bench.client import Client, Clock
+from tercet.bench.bench_config import BenchConfig, Load
 from tercet.bench.compose import Style, compose
-from tercet.bench.config import BenchConfig, Load
-from tercet.bench.progress import Progress
-from tercet.bench.result import Point
+from tercet.bench.live_progress import LiveProgress
+from tercet.bench.openai_client import Client, Clock
+from tercet.bench.results import Point
 from tercet.bench.summary import Distribution, Summary, summarize
-from tercet.bench.target import Target, ask_target
-from tercet.bench.tokenizer import ModelVocabulary, chat_overhead
+from tercet.bench.target import BenchTarget, ModelVocabulary, ask_target, chat_overhead
 from tercet.bench.traffic import Traffic
 from tercet.bench.workloads import Conversation, Vocabulary, plan
-from tercet.bench.workloads.sharegpt import ShareGPT
+from tercet.bench.workloads.recorded import ShareGPT
 
 PROGRAM_HEADER = "x-tercet-program"
 LEAD_SECONDS = 0.1
@@ -62,7 +61,7 @@ class Bench:
     """A configuration that is ready to run: targets by base URL, and the model's vocabulary."""
 
     config: BenchConfig
-    targets: Mapping[str, Target]
+    targets: Mapping[str, BenchTarget]
     vocabulary: Vocabulary
     overhead: int
     headers: Mapping[str, str]
@@ -166,7 +165,7 @@ class Experiment:
         with _Frozen():
             async with (
                 Client(Clock() + LEAD_SECONDS, config.request_timeout) as client,
-                Progress(title, total) as progress,
+                LiveProgress(title, total) as progress,
                 _Lag() as lag,
             ):
                 self._traffic = Traffic(client, composers, due, cell.load.concurrency, progress)

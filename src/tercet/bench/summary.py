@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tercet.bench.records import RequestRecord
+from tercet.bench.results import RequestRecord
 
 Floats = NDArray[np.float64]
 Limit = Annotated[float, msgspec.Meta(gt=0)]

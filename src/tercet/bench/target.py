@@ -1,14 +1,16 @@
-"""Asking a server who it is before it is measured."""
+"""The server that is measured: who it says it is, and its model's tokenizer as a workload's vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
+from tercet.bench.workloads import Vocabulary
 from tercet.protocol import BadRequest, EngineUnreachable
 
 ASK_SECONDS = 10.0
@@ -18,7 +20,7 @@ LISTED = ("root", "max_model_len")
 
 
 @dataclass(frozen=True)
-class Target:
+class BenchTarget:
     """A server that answers. ``root`` is where it says that the model came from, if it does."""
 
     base_url: str
@@ -32,7 +34,7 @@ class Target:
         return self.root if self.root and Path(self.root).is_dir() else self.model
 
 
-async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str]) -> Target:
+async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str]) -> BenchTarget:
     """Ask the server at ``base_url`` for its models and what else it tells.
 
     ``model`` is the one to use; the first that is served, if None. Raises
@@ -58,7 +60,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         about = {name: told for name, path in MORE.items() if (told := await _ask(session, url + path)) is not None}
     about |= {"base_url": url, "model": chosen}
     about |= {name: entry[name] for name in LISTED if name in entry}
-    return Target(url, chosen, root if isinstance(root, str) else None, about)
+    return BenchTarget(url, chosen, root if isinstance(root, str) else None, about)
 
 
 async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
@@ -78,3 +80,78 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> Any:
             return await response.json(content_type=None) if response.status == 200 else None
     except (aiohttp.ClientError, OSError, ValueError):
         return None
+
+
+class ModelVocabulary:
+    """The tokenizer of a checkpoint's directory or of a hub id. Raises :class:`~tercet.protocol.BadRequest`."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._tokenizer = _load(model)
+        self._size = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(added)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def special(self) -> frozenset[int]:
+        return self._special
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
+    """Tokens that the model's chat template puts around a single message of a user."""
+    from transformers import AutoTokenizer
+
+    sample = "one two three"
+    try:
+        load = cast("Callable[..., Any]", AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
+        template = load(model, local_files_only=Path(model).exists())
+        text = template.apply_chat_template(
+            [{"role": "user", "content": sample}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # whatever a template or a tokenizer of any kind raises
+        raise BadRequest(f"tokenizer: no chat template of {model}: {_first_line(error)}", "tokenizer") from error
+    return len(vocabulary.encode(str(text))) - len(vocabulary.encode(sample))
+
+
+def fit_text(vocabulary: Vocabulary, tokens: Sequence[int], length: int) -> str:
+    """Text of exactly ``length`` tokens, as near to ``tokens`` as can be.
+
+    Text and tokens do not map one to one: decoding and encoding again may change the count. It is mended at the end of
+    the text, by dropping or adding tokens until the count is right.
+    """
+    text, kept = "", length
+    for _ in range(8):
+        text = vocabulary.decode(tokens[:kept]) if kept <= len(tokens) else text + " so" * (kept - len(tokens))
+        excess = len(vocabulary.encode(text)) - length
+        if excess == 0:
+            return text
+        kept = max(1, min(kept, len(tokens)) - excess)
+    return text
+
+
+def _load(model: str) -> Any:
+    from tokenizers import Tokenizer
+
+    file = Path(model) / "tokenizer.json"
+    load = cast("Callable[[str], Any]", Tokenizer.from_file if file.is_file() else Tokenizer.from_pretrained)
+    if Path(model).exists() and not file.is_file():
+        raise BadRequest(f"tokenizer: {model} has no tokenizer.json", "tokenizer")
+    try:
+        return load(str(file) if file.is_file() else model)
+    except Exception as error:  # the library raises plain Exception
+        raise BadRequest(f"tokenizer: cannot load {model}: {_first_line(error)}", "tokenizer") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,13 +7,14 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
-from tercet.bench.client import Call, Client
+from tercet.aio import TaskSet
 from tercet.bench.compose import Composer
-from tercet.bench.records import RequestRecord
-from tercet.bench.stream import Reading
+from tercet.bench.openai_client import Client, PreparedCall
+from tercet.bench.results import RequestRecord
+from tercet.bench.stream_reader import Reading
 
 
-class Observer(Protocol):
+class TrafficObserver(Protocol):
     """Who is told how a run gets on."""
 
     def due(self) -> None:
@@ -39,7 +40,7 @@ class Traffic:
         plan: Sequence[Composer],
         due: Sequence[float] | None,
         concurrency: int | None,
-        observer: Observer,
+        observer: TrafficObserver,
     ) -> None:
         self._client = client
         self._plan = plan
@@ -48,9 +49,8 @@ class Traffic:
         self._users = concurrency or 1
         slots = asyncio.Semaphore(concurrency) if concurrency and due is not None else None
         self._slot: AbstractAsyncContextManager[Any] = slots or nullcontext()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._records: list[RequestRecord] = []
-        self._idle = asyncio.Event()
         self._broken: BaseException | None = None
         self.interrupted = False
 
@@ -58,11 +58,7 @@ class Traffic:
         """Send nothing more, and end what is under way; :meth:`run` returns with what there is."""
         self.interrupted = True
         # Not at once: a task that is cancelled before its first step never runs, and its request would have no record.
-        asyncio.get_running_loop().call_soon(self._cancel)
-
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        asyncio.get_running_loop().call_soon(self._tasks.cancel)
 
     async def run(self) -> list[RequestRecord]:
         """Send everything; returns the records by index when all of them are over."""
@@ -74,28 +70,22 @@ class Traffic:
                 self._start(self._user(waiting))
         else:
             self._start(self._dispatch(self._due))
-        if not self._tasks:
-            return []
         try:
-            await self._idle.wait()
+            while not await self._tasks.wait():
+                pass  # those that run have started others
         finally:
-            self._cancel()
+            self._tasks.cancel()
         if self._broken is not None:
             raise self._broken
         return sorted(self._records, key=lambda record: record.index)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        self._tasks.spawn(work).add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broken = error  # a mistake of ours: what the target does ends in records
             self.interrupt()
-        if not self._tasks:
-            self._idle.set()
 
     async def _dispatch(self, due: Sequence[float]) -> None:
         for composer, at in zip(self._plan, due, strict=True):
@@ -109,7 +99,7 @@ class Traffic:
             await self._converse(waiting.pop(), self._client.now())
 
     async def _converse(self, composer: Composer, scheduled: float) -> None:
-        call: Call | None = composer.first
+        call: PreparedCall | None = composer.first
         while call is not None:
             reading, record = await self._send(call, scheduled)
             if record.failure is not None:
@@ -120,7 +110,7 @@ class Traffic:
                 scheduled = record.end + composer.think_time
                 await self._until(scheduled)
 
-    async def _send(self, call: Call, scheduled: float) -> tuple[Reading, RequestRecord]:
+    async def _send(self, call: PreparedCall, scheduled: float) -> tuple[Reading, RequestRecord]:
         self._observer.due()
         try:
             async with self._slot:

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.bench.bench_config import CompareConfig, ServeConfig, load_config
 from tercet.bench.compare import turns_of
-from tercet.bench.config import CompareConfig, ServeConfig, load_config
 from tercet.bench.experiment import Bench, Cell, Contender
-from tercet.bench.figure import draw, require_drawing
-from tercet.bench.report import figure_of, markdown
-from tercet.bench.result import load_results
+from tercet.bench.result_report import draw, figure_of, markdown, require_drawing
+from tercet.bench.results import load_results
 from tercet.cli import bench_options as flag
 from tercet.cli.bench_run import run_bench
 from tercet.cli.bench_transfer import transfer

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tercet.bench.api import Endpoint, PromptAs
 from tercet.bench.arrivals import Arrival
+from tercet.bench.openai_client import Endpoint, PromptAs
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 

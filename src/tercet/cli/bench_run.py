@@ -12,12 +12,11 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from tercet.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig
 from tercet.bench.compare import ratios_of
-from tercet.bench.config import SECRET_HEADERS, BenchConfig, CompareConfig
 from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
-from tercet.bench.provenance import command_line, machine, now, versions
-from tercet.bench.report import point_text, ratio_table
-from tercet.bench.result import BenchResult, Point, save_result
+from tercet.bench.result_report import point_text, ratio_table
+from tercet.bench.results import BenchResult, Point, command_line, machine, now, save_result, versions
 from tercet.bench.summary import Summary
 from tercet.cli.fleet_run import say
 from tercet.cluster.model import resolve_model

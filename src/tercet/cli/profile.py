@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
+from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
 from tercet.cli.sim import require_folder, show
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
@@ -115,7 +115,7 @@ def measure_engine(
     require_folder(output, "--output")
     if len(engine) > 2:
         raise BadRequest("--engine: one is measured, and a second one receives; there is no use for more", "--engine")
-    plan = Plan(
+    plan = MeasurementPlan(
         name=name or output.stem,
         device=device,
         max_step_tokens=max_step_tokens,
@@ -136,7 +136,7 @@ def measure_engine(
     typer.echo(f"{output}: in {time.monotonic() - began:.0f} s; mean error of the fit: {errors}")
 
 
-async def _measure(urls: list[str], plan: Plan) -> Measured:
+async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
     async with AsyncExitStack() as stack:
         addresses = [engine_address(url, index) for index, url in enumerate(urls)]
         engines = [await stack.enter_async_context(HttpEngine(each.name, each.url)) for each in addresses]

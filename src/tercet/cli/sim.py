@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tercet.bench.simulated import Simulation, SyntheticWorkload, table
-from tercet.bench.simulated.plot import plot_sweep, require_suffix
-from tercet.bench.simulated.report import HEADINGS
-from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
+from tercet.bench.simulated.simulation import HEADINGS
+from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
 from tercet.bench.summary import Slo
 from tercet.cli.options import ProgramArg
 from tercet.protocol import BadRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.bench.result import BenchResult, load_result, save_result
+from tercet.bench.results import BenchResult, load_result, save_result
 from tercet.cli import main
 from tests.unit.bench.openai_server import FakeServer
 from tests.unit.bench.test_report import sweep

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.bench.api import Sampling, body_of
-from tercet.bench.client import Call, Client, Clock
-from tercet.bench.records import RequestRecord
+from tercet.bench.openai_client import Client, Clock, PreparedCall, Sampling, body_of
+from tercet.bench.results import RequestRecord
 from tests.unit.bench.openai_server import MODEL, FakeServer
 
 
@@ -19,7 +18,7 @@ async def ask(url: str, timeout: float = 20.0, chat: bool = False, tokens: int =
     sampling = Sampling(extra={"behave": behave})
     prompt: Any = [{"role": "user", "content": "a b c"}] if chat else [1, 2, 3]
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    call = Call(
+    call = PreparedCall(
         4, url + path, body_of(MODEL, prompt, tokens, sampling, chat=chat), planned_input=3, planned_output=tokens
     )
     async with Client(Clock(), timeout) as client:

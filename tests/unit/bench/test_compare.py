@@ -8,10 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tercet.bench.bench_config import CompareConfig
 from tercet.bench.compare import STATISTICS, ratio_interval, ratios_of, turns_of
-from tercet.bench.config import CompareConfig
-from tercet.bench.records import RequestRecord
-from tercet.bench.result import Point
+from tercet.bench.results import Point, RequestRecord
 
 MEAN = STATISTICS["mean"]
 

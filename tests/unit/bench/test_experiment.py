@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tercet.bench.config import ServeConfig, load_config
+from tercet.bench.bench_config import ServeConfig, load_config
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet.bench.result import Point
+from tercet.bench.results import Point
 from tercet.protocol import BadRequest, EngineUnreachable
 from tests.unit.bench.openai_server import FakeServer
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.bench.profiles.beside import Neighbour, linger_from, sharing_from
-from tercet.bench.profiles.front_door import measure_front_door
-from tercet.bench.profiles.measure import Measured, Meter, Plan, profile_from, transfer_from
-from tercet.bench.profiles.probe import Probe, names_from
+from tercet.bench.profiles.engine_probe import Probe, measure_front_door, names_from
+from tercet.bench.profiles.shared_host import Neighbour, linger_from, sharing_from
+from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from, transfer_from
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
 from tercet.sim import (
     EngineOptions,
@@ -31,13 +30,13 @@ from tercet.sim.step_times import HostSharing, Transfer, pairs_of
 from tests.unit.bench.openai_server import FakeServer
 
 KNOWN = load_profile("smollm2-135m-cpu")
-PLAN = Plan(name="mine", device="paper", repeats=1)
+PLAN = MeasurementPlan(name="mine", device="paper", repeats=1)
 ASSUMED = Transfer(bytes_per_second=5.0, latency=6.0)
 # As CPU engines are started: a step of more tokens would be two.
 OPTIONS = EngineOptions(stream_every=1, max_num_batched_tokens=512)
 
 
-def measured_on(profile: Profile, engines: int = 2, plan: Plan = PLAN, host: bool = False) -> Measured:
+def measured_on(profile: Profile, engines: int = 2, plan: MeasurementPlan = PLAN, host: bool = False) -> Measured:
     async def main() -> Measured:
         network, shared = Network(), Host() if host else None
         names = [f"e{index}" for index in range(engines)]

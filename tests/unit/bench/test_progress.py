@@ -9,11 +9,10 @@ import re
 
 import pytest
 
-from tercet.bench import progress
-from tercet.bench.config import SECRET_HEADERS
-from tercet.bench.progress import Progress
-from tercet.bench.provenance import command_line, machine, versions
-from tercet.bench.records import RequestRecord
+from tercet.bench import live_progress
+from tercet.bench.bench_config import SECRET_HEADERS
+from tercet.bench.live_progress import LiveProgress
+from tercet.bench.results import RequestRecord, command_line, machine, versions
 
 
 class Terminal(io.StringIO):
@@ -29,7 +28,7 @@ def record(index: int, *, fine: bool = True) -> RequestRecord:
 
 
 def test_a_line_has_the_live_numbers() -> None:
-    seen = Progress("dp", 10, io.StringIO())
+    seen = LiveProgress("dp", 10, io.StringIO())
     assert re.fullmatch(r"dp: 0/10, 0 in flight, 0 tokens/s, \d+ s", seen.line())
     for _ in range(4):
         seen.due()
@@ -47,9 +46,9 @@ async def until(out: io.StringIO, text: str) -> None:
 
 
 async def test_a_terminal_has_a_bar_that_is_rewritten_and_goes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "TERMINAL_SECONDS", 0.01)
+    monkeypatch.setattr(live_progress, "TERMINAL_SECONDS", 0.01)
     out = Terminal()
-    async with Progress("dp", 2, out) as seen:
+    async with LiveProgress("dp", 2, out) as seen:
         seen.due()
         seen.ended(record(0))
         await until(out, "[##########..........] dp: 1/2")
@@ -58,9 +57,9 @@ async def test_a_terminal_has_a_bar_that_is_rewritten_and_goes_at_the_end(monkey
 
 
 async def test_a_file_has_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.01)
+    monkeypatch.setattr(live_progress, "PLAIN_SECONDS", 0.01)
     out = io.StringIO()
-    async with Progress("dp", 2, out):
+    async with LiveProgress("dp", 2, out):
         await until(out, "dp: 0/2")
     assert "\x1b" not in out.getvalue()
 
@@ -70,7 +69,7 @@ async def test_a_reader_that_is_gone_is_no_reason_to_stop() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    async with Progress("dp", 2, Gone()) as seen:
+    async with LiveProgress("dp", 2, Gone()) as seen:
         seen.ended(record(0))
     assert "1/2" in seen.line()
 

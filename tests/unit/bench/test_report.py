@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tercet.bench.figure import draw, require_drawing
-from tercet.bench.records import RequestRecord
-from tercet.bench.report import figure_of, markdown, point_text, pooled, ratio_table
-from tercet.bench.result import BenchResult, Point, Ratio, load_result, load_results, save_result
+from tercet.bench.result_report import draw, figure_of, markdown, point_text, pooled, ratio_table, require_drawing
+from tercet.bench.results import BenchResult, Point, Ratio, RequestRecord, load_result, load_results, save_result
 from tercet.bench.summary import Slo, summarize
 from tercet.protocol import BadRequest
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.bench.records import RequestRecord
+from tercet.bench.results import RequestRecord
 from tercet.bench.summary import Distribution, Samples, Slo, most_at_once, summarize
 
 FLAT = (

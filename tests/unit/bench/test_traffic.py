@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tercet.bench.api import Sampling
-from tercet.bench.client import Client, Clock
 from tercet.bench.compose import Style, compose
-from tercet.bench.records import RequestRecord
+from tercet.bench.openai_client import Client, Clock, Sampling
+from tercet.bench.results import RequestRecord
 from tercet.bench.summary import summarize
 from tercet.bench.traffic import Traffic
-from tercet.bench.workloads import Conversation, HashedWords, Turn
+from tercet.bench.workloads import Conversation, ConversationTurn, HashedWords
 from tests.unit.bench.openai_server import MODEL, FakeServer, prompt_length
 
 WORDS = HashedWords()
@@ -38,7 +37,8 @@ class Counting:
 def talks(count: int, turns: int = 1, think: float = 0.0) -> list[Conversation]:
     return [
         Conversation(
-            tuple(Turn((number, turn, 7), 3, think if turn else 0.0) for turn in range(turns)), group=f"{number}"
+            tuple(ConversationTurn((number, turn, 7), 3, think if turn else 0.0) for turn in range(turns)),
+            group=f"{number}",
         )
         for number in range(count)
     ]
@@ -124,7 +124,10 @@ async def test_a_chat_carries_on_in_messages(server: FakeServer) -> None:
 async def test_a_template_is_taken_off_generated_messages_and_added_to_the_plan_of_given_ones(
     server: FakeServer,
 ) -> None:
-    plan = [Conversation((Turn((1, 2, 3, 4, 5), 2),)), Conversation((Turn((1, 2, 3), 2, text="a b c"),))]
+    plan = [
+        Conversation((ConversationTurn((1, 2, 3, 4, 5), 2),)),
+        Conversation((ConversationTurn((1, 2, 3), 2, text="a b c"),)),
+    ]
     style = style_of(server, endpoint="chat", prompt_as="text", overhead=2)
     found = await Run(plan, style).records([0.0, 0.05])
     assert sorted(prompt_length(body) for body in server.bodies) == [3, 3]

@@ -10,10 +10,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from tercet.bench.tokenizer import fit_text
+from tercet.bench.target import fit_text
 from tercet.bench.workloads import Conversation, HashedWords, Workload, parse_phase
-from tercet.bench.workloads.base import Draw
-from tercet.bench.workloads.sonnet import INSTRUCTION, Lines, sonnet_lines
+from tercet.bench.workloads.conversations import Draw
+from tercet.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 from tercet.protocol import BadRequest
 
 WORDS = HashedWords()

@@ -12,9 +12,9 @@ from typing import cast
 import msgspec
 import pytest
 
-from tercet.bench.simulated.run import run_requests
-from tercet.bench.simulated.spec import parse_fleet
-from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.bench.simulated.fleet_spec import parse_fleet
+from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
+from tercet.bench.simulated.virtual_run import run_requests
 from tercet.cost import RouteDecision
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, load_program, outputs_of

@@ -46,7 +46,7 @@ class SiliconQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     latency: float = 0.0005
 
 
-class _Answer(msgspec.Struct):
+class _SiliconAnswer(msgspec.Struct):
     version: str
     config: dict[str, Any]
     layer_parameters: int
@@ -90,7 +90,7 @@ def import_profile(query: SiliconQuery, command: str) -> Profile:
     )
 
 
-def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tuple[int, int]]) -> _Answer:
+def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tuple[int, int]]) -> _SiliconAnswer:
     modes = {"gemm_quant_mode": query.gemm_quant_mode} if query.gemm_quant_mode else {}
     asked = {
         "model": query.model,
@@ -122,7 +122,7 @@ def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tup
         data = pipe.read()
     if process.returncode != 0:
         raise EngineError(f"the tables gave no answer: {_last_line(complaints)}")
-    return msgspec.json.decode(data, type=_Answer)
+    return msgspec.json.decode(data, type=_SiliconAnswer)
 
 
 def _last_line(text: bytes) -> str:
@@ -142,7 +142,7 @@ def _shape(query: SiliconQuery, config: dict[str, Any]) -> ModelShape:
     )
 
 
-def _blocks(query: SiliconQuery, answer: _Answer, shape: ModelShape) -> int:
+def _blocks(query: SiliconQuery, answer: _SiliconAnswer, shape: ModelShape) -> int:
     weights = answer.layer_parameters * query.weight_bytes + answer.embedding_parameters * 2
     memory = query.tp_size * (MEMORY_SHARE * query.memory_gib - MEMORY_OVERHEAD_GIB) * GIB
     blocks = int((memory - weights) // (shape.kv_bytes_per_token * BLOCK_SIZE))

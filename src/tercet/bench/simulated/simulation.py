@@ -1,4 +1,4 @@
-"""A simulation as its user describes it: everything is text or numbers, so that it can be repeated and varied."""
+"""A simulation as its user describes it, in text and numbers, and its report: the same bytes for the same seed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,91 @@ from typing import Any
 
 import msgspec
 
-from tercet.bench.simulated.report import Point, Report, point_of
-from tercet.bench.simulated.run import run_once
-from tercet.bench.simulated.spec import parse_fleet
-from tercet.bench.simulated.workload import SyntheticWorkload
-from tercet.bench.summary import Slo
+from tercet import __version__
+from tercet.bench.results import BenchResult, Point
+from tercet.bench.simulated.fleet_spec import parse_fleet
+from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload
+from tercet.bench.simulated.virtual_run import Outcome, run_once
+from tercet.bench.summary import Slo, Summary, summarize
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
 from tercet.sim import EngineOptions, load_profile, options_from
+
+
+class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: ``rate`` in requests per second, the figures that ``tercet bench`` has, and what the engines did.
+
+    ``fallbacks`` counts requests that one engine served after their program had failed, ``busy`` is the share of the
+    engines' time in which a step ran, and ``counts`` are sums over all engines.
+    """
+
+    rate: float
+    summary: Summary
+    fallbacks: int
+    busy: float
+    counts: dict[str, int]
+
+
+class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one program that differ in their rate. ``arguments`` repeat everything that the numbers depend on."""
+
+    label: str
+    program: str
+    arguments: dict[str, Any]
+    seed: int
+    model: str
+    points: tuple[SimulatedPoint, ...]
+
+    def to_json(self) -> bytes:
+        """The report as a file that ``tercet bench report`` draws, beside real runs or alone.
+
+        It carries no time of day, so that the same simulation gives the same bytes.
+        """
+        result = BenchResult(
+            source="sim",
+            created="simulation",
+            config=self.arguments,
+            seed=self.seed,
+            versions={"tercet": __version__},
+            target={"model": self.model},
+            points=tuple(self._bench_point(point) for point in self.points),
+        )
+        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+
+    def _bench_point(self, point: SimulatedPoint) -> Point:
+        engines = {"busy": point.busy, "fallbacks": point.fallbacks, **point.counts}
+        return Point(
+            label=self.label,
+            program=self.program,
+            request_rate=point.rate,
+            metrics={**point.summary.flat(), **engines},
+            errors=point.summary.errors,
+        )
+
+
+def point_of(rate: float, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
+    """One run's figures."""
+    summary = summarize(outcome.samples(), slo)
+    return SimulatedPoint(
+        rate=rate, summary=summary, fallbacks=outcome.fallbacks, busy=outcome.busy, counts=outcome.counts
+    )  # fmt: skip
+
+
+HEADINGS = ["rate", "done", "failed", "req/s", "TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy"]
+
+
+def table(report: SimulationReport) -> list[list[str]]:
+    """A row for each point, under :data:`HEADINGS`: means and 99th percentiles."""
+    return [_row(point) for point in report.points]
+
+
+def _row(point: SimulatedPoint) -> list[str]:
+    summary = point.summary
+    cells = [f"{point.rate:g}", str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
+    for found, scale, digits in ((summary.ttft, 1e3, 1), (summary.tpot, 1e3, 2), (summary.e2el, 1.0, 3)):
+        cells += [f"{value * scale:.{digits}f}" for value in (found.mean, found.p99)] if found else ["-", "-"]
+    return [*cells, f"{point.busy:.0%}"]
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +109,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo | None = None
     scheduling: str | None = None
 
-    def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> Point:
+    def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
         """Run it at a rate; ``note`` is told how fast that went.
 
         Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments, and the program's own
@@ -59,11 +135,11 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             note(f"rate {rate:g}: {point.summary.failed} failed, the first one: {outcome.first_error}")
         return point
 
-    def report(self, rates: list[float], label: str, note: Callable[[str], None] = lambda _: None) -> Report:
+    def report(self, rates: list[float], label: str, note: Callable[[str], None] = lambda _: None) -> SimulationReport:
         """Run it at each rate; ``label`` names its line in figures."""
         model = load_profile(self.profile).name
         points = tuple(self.point(rate, note) for rate in rates)
-        return Report(
+        return SimulationReport(
             label=label, program=self.program, arguments=self.arguments(), seed=self.seed, model=model, points=points
         )
 

@@ -1,16 +1,17 @@
-"""One simulation at many settings, and which of them no other one beats."""
+"""One simulation at many settings, which of them no other one beats, and their picture."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tercet import __version__
-from tercet.bench.simulated.report import Point
-from tercet.bench.simulated.simulation import Simulation
+from tercet.bench.simulated.simulation import SimulatedPoint, Simulation
 from tercet.protocol import BadRequest
 from tercet.sim import EngineOptions
 
@@ -29,7 +30,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One setting of all axes. ``efficient``: no other trial is as good in both metrics and better in one."""
 
     settings: dict[str, str]
-    point: Point
+    point: SimulatedPoint
     efficient: bool
 
 
@@ -63,7 +64,7 @@ def sweep(
     """Run every combination of the axes' values at ``rate``, which an axis may replace."""
     for metric in (x, y):
         check_metric(metric)
-    found: list[tuple[dict[str, str], Point]] = []
+    found: list[tuple[dict[str, str], SimulatedPoint]] = []
     for settings in _settings(axes):
         simulation, at = _with(base, settings, rate)
         note(", ".join(f"{name}={value}" for name, value in settings.items()))
@@ -117,7 +118,7 @@ def check_metric(metric: str) -> None:
         raise BadRequest(f"metric: {metric!r} is not {known}", "metric")
 
 
-def value_of(point: Point, metric: str) -> float:
+def value_of(point: SimulatedPoint, metric: str) -> float:
     """A point's metric in seconds; infinite if no request got that far or some failed."""
     latency, _, figure = metric.partition(".")
     found = getattr(point.summary, latency)
@@ -154,3 +155,41 @@ def _row(trial: Trial) -> list[str]:
         found = getattr(trial.point.summary, latency)
         cells += [f"{getattr(found, name) * scale:.{digits}f}" if found else "-" for name in ("mean", "p99")]
     return [*cells, f"{trial.point.busy:.0%}", "*" if trial.efficient else ""]
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def plot_sweep(report: SweepReport, path: Path) -> None:
+    """Draw every trial by its two metrics, and a line through those that no other one beats."""
+    require_suffix(path)
+    figure, axes = _canvas()
+    points = [(value_of(trial.point, report.x) * 1e3, value_of(trial.point, report.y) * 1e3) for trial in report.trials]
+    axes.scatter([x for x, _ in points], [y for _, y in points], color="tab:gray", label="settings")
+    front = sorted(point for point, trial in zip(points, report.trials, strict=True) if trial.efficient)
+    axes.plot([x for x, _ in front], [y for _, y in front], "o-", color="tab:blue", label="no setting beats these")
+    for point, trial in zip(points, report.trials, strict=True):
+        label = ", ".join(f"{name}={value}" for name, value in trial.settings.items())
+        axes.annotate(label, point, fontsize=7, xytext=(4, 4), textcoords="offset points")
+    axes.set_xlabel(f"{report.x}, ms")
+    axes.set_ylabel(f"{report.y}, ms")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise BadRequest(f"--plot: {path} cannot be written: {error.strerror}", "--plot") from error
+
+
+def require_suffix(path: Path) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a file that is no picture."""
+    if path.suffix not in SUFFIXES:
+        raise BadRequest(f"--plot: {path} must end with one of {', '.join(SUFFIXES)}", "--plot")
+
+
+def _canvas() -> tuple[Any, Any]:
+    try:
+        module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise BadRequest("--plot: needs matplotlib: pip install 'tercet[plot]'", "--plot") from error
+    figure = module.Figure(figsize=(7, 5), layout="constrained")
+    return figure, figure.add_subplot()

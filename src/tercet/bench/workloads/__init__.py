@@ -1,14 +1,13 @@
 """What requests ask. A workload plans conversations as token ids; no I/O but reading the files that users name."""
 
-from tercet.bench.workloads.plan import Conversation, Turn, plan
-from tercet.bench.workloads.spec import Phase, Workload, parse_phase, parse_phases
-from tercet.bench.workloads.vocabulary import HashedWords, Vocabulary
+from tercet.bench.workloads.conversations import Conversation, ConversationTurn, HashedWords, Vocabulary, Workload
+from tercet.bench.workloads.phases import Phase, parse_phase, parse_phases, plan
 
 __all__ = [
     "Conversation",
+    "ConversationTurn",
     "HashedWords",
     "Phase",
-    "Turn",
     "Vocabulary",
     "Workload",
     "parse_phase",

@@ -1,16 +1,82 @@
-"""Random tokens, sets of shared prefixes, and sessions of several turns."""
+"""Made-up prompts: lines of the sonnets, random tokens, sets of shared prefixes, and sessions of several turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from random import Random
 from typing import Annotated
 
 import msgspec
 
-from tercet.bench.workloads.base import Conversation, Count, Draw, Seconds, Spread, Tokens, Turn, Workload
-from tercet.bench.workloads.lengths import draw_length
-from tercet.bench.workloads.sonnet import Lines
-from tercet.bench.workloads.vocabulary import random_ids
+from tercet.bench.workloads.conversations import (
+    Conversation,
+    ConversationTurn,
+    Count,
+    Draw,
+    Seconds,
+    Spread,
+    Tokens,
+    Vocabulary,
+    Workload,
+    draw_length,
+    random_ids,
+)
+
+INSTRUCTION = "Recite lines of the verses below in any order, {output_len} tokens of them, and do not stop early.\n\n"
+
+
+class Sonnet(Workload, frozen=True, tag="sonnet"):
+    """LLMPerf's construction: lengths in tokens are normal with mean and deviation, and never below 1.
+
+    A prompt is an instruction that names the length of the answer, followed by lines in random order, cut to the exact
+    length. A prompt that is too short for the instruction has lines only.
+    """
+
+    input_len: Tokens = 512
+    input_len_std: Spread = 0.0
+    output_len: Tokens = 128
+    output_len_std: Spread = 0.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        while True:
+            length = draw_length(self.input_len, self.input_len_std, draw.shape)
+            answer = draw_length(self.output_len, self.output_len_std, draw.shape)
+            ask = tuple(draw.vocabulary.encode(INSTRUCTION.format(output_len=answer)))
+            ask = ask if len(ask) < length else ()
+            yield Conversation((ConversationTurn(ask + lines.draw(length - len(ask), draw.content), answer),))
+
+
+class Lines:
+    """The sonnets' lines in a vocabulary's tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._lines = [tuple(vocabulary.encode(line + "\n")) for line in sonnet_lines()]
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(vocabulary: Vocabulary) -> Lines:
+        """The lines in ``vocabulary``; encoded once."""
+        return Lines(vocabulary)
+
+    def draw(self, count: int, rng: Random) -> tuple[int, ...]:
+        """Exactly ``count`` tokens of lines in random order; no line comes again before all of them came."""
+        found: list[int] = []
+        while len(found) < count:
+            for line in rng.sample(self._lines, len(self._lines)):
+                found += line
+                if len(found) >= count:
+                    break
+        return tuple(found[:count])
+
+
+@lru_cache(maxsize=1)
+def sonnet_lines() -> tuple[str, ...]:
+    """The lines of the sonnets that this package ships; they are in the public domain."""
+    text = resources.files("tercet.bench").joinpath("data/sonnets.txt").read_text(encoding="utf-8")
+    return tuple(line for line in text.splitlines() if line)
 
 
 class RandomTokens(Workload, frozen=True, tag="random"):
@@ -25,7 +91,7 @@ class RandomTokens(Workload, frozen=True, tag="random"):
         while True:
             length = draw_length(self.input_len, self.input_len_std, draw.shape)
             answer = draw_length(self.output_len, self.output_len_std, draw.shape)
-            yield Conversation((Turn(random_ids(draw.vocabulary, length, draw.content), answer),))
+            yield Conversation((ConversationTurn(random_ids(draw.vocabulary, length, draw.content), answer),))
 
 
 class SharedPrefix(Workload, frozen=True, tag="shared_prefix"):
@@ -46,10 +112,10 @@ class SharedPrefix(Workload, frozen=True, tag="shared_prefix"):
             length = draw_length(self.input_len, self.input_len_std, draw.shape)
             answer = draw_length(self.output_len, self.output_len_std, draw.shape)
             prompt = prefixes[chosen] + lines.draw(length, draw.content)
-            yield Conversation((Turn(prompt, answer),), group=f"prefix-{chosen}")
+            yield Conversation((ConversationTurn(prompt, answer),), group=f"prefix-{chosen}")
 
 
-class Sessions(Workload, frozen=True, tag="sessions"):
+class MultiTurnSessions(Workload, frozen=True, tag="sessions"):
     """Conversations of ``turns`` requests that carry on what was said, the target's own answers included.
 
     The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
@@ -73,8 +139,8 @@ class Sessions(Workload, frozen=True, tag="sessions"):
             yield Conversation(tuple(turns), group=f"session-{number}")
             number += 1
 
-    def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> Turn:
+    def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> ConversationTurn:
         length = draw_length(self.input_len, self.input_len_std, draw.shape)
         answer = draw_length(self.output_len, self.output_len_std, draw.shape)
         pause = draw.shape.expovariate(1 / self.think_time) if turn and self.think_time else 0.0
-        return Turn(before + lines.draw(length, draw.content), answer, pause)
+        return ConversationTurn(before + lines.draw(length, draw.content), answer, pause)

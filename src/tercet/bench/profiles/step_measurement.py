@@ -17,9 +17,8 @@ from datetime import UTC, datetime
 import msgspec
 import numpy as np
 
-from tercet.bench.profiles.beside import measure_sharing
-from tercet.bench.profiles.front_door import measure_front_door
-from tercet.bench.profiles.probe import Probe, names_from
+from tercet.bench.profiles.engine_probe import Probe, measure_front_door, names_from
+from tercet.bench.profiles.shared_host import measure_sharing
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps
 from tercet.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer
@@ -29,7 +28,7 @@ DECODE_STEPS = 24
 FRONT_DOOR_REQUESTS = 8
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured, each ``repeats`` times.
 
     ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
@@ -50,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
     seed: int = 0
 
-    def check(self) -> Plan:
+    def check(self) -> MeasurementPlan:
         """Itself; raises :class:`~tercet.protocol.BadRequest` naming what makes no sense."""
         if self.max_step_tokens < 128:
             raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be 128 at least", "max_step_tokens")
@@ -75,7 +74,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Meter:
     """Measures one engine, and what ``other`` changes if there is one; ``note`` is told what comes next."""
 
-    def __init__(self, engine: Engine, other: Engine | None, plan: Plan, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, other: Engine | None, plan: MeasurementPlan, note: Callable[[str], None]
+    ) -> None:
         self._plan = plan.check()
         self._note = note
         chance = random.Random(plan.seed)
@@ -205,7 +206,7 @@ def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
     return Transfer(bytes_per_second=float(1 / slope), latency=max(0.0, float(latency)))
 
 
-def profile_from(measured: Measured, plan: Plan, command: str, transfer: Transfer) -> Profile:
+def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transfer: Transfer) -> Profile:
     """The profile that fits; ``transfer`` is assumed where none was measured. The note says so."""
     status, layout = measured.status, measured.layout
     largest = max(point.tokens for point in measured.prefills)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tercet.bench.profiles.probe import Probe
+from tercet.bench.profiles.engine_probe import Probe
 from tercet.sim.step_times import HostSharing
 
 Seconds = tuple[float, float]

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 import yaml
 
-from tercet.bench.api import Endpoint, PromptAs, Sampling
 from tercet.bench.arrivals import Arrival
+from tercet.bench.openai_client import Endpoint, PromptAs, Sampling
 from tercet.bench.summary import Slo
 from tercet.bench.workloads import Phase, parse_phases
 from tercet.protocol import BadRequest

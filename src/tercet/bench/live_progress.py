@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TextIO
 
-from tercet.bench.records import RequestRecord
+from tercet.bench.results import RequestRecord
 
 TERMINAL_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
@@ -20,7 +20,7 @@ BAR = 20
 RECENT = 50
 
 
-class Progress:
+class LiveProgress:
     """Live numbers of one point; an observer of its traffic. Use as a context manager around the point."""
 
     def __init__(self, title: str, total: int, out: TextIO | None = None) -> None:
@@ -34,7 +34,7 @@ class Progress:
         self._tpot: deque[float] = deque(maxlen=RECENT)
         self._ticking: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Progress:
+    async def __aenter__(self) -> LiveProgress:
         self._ticking = asyncio.create_task(self._tick())
         return self
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.bench.simulated.spec import Fault, FleetSpec, members_of
-from tercet.bench.simulated.workload import SyntheticWorkload, requests_of
+from tercet.bench.simulated.fleet_spec import Fault, FleetSpec, members_of
+from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, Hearing, Member
 from tercet.programs import Program, data_parallel, outputs_of
@@ -196,6 +196,7 @@ async def _serve_all(
     program: Program, built: _Fleet, arrivals: Iterable[tuple[float, Request]], warm_up: int, outcome: Outcome
 ) -> None:
     loop = asyncio.get_running_loop()
+    # No TaskSet: it would log a mistake in a program, where an exception that nobody takes ends the simulation.
     running: set[asyncio.Task[None]] = set()
     for number, (when, request) in enumerate(arrivals):
         await asyncio.sleep(when - loop.time())

@@ -1,18 +1,72 @@
-"""The streaming client: sends one request, notes when its tokens come, and turns every end into a record."""
+"""The streaming client of the two OpenAI endpoints: sends one request, and turns every end into a record."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
-from tercet.bench.records import Failure, RequestRecord
-from tercet.bench.stream import Reading, StreamFailed, StreamReader
+from tercet.bench.results import Failure, RequestRecord
+from tercet.bench.stream_reader import Reading, StreamFailed, StreamReader
+
+Endpoint = Literal["completions", "chat"]
+PromptAs = Literal["tokens", "text"]
+Message = dict[str, str]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters that are sent with every request; ``extra`` goes into the body as it is."""
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    ignore_eos: bool = True
+    extra: Mapping[str, Any] = {}
+
+
+def path_of(endpoint: Endpoint) -> str:
+    """Path under the server's base URL."""
+    return "/v1/chat/completions" if endpoint == "chat" else "/v1/completions"
+
+
+def body_of(
+    model: str,
+    prompt: Sequence[int] | str | Sequence[Message],
+    max_tokens: int,
+    sampling: Sampling,
+    *,
+    chat: bool,
+    token_ids: bool = False,
+    cache_salt: str | None = None,
+) -> bytes:
+    """The JSON body of a streamed request.
+
+    ``token_ids`` asks for the ids of the answer (vLLM). ``cache_salt`` keeps the request's prefix from matching those
+    of other salts (vLLM). ``ignore_eos`` is vLLM's as well, and left out when it is not wanted.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "messages" if chat else "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if sampling.top_p is not None:
+        body["top_p"] = sampling.top_p
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if token_ids:
+        body["return_token_ids"] = True
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return msgspec.json.encode(body | dict(sampling.extra))
+
 
 # Below the 5 s after which servers commonly close idle connections: one that closes as we send is no failure of theirs.
 KEEPALIVE_SECONDS = 2.0
@@ -22,7 +76,7 @@ Clock = time.perf_counter
 
 
 @dataclass(frozen=True)
-class Call:
+class PreparedCall:
     """A request that is ready to go: where, what, and what its record shall say about it."""
 
     index: int
@@ -37,7 +91,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """A request's record, and what it said, for those who carry the conversation on."""
 
     record: RequestRecord
@@ -72,7 +126,7 @@ class Client:
         """Seconds since the origin."""
         return Clock() - self.origin
 
-    async def send(self, call: Call, scheduled: float) -> Answer:
+    async def send(self, call: PreparedCall, scheduled: float) -> CallResult:
         """Send ``call`` and read its answer to the end. Never raises for what the target does.
 
         Cancelling it ends the request and returns a record that says so.
@@ -97,16 +151,17 @@ class Client:
         except asyncio.CancelledError:
             failure, error = "interrupted", "the run was interrupted"
         record = self._record(call, scheduled, sent, reader.reading, failure, _one_line(error), status)
-        return Answer(record, reader.reading)
+        return CallResult(record, reader.reading)
 
-    def never_sent(self, call: Call, scheduled: float) -> Answer:
+    def never_sent(self, call: PreparedCall, scheduled: float) -> CallResult:
         """The end of a request that was due and still waited for a slot when the run was interrupted."""
         reading = Reading()
         why = "the run was interrupted before it was sent"
-        return Answer(self._record(call, scheduled, self.now(), reading, "interrupted", why, None), reading)
+        return CallResult(self._record(call, scheduled, self.now(), reading, "interrupted", why, None), reading)
 
-    async def _read(self, call: Call, reader: StreamReader) -> int:
-        assert self._session is not None, "use it as a context manager"
+    async def _read(self, call: PreparedCall, reader: StreamReader) -> int:
+        if self._session is None:
+            raise RuntimeError("Client is used outside its async context")
         async with self._session.post(call.url, data=call.body, headers=call.headers) as response:
             if response.status != 200:
                 raise _HTTPFailed(response.status, await _complaint(response))
@@ -117,8 +172,8 @@ class Client:
             return response.status
 
     def _record(
-        self, call: Call, scheduled: float, sent: float, reading: Reading, failure: Failure | None, error: str | None,
-        status: int | None,
+        self, call: PreparedCall, scheduled: float, sent: float, reading: Reading, failure: Failure | None,
+        error: str | None, status: int | None,
     ) -> RequestRecord:  # fmt: skip
         times = reading.times
         one_each = all(count == 1 for count in reading.counts)

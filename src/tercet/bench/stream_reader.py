@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.bench.records import Failure
+from tercet.bench.results import Failure
 
 DONE = b"[DONE]"
 

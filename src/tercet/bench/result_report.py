@@ -1,15 +1,16 @@
-"""What was measured, for people: text for a terminal, a Markdown table, and the series that a figure draws. No I/O."""
+"""What was measured, for people: text for a terminal, a Markdown table, and a figure with a line per program."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tercet.bench.records import RequestRecord
-from tercet.bench.result import BenchResult, Point, Ratio
+from tercet.bench.results import BenchResult, Point, Ratio, RequestRecord
 from tercet.bench.summary import Distribution, Samples, Summary
 from tercet.protocol import BadRequest
 
@@ -23,7 +24,7 @@ LATE_LOOP_MS = 20.0
 
 
 @dataclass(frozen=True)
-class Line:
+class FigureLine:
     """One program's points, by x; the values are metrics by name."""
 
     label: str
@@ -35,7 +36,7 @@ class Figure:
     """All lines of a figure, and what x is."""
 
     x_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[FigureLine, ...]
 
 
 def point_text(point: Point, summary: Summary) -> str:
@@ -94,7 +95,8 @@ def figure_of(results: Sequence[BenchResult]) -> Figure:
     for point in points:
         groups.setdefault(point.label, {}).setdefault(_x(point), []).append(point)
     lines = [
-        Line(label, tuple((x, pooled(group)) for x, group in sorted(by_x.items()))) for label, by_x in groups.items()
+        FigureLine(label, tuple((x, pooled(group)) for x, group in sorted(by_x.items())))
+        for label, by_x in groups.items()
     ]
     return Figure(kinds.pop(), tuple(lines))
 
@@ -196,3 +198,74 @@ def _origin(result: BenchResult) -> str:
     where = "simulated" if result.source == "sim" else f"measured from a machine with {cores} cores, {cpu}"
     model = f"model {told(result.target.get('model'))}, " if result.target.get("model") else ""
     return f"{result.created}: {model}{where}, Tercet {told(result.versions.get('tercet'))}, seed {result.seed}."
+
+
+PANELS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
+STATISTICS = (("mean", "mean"), ("P99", "p99"))
+MARKERS = "osD^vP*X"
+FORMATS = (".png", ".svg", ".pdf")
+HEADROOM = 1.1
+
+
+def require_drawing(file: Path) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` when ``file`` cannot be drawn: its format, or no matplotlib."""
+    if file.suffix.lower() not in FORMATS:
+        raise BadRequest(f"--figure {file}: must end with {', '.join(FORMATS)}", "figure")
+    try:
+        import_module("matplotlib.figure")
+    except ImportError as error:
+        why = "figures need matplotlib, which is not installed; install it with: pip install 'tercet[plot]'"
+        raise BadRequest(f"--figure {file}: {why}", "figure") from error
+
+
+def draw(figure: Figure, file: Path, title: str | None = None) -> None:
+    """Write the figure; the file's suffix decides the format. Raises :class:`~tercet.protocol.BadRequest`."""
+    require_drawing(file)
+    # Optional, and only partly typed.
+    library: Any = import_module("matplotlib")
+    canvas_type: Any = import_module("matplotlib.figure").Figure
+
+    # Text stays text in SVG, and the same numbers give the same file.
+    with library.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tercet"}):
+        canvas = canvas_type(figsize=(9, 9), layout="constrained")
+        axes: Any = canvas.subplots(len(PANELS), len(STATISTICS), sharex=True, squeeze=False)
+        for row, (name, metric) in enumerate(PANELS):
+            for column, (statistic, key) in enumerate(STATISTICS):
+                _panel(axes[row][column], figure, f"{statistic} {name}", f"{key}_{metric}_ms")
+        for axis in axes[-1]:
+            axis.set_xlabel(figure.x_label)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        columns = min(4, max(1, len(labels)))
+        canvas.legend(
+            handles,
+            labels,
+            loc="outside upper center",
+            ncols=columns,
+            frameon=False,
+            title=title,
+            title_fontsize="large",
+        )
+        try:
+            canvas.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise BadRequest(f"--figure {file}: {error.strerror}", "figure") from error
+
+
+def _panel(axis: Any, figure: Figure, title: str, metric: str) -> None:
+    highest = 0.0
+    for index, line in enumerate(figure.lines):
+        drawn = [(x, found) for x, metrics in line.points if (found := _seconds(metrics, metric)) is not None]
+        axis.plot([x for x, _ in drawn], [y for _, y in drawn], marker=MARKERS[index % len(MARKERS)], label=line.label)
+        highest = max([highest, *(y for _, y in drawn)])
+    axis.set_title(title, fontsize="medium")
+    axis.set_ylabel("ms" if "tpot" in metric else "s")
+    axis.set_ylim(0, HEADROOM * highest if highest else 1)
+    axis.grid(visible=True, alpha=0.3)
+
+
+def _seconds(metrics: Metrics, name: str) -> float | None:
+    """The value in the panel's unit: milliseconds for TPOT, seconds for the others."""
+    value = metrics.get(name)
+    if value is None:
+        return None
+    return float(value) if "tpot" in name else float(value) / 1000

@@ -1,0 +1,154 @@
+"""What every workload plans: conversations of token ids, their lengths, and where randomness and words come from."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Annotated, Protocol
+
+import msgspec
+
+
+class Vocabulary(Protocol):
+    """Text to token ids and back, in the served model's tokens."""
+
+    @property
+    def size(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that are no text: ends of sequences, roles, padding."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, with nothing added before or after it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``."""
+        ...
+
+
+class HashedWords:
+    """A vocabulary without a model: each word has the id that its CRC-32 gives it. For simulated engines and tests.
+
+    Text that is alike has ids that are alike, so prefixes match as they do with a real tokenizer; lengths in tokens are
+    exact by construction of the workloads, and only the words per token are not those of a model.
+    """
+
+    def __init__(self, size: int = 32_000) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def special(self) -> frozenset[int]:
+        return frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return [zlib.crc32(word.encode()) % self._size for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in ids)
+
+
+def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ...]:
+    """``count`` ids, uniform over all that are text."""
+    size, special = vocabulary.size, vocabulary.special
+    found: list[int] = []
+    while len(found) < count:
+        found += [token for token in rng.choices(range(size), k=count - len(found)) if token not in special]
+    return tuple(found)
+
+
+FEW_TRIES = 1000
+
+
+def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> int:
+    """A normal deviate rounded to a whole number of tokens, drawn again until it is at least ``least``.
+
+    A mean so far below ``least`` that none is found gives ``least``.
+    """
+    if deviation <= 0:
+        return max(least, round(mean))
+    for _ in range(FEW_TRIES):
+        length = round(rng.gauss(mean, deviation))
+        if length >= least:
+            return length
+    return least
+
+
+Tokens = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Spread = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTurn:
+    """One request of a conversation.
+
+    ``tokens`` are what is new in its prompt: the prompt is everything that was said before, answers included, and
+    these. ``think_time`` passes between the end of the turn before and this one (seconds). ``text`` is the original of
+    ``tokens`` where the workload was text.
+    """
+
+    tokens: tuple[int, ...]
+    output_len: int
+    think_time: float = 0.0
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Requests that follow one another; most have a single turn.
+
+    ``offset`` is when a trace recorded it (seconds); ``group`` names what it shares a prefix with; ``phase`` is the
+    part of the workload that it belongs to.
+    """
+
+    turns: tuple[ConversationTurn, ...]
+    offset: float | None = None
+    group: str | None = None
+    phase: int = 0
+
+    @property
+    def requests(self) -> int:
+        """How many requests it makes."""
+        return len(self.turns)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where a workload takes its randomness from.
+
+    ``shape`` decides lengths, choices and pauses; ``content`` decides the words. Two runs that share the first and not
+    the second ask for the same work, and find nothing of each other in a prefix cache. ``content_seed`` is for content
+    that must come out the same wherever it is asked for, such as a trace's hashed blocks.
+    """
+
+    vocabulary: Vocabulary
+    shape: Random
+    content: Random
+    content_seed: str
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """One kind of request. ``weight`` is its part of a mix, relative to the others of the mix."""
+
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        """Conversations without end, or in the order of a recorded trace until it ends."""
+        raise NotImplementedError
+
+    @property
+    def finite(self) -> bool:
+        """Whether it ends by itself: a recorded trace."""
+        return False

@@ -1,0 +1,269 @@
+"""Recorded traffic: Mooncake's JSON lines and Azure's CSV hold times and lengths, ShareGPT's files what people said."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+
+from tercet.bench.workloads.conversations import (
+    Conversation,
+    ConversationTurn,
+    Count,
+    Draw,
+    Seconds,
+    Tokens,
+    Vocabulary,
+    Workload,
+    random_ids,
+)
+from tercet.bench.workloads.synthetic import Lines
+from tercet.protocol import BadRequest
+
+
+def read_text(path: str, kind: str) -> str:
+    """The text of a workload's file; raises :class:`~tercet.protocol.BadRequest` naming the workload and the file."""
+    if not path:
+        raise BadRequest(f"workload {kind}: path is missing, as in {kind},path=FILE", "path")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadRequest(f"workload {kind}: cannot read {path}: {error.strerror}", "path") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"workload {kind}: {path} is not UTF-8 text", "path") from error
+
+
+def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
+    """The error for one line of a file."""
+    return BadRequest(f"workload {kind}: {path}, line {line}: {why}", "path")
+
+
+T = TypeVar("T")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class Mooncake(Workload, frozen=True, tag="mooncake"):
+    """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+
+    Each id stands for ``block`` tokens of the prompt, and the same id for the same tokens, so that prefixes are shared
+    as they were recorded. ``max_input_len`` and ``max_output_len`` cut what is longer.
+    """
+
+    path: str = ""
+    block: Tokens = 512
+    max_input_len: Tokens | None = None
+    max_output_len: Tokens | None = None
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        for row in sorted(read_mooncake(self.path), key=lambda row: row.timestamp):
+            length = at_most(row.input_length, self.max_input_len)
+            prompt = block_tokens(row.hash_ids, self.block, length, draw.vocabulary, draw.content_seed)
+            if len(prompt) < length:
+                prompt += random_ids(draw.vocabulary, length - len(prompt), draw.content)
+            answer = at_most(row.output_length, self.max_output_len)
+            yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
+
+
+class Azure(Workload, frozen=True, tag="azure"):
+    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``; prompts are lines of the sonnets.
+
+    ``max_input_len`` and ``max_output_len`` cut what is longer.
+    """
+
+    path: str = ""
+    max_input_len: Tokens | None = None
+    max_output_len: Tokens | None = None
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        for at, length, answer in sorted(read_azure(self.path)):
+            prompt = lines.draw(at_most(length, self.max_input_len), draw.content)
+            yield Conversation((ConversationTurn(prompt, at_most(answer, self.max_output_len)),), offset=at)
+
+
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One line of a Mooncake trace; whatever else it has is left alone."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_mooncake(path: str) -> list[MooncakeRow]:
+    """The rows of a trace in its file's order; raises :class:`~tercet.protocol.BadRequest` naming the line."""
+    decoder = msgspec.json.Decoder(MooncakeRow)
+    found: list[MooncakeRow] = []
+    for number, line in enumerate(read_text(path, "mooncake").splitlines(), start=1):
+        if line.strip():
+            try:
+                found.append(decoder.decode(line))
+            except msgspec.MsgspecError as error:
+                raise broken("mooncake", path, number, str(error)) from error
+    return _some(found, "mooncake", path)
+
+
+def read_azure(path: str) -> list[tuple[float, int, int]]:
+    """Time (seconds), prompt and answer lengths of each row; raises :class:`~tercet.protocol.BadRequest`."""
+    rows = csv.DictReader(read_text(path, "azure").splitlines())
+    missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise broken("azure", path, 1, f"no column {', '.join(missing)}")
+    found: list[tuple[float, int, int]] = []
+    for row in rows:
+        try:
+            when, prompt, answer = (row[name] for name in AZURE_COLUMNS)
+            lengths = int(prompt), int(answer)
+            if min(lengths) < 0:
+                raise ValueError("a length is negative")
+            found.append((timestamp(when), *lengths))
+        except (TypeError, ValueError) as error:
+            raise broken("azure", path, rows.line_num, str(error)) from error
+    # A few rows of the published traces generated nothing: there is nothing to measure about them.
+    return _some([row for row in found if row[1] and row[2]], "azure", path)
+
+
+def timestamp(text: str) -> float:
+    """Seconds since 1970; UTC where the text names no zone. Fractions beyond microseconds are dropped."""
+    when = datetime.fromisoformat(text.strip())
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+def block_tokens(
+    hash_ids: tuple[int, ...], block: int, length: int, vocabulary: Vocabulary, seed: str
+) -> tuple[int, ...]:
+    """The tokens that the hashed blocks stand for, cut to ``length``."""
+    found: list[int] = []
+    for block_id in hash_ids:
+        if len(found) >= length:
+            break
+        found += random_ids(vocabulary, block, Random(f"{seed}/{block_id}"))
+    return tuple(found[:length])
+
+
+def at_most(value: int, limit: int | None) -> int:
+    """``value``, cut to ``limit`` if there is one."""
+    return value if limit is None else min(value, limit)
+
+
+def _some(found: list[T], kind: str, path: str) -> list[T]:
+    if not found:
+        raise BadRequest(f"workload {kind}: {path} has no requests", "path")
+    return found
+
+
+PEOPLE = ("human", "user")
+MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
+Exchange = tuple[str, str]
+
+
+class ShareGPT(Workload, frozen=True, tag="sharegpt"):
+    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``; JSON lines do as well.
+
+    Requests are what people wrote; answers are as long as the recorded ones, or ``output_len`` tokens. ``turns`` limits
+    how many of a conversation's turns are sent, and ``think_time`` (seconds) passes between them. Left out, as in
+    ``vllm bench serve``: conversations whose first question or answer has fewer than ``min_len`` tokens, or whose first
+    question is longer than ``max_input_len``, or than ``max_total_len`` together with its answer; a conversation ends
+    before the turn that takes its total past ``max_total_len``.
+    """
+
+    path: str = ""
+    turns: Count = 1
+    output_len: Tokens | None = None
+    min_len: Annotated[int, msgspec.Meta(ge=1)] = 4
+    max_input_len: Tokens = 1024
+    max_total_len: Tokens = 2048
+    think_time: Seconds = 0.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        recorded = read_sharegpt(self.path)
+        number = 0
+        while True:
+            began_with = number
+            for exchanges in draw.shape.sample(recorded, len(recorded)):
+                if turns := self._turns(exchanges, draw.vocabulary):
+                    yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
+                    number += 1
+            if number == began_with:
+                raise BadRequest(f"workload sharegpt: no conversation of {self.path} is within the limits", "path")
+
+    def _turns(self, exchanges: list[Exchange], vocabulary: Vocabulary) -> tuple[ConversationTurn, ...]:
+        found: list[ConversationTurn] = []
+        total = 0
+        for question, answer in exchanges[: self.turns]:
+            tokens = tuple(vocabulary.encode(question))
+            length = self.output_len or len(vocabulary.encode(answer))
+            total += len(tokens) + length
+            if total > self.max_total_len or not tokens or not length:
+                break
+            if not found and not self._fits(len(tokens), length):
+                break
+            found.append(ConversationTurn(tokens, length, self.think_time if found else 0.0, question))
+        return tuple(found)
+
+    def _fits(self, question: int, answer: int) -> bool:
+        long_enough = question >= self.min_len and (self.output_len is not None or answer >= self.min_len)
+        return long_enough and question <= self.max_input_len
+
+
+def read_sharegpt(path: str) -> list[list[Exchange]]:
+    """Question and answer of each turn, per conversation; raises :class:`~tercet.protocol.BadRequest`."""
+    text = read_text(path, "sharegpt")
+    entries = _entries(text, path)
+    found = [exchanges for entry in entries if (exchanges := _exchanges(entry))]
+    if not found:
+        raise BadRequest(f"workload sharegpt: {path} has no conversation of a person with a model", "path")
+    return found
+
+
+def _entries(text: str, path: str) -> list[Any]:
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except msgspec.MsgspecError as error:
+        if text.lstrip().startswith("["):
+            raise BadRequest(f"workload sharegpt: {path} is not JSON: {error}", "path") from error
+    found: list[Any] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                found.append(msgspec.json.decode(line))
+            except msgspec.MsgspecError as error:
+                raise broken("sharegpt", path, number, str(error)) from error
+    return found
+
+
+def _exchanges(entry: Any) -> list[Exchange]:
+    """The pairs of a person's message and the model's answer right after it; files hold much that is neither."""
+    fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+    messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
+    if not isinstance(messages, list):
+        return []
+    said = [message for item in cast("list[Any]", messages) if (message := _message(item)) is not None]
+    pairs = pairwise(said)
+    return [
+        (question, answer)
+        for (asker, question), (teller, answer) in pairs
+        if asker in PEOPLE and teller in MODELS and question
+    ]
+
+
+def _message(item: Any) -> tuple[str, str] | None:
+    if not isinstance(item, dict):
+        return None
+    fields = cast("dict[str, Any]", item)
+    who, what = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
+    return (who.lower(), what) if isinstance(who, str) and isinstance(what, str) else None
