@@ -12,10 +12,10 @@ from tercet.protocol import (
     KVAddrInfo,
     KVLayout,
     Output,
+    OutputStream,
     Request,
     Reservation,
     Sent,
-    Stream,
     TercetError,
     Usage,
 )
@@ -74,10 +74,8 @@ class FakeEngine:
         first = Output((request.prompt[-1] + 1,), finish) if sample else None
         return Sent(begin, stop, (stop - begin) * 8, 1, 0.0, Usage(computed=stop), first)
 
-    def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> Stream | AsyncGenerator[Output, None]:
-        return self._outputs(request, begin, output)
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
+        return OutputStream.of(self._outputs(request, begin, output))
 
     async def _outputs(self, request: Request, begin: int, output: Sequence[int]) -> AsyncGenerator[Output, None]:
         self.running += 1

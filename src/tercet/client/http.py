@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -17,11 +18,10 @@ from tercet.protocol import (
     EngineUnreachable,
     LeaseEnded,
     Output,
+    OutputStream,
     Request,
     Reservation,
     Sent,
-    Stream,
-    Tap,
     TercetError,
     UnknownSequence,
     from_wire,
@@ -38,7 +38,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
 )
-from tercet.streams import Listener, Outputs
+from tercet.streams import Listener
 
 T = TypeVar("T")
 DATA = b"data: "
@@ -160,14 +160,8 @@ class HttpEngine:
         )
         return await self._post("remote_send", call, Sent, quick=False)
 
-    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
-        """See :meth:`tercet.protocol.Engine.start_generate`. Outputs that come by the token stream can be tapped."""
-        tap = Tap()
-        return Stream(self._generate(request, begin, output, tap), tap)
-
-    async def _generate(
-        self, request: Request, begin: int, output: Sequence[int], tap: Tap
-    ) -> AsyncGenerator[Output, None]:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
+        """See :meth:`tercet.protocol.Engine.start_generate`."""
         call = StartGenerateCall(
             prompt=list(request.prompt),
             seq_id=request.seq_id,
@@ -177,38 +171,36 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
+        return OutputStream(partial(self._generate, call))
+
+    async def _generate(self, call: StartGenerateCall, stream: OutputStream) -> None:
+        try:
+            await self._receive(call, stream)
+        finally:
+            if stream.begun:
+                self._held.pop(call.seq_id, None)  # the running sequence had the blocks by then
+
+    async def _receive(self, call: StartGenerateCall, stream: OutputStream) -> None:
         line = await self._link.ready() if self._link is not None else None
         if line is None:
-            async with aclosing(self._events(call)) as events:
-                async for output_now in events:
-                    self._held.pop(request.seq_id, None)  # the running sequence has the blocks now
-                    yield output_now
+            await self._receive_events(call, stream)
             return
-        outputs = Outputs()
-        with line.sequence(len(output), outputs.put) as number:  # leaving early cancels it on the engine
+        with line.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
             door = Destination(address=line.address, key=line.key, number=number)
             line.start(msgspec.structs.replace(call, door=door))
-            output_now = await outputs.get()
-            self._held.pop(request.seq_id, None)
-            outputs.take = tap.offer
-            yield output_now
-            while output_now.finish_reason is None:
-                output_now = await outputs.get()
-                yield output_now
+            await stream.until_over()
 
-    async def _events(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
+    async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
         """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
         async with self._call("start_generate", call, self._timeout) as response:
-            finished = False
             try:
                 async for line in response.content:
                     if line.startswith(DATA):
-                        output = _output_of(line[len(DATA) :])
-                        finished = output.finished
-                        yield output
+                        stream.put(_output_of(line[len(DATA) :]))
+                        await stream.until_asked()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise EngineUnreachable(f"{self._name} broke off: {error}") from error
-            if not finished:
+            if not stream.over:
                 raise EngineUnreachable(f"{self._name} ended the stream without a finish reason")
 
     async def _connect(self, door: Door) -> None:

@@ -120,22 +120,16 @@ class Costs:
         finally:
             work.leave(request.seq_id)
 
-    @contextmanager
-    def generating(self, name: str, request: Request, begin: int, given: int) -> Generator[WatchedGeneration]:
-        """An engine generates; ``prompt[:begin)`` is there, and ``given`` tokens of output."""
-        work = self.work(name)
+    def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost:
+        """An engine shall generate; ``prompt[:begin)`` is there, and ``given`` tokens of output."""
         job = self._job(request, begin, request.num_tokens + given, 0)
         job.output = max(1.0, self.model.output_of(job.max_tokens) - given)
         job.context, job.given = request.num_tokens + given, given
-        generation = WatchedGeneration(work, request.seq_id, work.begin(request.seq_id, job))
-        try:
-            yield generation
-        finally:
-            work.leave(request.seq_id)
+        return GenerationCost(self.work(name), request.seq_id, job)
 
 
-class WatchedGeneration:
-    """A sequence that one engine generates."""
+class GenerationCost:
+    """What a sequence costs that one engine generates: an observer of its outputs."""
 
     def __init__(self, work: EngineWork, seq_id: str, job: Job) -> None:
         self._work = work
@@ -143,13 +137,21 @@ class WatchedGeneration:
         self._job = job
         self._tokens = 0
 
-    def note(self, item: Output) -> None:
+    def on_start(self) -> None:
+        """The engine has it now."""
+        self._job = self._work.begin(self._seq_id, self._job)
+
+    def on_output(self, output: Output) -> None:
         """Its next output has come."""
         if not self._tokens:
-            self._first(item.usage)
-        self._tokens += len(item.token_ids)
-        if item.finish_reason is not None and not item.broken_off:
+            self._first(output.usage)
+        self._tokens += len(output.token_ids)
+        if output.finish_reason is not None and not output.broken_off:
             self._work.decoded(self._job, self._tokens)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """The engine has it no more."""
+        self._work.leave(self._seq_id)
 
     def _first(self, usage: Usage | None) -> None:
         computed = usage.computed if usage is not None else self._job.missing

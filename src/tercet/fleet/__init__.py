@@ -3,6 +3,7 @@
 from tercet.fleet.fleet import EngineFleet, Member
 from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
 from tercet.fleet.trace import Trace, TraceEvent
 
 __all__ = [
@@ -10,6 +11,9 @@ __all__ = [
     "FleetKnowledge",
     "Hearing",
     "Member",
+    "Retry",
+    "RunningSequence",
+    "RunningSequences",
     "Trace",
     "TraceEvent",
 ]

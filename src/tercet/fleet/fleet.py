@@ -80,6 +80,7 @@ class EngineFleet:
         self._open = list[Member]()
         self._trace = trace or Trace()
         self._failed: set[str] | None = None
+        self._on_generate: Callable[[str], object] = lambda _: None
         random = Random(seed)
         self._picking = Picking[Member](FleetKnowledge(clock, stale_after), random, scheduling or Scheduling())
         self._costs = Costs(clock, random)
@@ -92,10 +93,13 @@ class EngineFleet:
         """Every engine, those that are being drained included."""
         return self._members
 
-    def traced(self, trace: Trace) -> EngineFleet:
-        """A view of this fleet whose engines note in ``trace`` what they do."""
+    def traced(self, trace: Trace, on_generate: Callable[[str], object] = lambda _: None) -> EngineFleet:
+        """A view of this fleet whose engines note in ``trace`` what they do.
+
+        ``on_generate`` is told the name of each engine that begins to generate.
+        """
         view = copy(self)
-        view._trace, view._failed = trace, set()
+        view._trace, view._failed, view._on_generate = trace, set(), on_generate
         return view
 
     @property
@@ -217,8 +221,12 @@ class EngineFleet:
         member.in_flight_tokens += tokens
         try:
             yield TracedEngine(
-                member.engine, self._trace, self._costs, lambda error: self._note_failure(member, error)
-            )  # fmt: skip
+                member.engine,
+                self._trace,
+                self._costs,
+                self._on_generate,
+                lambda error: self._note_failure(member, error),
+            )
         finally:
             member.in_flight -= 1
             member.in_flight_tokens -= tokens

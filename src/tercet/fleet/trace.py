@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 
 import msgspec
 
@@ -13,13 +13,11 @@ from tercet.protocol import (
     EngineError,
     EngineStatus,
     Output,
+    OutputStream,
     Request,
     Reservation,
     Sent,
-    Stream,
-    Tap,
     TercetError,
-    noting,
 )
 
 
@@ -60,20 +58,26 @@ class TracedEngine:
     """An engine that notes in ``trace`` what it is asked to do, lets ``costs`` learn from it, and tells of failures."""
 
     def __init__(
-        self, engine: Engine, trace: Trace, costs: Costs, on_failure: Callable[[TercetError], None]
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        trace: Trace,
+        costs: Costs,
+        on_generate: Callable[[str], object],
+        on_failure: Callable[[TercetError], None],
+    ) -> None:
         self._engine = engine
         self._trace = trace
         self._costs = costs
-        self._clock = costs.clock
-        self._on_failure = on_failure
+        self.clock = costs.clock
+        self.on_generate = on_generate
+        self.on_failure = on_failure
 
     @contextmanager
     def _watched(self) -> Generator[None]:
         try:
             yield
         except TercetError as error:
-            self._on_failure(error)
+            self.on_failure(error)
             raise
 
     @property
@@ -87,19 +91,19 @@ class TracedEngine:
 
     @asynccontextmanager
     async def _prep_recv(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
-        started = self._clock()
+        started = self.clock()
         async with AsyncExitStack() as stack:
             with self._watched():
                 reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
-            self._note(event, started)
+            self.note(event, started)
             yield reservation
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
         """See :meth:`tercet.protocol.Engine.remote_send`."""
-        started = self._clock()
+        started = self.clock()
         stop = to.end if end is None else end
         with self._watched(), self._costs.sending(self.name, request, begin, stop) as done:
             sent = await self._engine.remote_send(request, to, begin, end, sample)
@@ -116,54 +120,20 @@ class TracedEngine:
             transport=sent.transport,
             to=to.kv_addr_info.engine,
         )
-        self._note(event, started)
+        self.note(event, started)
         return sent
 
-    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
-        tap = Tap()
-        return Stream(self._generate(request, begin, output, tap), tap)
+        stream = self._engine.start_generate(request, begin, output)
+        stream.subscribe(self._costs.generating(self.name, request, begin, len(output)))
+        event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
+        stream.subscribe(_GenerationTrace(self, event))
+        return stream
 
-    async def _generate(
-        self, request: Request, begin: int, output: Sequence[int], tap: Tap
-    ) -> AsyncGenerator[Output, None]:
-        started = self._clock()
-        with self._costs.generating(self.name, request, begin, len(output)) as generation:
-            async with aclosing(self._engine.start_generate(request, begin, output)) as stream:
-                if isinstance(stream, Stream):
-                    stream.tap(noting(tap.offer, generation.note))
-                items = aiter(stream)
-                while True:
-                    try:  # :meth:`_watched` costs more than all the rest that is done for a token
-                        item = await anext(items, None)
-                    except TercetError as error:
-                        self._on_failure(error)
-                        raise
-                    if item is None:
-                        return
-                    generation.note(item)
-                    if item.usage is not None:
-                        self._note_start(request, begin, len(output), item, started)
-                    if item.broken_off:
-                        self._on_failure(EngineError(f"{self.name} ended the sequence: {item.finish_reason}"))
-                    yield item
-
-    def _note_start(self, request: Request, begin: int, num_output: int, item: Output, started: float) -> None:
-        usage = item.usage
-        if usage is not None:
-            event = TraceEvent(
-                "start_generate",
-                self.name,
-                begin=begin,
-                end=request.num_tokens + num_output,
-                cached=usage.cached,
-                received=usage.received,
-                computed=usage.computed,
-            )
-            self._note(event, started)
-
-    def _note(self, event: TraceEvent, started: float) -> None:
-        event.seconds = self._clock() - started
+    def note(self, event: TraceEvent, started: float) -> None:
+        """Add an event that began then."""
+        event.seconds = self.clock() - started
         self._trace.events.append(event)
 
     async def abort(self, seq_id: str) -> None:
@@ -173,3 +143,29 @@ class TracedEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         return await self._engine.status()
+
+
+class _GenerationTrace:
+    """Observes one stream for a traced engine: its start in the trace, its failure to who picks engines."""
+
+    def __init__(self, engine: TracedEngine, event: TraceEvent) -> None:
+        self._engine = engine
+        self._event = event
+
+    def on_start(self) -> None:
+        self._started = self._engine.clock()
+        self._engine.on_generate(self._engine.name)
+
+    def on_output(self, output: Output) -> None:
+        usage = output.usage
+        if usage is not None:
+            event = self._event
+            event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
+            self._engine.note(event, self._started)
+        if output.finish_reason is not None and output.broken_off:
+            error = EngineError(f"{self._engine.name} ended the sequence: {output.finish_reason}")
+            self._engine.on_failure(error)
+
+    def on_end(self, error: BaseException | None) -> None:
+        if isinstance(error, TercetError):
+            self._engine.on_failure(error)

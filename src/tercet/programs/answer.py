@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Union, cast
+from functools import partial
+from typing import Any, Protocol, Union, cast
 
-from tercet.protocol import Output, Stream, Take
+from tercet.protocol import Output, OutputStream
 
 # Outputs, engines' streams, and what other programs yield. (A union with a name in quotes needs ``Union``.)
-Answer = AsyncIterator[Union[Output, Stream, "Answer"]]
+Answer = AsyncIterator[Union[Output, OutputStream, "Answer"]]
 
 
-async def outputs_of(answer: Answer, take: Take | None = None) -> AsyncGenerator[Output, None]:
-    """The outputs of a program, those of the streams that it yields in their places.
+class OutputSink(Protocol):
+    """Where a program's outputs go."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is wanted."""
+        ...
+
+    def put(self, output: Output) -> object:
+        """The next output."""
+        ...
+
+    async def until_asked(self) -> None:
+        """Return once there is somebody who waits for more."""
+        ...
+
+
+async def run_program(answer: Answer, sink: OutputSink) -> None:
+    """Run a program until it ends or nothing more is wanted; the outputs of streams that it yields go to ``sink``, too.
 
     While a stream runs, the program waits at its ``yield``: an error of the stream, or a cancellation, is raised there,
-    so that it may be caught. Each stream is closed before the program goes on. ``take`` is offered what can be tapped
-    (:meth:`~tercet.protocol.Stream.tap`). What is neither output nor stream is passed on.
+    so that it may be caught. Each stream is closed before the program goes on. After an output of its own it goes on
+    once that has reached who waits for it. What is neither output nor stream is passed on, too.
     """
     failure: BaseException | None = None
     async with aclosing(cast("AsyncGenerator[Any, None]", answer)) as parts:
-        while True:
+        while not sink.over:
             try:
                 part = await (anext(parts) if failure is None else parts.athrow(failure))
             except StopAsyncIteration:
                 return
+            if isinstance(failure, asyncio.CancelledError):
+                raise failure  # the program would go on all the same
             failure = None
             if not isinstance(part, AsyncIterator):
-                yield part
+                sink.put(part)
+                await sink.until_asked()
                 continue
             try:
-                async with aclosing(_outputs(cast("Answer", part), take)) as outputs:
-                    async for output in outputs:
-                        yield output
-            except GeneratorExit:
-                raise
+                if isinstance(part, OutputStream):
+                    await part.run(sink.put, sink.until_asked)
+                else:
+                    await run_program(cast("Answer", part), sink)
             except BaseException as error:
                 failure = error
+    if isinstance(failure, asyncio.CancelledError):
+        raise failure
 
 
-def _outputs(part: Stream | Answer, take: Take | None) -> Stream | AsyncGenerator[Output, None]:
-    if not isinstance(part, Stream):
-        return outputs_of(part, take)
-    if take is not None:
-        part.tap(take)
-    return part
+def outputs_of(answer: Answer) -> OutputStream:
+    """The outputs of a program, those of the streams that it yields in their places; see :func:`run_program`."""
+    return OutputStream(partial(run_program, answer))

@@ -26,7 +26,7 @@ from tercet.protocol.errors import (
 )
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route
 from tercet.protocol.ranges import resolve_range
-from tercet.protocol.stream import Stream, Take, Tap, noting
+from tercet.protocol.stream import OutputCallback, OutputObserver, OutputStream
 from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
@@ -48,6 +48,9 @@ __all__ = [
     "LeaseEnded",
     "NoSpace",
     "Output",
+    "OutputCallback",
+    "OutputObserver",
+    "OutputStream",
     "PrefillRule",
     "RankAddress",
     "Request",
@@ -57,9 +60,6 @@ __all__ = [
     "Route",
     "Saturated",
     "Sent",
-    "Stream",
-    "Take",
-    "Tap",
     "TercetError",
     "TokenLogprob",
     "TransferFailed",
@@ -68,6 +68,5 @@ __all__ = [
     "UnknownSequence",
     "Usage",
     "from_wire",
-    "noting",
     "resolve_range",
 ]

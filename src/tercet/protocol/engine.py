@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
-from tercet.protocol.stream import Stream
-from tercet.protocol.types import EngineStatus, Output, Request, Sent
+from tercet.protocol.stream import OutputStream
+from tercet.protocol.types import EngineStatus, Request, Sent
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Engine(Protocol):
     """One engine: three verbs, and what it takes to stop them.
 
     Every method raises errors of :mod:`tercet.protocol.errors` and nothing else. Cancelling a call, or closing its
-    generator, ends the work on the engine and gives back what it took.
+    stream, ends the work on the engine and gives back what it took.
     """
 
     @property
@@ -71,9 +71,7 @@ class Engine(Protocol):
         """
         ...
 
-    def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> Stream | AsyncGenerator[Output, None]:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         """Prefill ``prompt[begin:]``, then decode; outputs come until one has a finish reason.
 
         ``begin`` is the position up to which the caller provided KV; what is not there after all is computed.

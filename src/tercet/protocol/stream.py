@@ -1,66 +1,233 @@
-"""A sequence's outputs, as a reader waits for them, or as a tap takes them."""
+"""One sequence's outputs, on their way from who produces them to observers and to one consumer."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Protocol
 
+from tercet.protocol.errors import TercetError
 from tercet.protocol.types import Output
 
-# Whether it has taken the output. One that it leaves goes to who waits for it, as if there were no tap.
-Take = Callable[[Output], bool]
+# Whether it took the output; what it leaves is queued for who iterates. Called on the event loop; must not raise.
+OutputCallback = Callable[[Output], bool]
 
 
-def noting(take: Take, note: Callable[[Output], object]) -> Take:
-    """As ``take``; ``note`` is told of each output that it takes."""
+class OutputObserver(Protocol):
+    """Is told of every output once, in order, before the consumer has it. Must not raise."""
 
-    def noted(output: Output) -> bool:
-        taken = take(output)
-        if taken:
-            note(output)
-        return taken
+    def on_start(self) -> None:
+        """The work begins; without this call there is none of the others."""
+        ...
 
-    return noted
+    def on_output(self, output: Output) -> None:
+        """An output has come."""
+        ...
+
+    def on_end(self, error: BaseException | None) -> None:
+        """The work is over: called once, also when the stream was closed early or its consumer was cancelled."""
+        ...
 
 
-class Tap:
-    """Where outputs are offered as they arrive, while somebody waits for them.
+class OutputStream:
+    """The outputs of one sequence. ``produce`` is called with the stream when a consumer begins, and puts them in it.
 
-    To wake up a task, and all the generators between it and the engine's stream, costs more than all that is done for a
-    token. Who only passes outputs on can do that here instead, at once and without waiting for anything.
+    There is one consumer. It iterates; then ``produce`` runs in a task of its own, and an ``async for`` that is left
+    early ends it. Or it gives :meth:`run` a function, and then ``produce`` runs in the consumer's task, without a
+    queue. What an iterating consumer can do at once, while it waits, it may leave to :attr:`callback`: to wake up its
+    task costs more than all else that is done for a token.
+
+    The stream is over with the first output that has a finish reason, with an error, and when ``produce`` returns.
+    Nothing is put into it then. ``produce`` is cancelled when the consumer leaves, and has ended when :meth:`aclose`
+    returns and before an error is raised to the consumer.
     """
 
-    __slots__ = ("take",)
+    __slots__ = (
+        "_begun", "_consume", "_demand", "_failure", "_observers", "_over", "_produce", "_queue", "_stopped", "_task",
+        "_until_consumed", "_until_over", "_waiter", "callback",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.take: Take | None = None
+    def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
+        self.callback: OutputCallback | None = None
+        self._produce = produce
+        self._observers: tuple[OutputObserver, ...] = ()
+        self._consume: Callable[[Output], object] | None = None
+        self._until_consumed: Callable[[], Awaitable[None]] | None = None
+        self._queue: deque[Output] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._demand: asyncio.Future[None] | None = None
+        self._until_over: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+        self._begun = self._over = self._stopped = False
 
-    def offer(self, output: Output) -> bool:
-        """Whether it was taken."""
-        return self.take is not None and self.take(output)
+    @classmethod
+    def of(cls, outputs: AsyncGenerator[Output, None]) -> OutputStream:
+        """The stream of what a generator yields, which is asked for the next when the one before has been consumed."""
 
+        async def produce(stream: OutputStream) -> None:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    stream.put(output)
+                    await stream.until_asked()
+                    if stream.over:
+                        return
 
-class Stream:
-    """The outputs of ``outputs``, the middle ones of which :meth:`tap` lets somebody else take, if they can be tapped.
+        return cls(produce)
 
-    An asynchronous iterator; close it with ``aclose``.
-    """
+    def subscribe(self, observer: OutputObserver) -> None:
+        """Tell ``observer`` of what happens from the start on; the one that came first is told first."""
+        self._observers += (observer,)
 
-    __slots__ = ("_outputs", "_tap")
+    # ---- the producer's side ---------------------------------------------------------------------------------
 
-    def __init__(self, outputs: AsyncGenerator[Output, None], tap: Tap) -> None:
-        self._outputs = outputs
-        self._tap = tap
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be passed on."""
+        return self._over
 
-    def tap(self, take: Take) -> None:
-        """Offer outputs to ``take`` from now on: not the first one, none that ends the sequence, and no error."""
-        self._tap.take = take
+    @property
+    def begun(self) -> bool:
+        """Whether an output has come."""
+        return self._begun
+
+    def put(self, output: Output) -> None:
+        """The next output; dropped if the stream is over."""
+        if self._over:
+            return
+        self._begun = True
+        for observer in self._observers:
+            observer.on_output(output)
+        if output.finish_reason is not None:
+            self._end()
+        consume, waiter = self._consume, self._waiter
+        if consume is not None:
+            try:
+                consume(output)
+            except Exception as error:  # raised to the consumer, which is not this caller
+                self._failure = error
+                self._end()
+        elif waiter is None or waiter.done():
+            self._queue.append(output)
+        # The consumer waits, so it has had everything before this.
+        elif self.callback is None or not self.callback(output):
+            self._queue.append(output)
+            waiter.set_result(None)
+
+    def fail(self, error: TercetError) -> None:
+        """The sequence has ended in an error."""
+        if not self._over:
+            self._failure = error
+            self._end()
+
+    async def until_over(self) -> None:
+        """Return once nothing more is wanted: for a producer whose outputs come from elsewhere."""
+        if not self._over:
+            self._until_over = asyncio.get_running_loop().create_future()
+            await self._until_over
+
+    async def until_asked(self) -> None:
+        """Return once the consumer has had everything, has done what it does with it, and waits for more."""
+        if self._until_consumed is not None:
+            await self._until_consumed()
+        while self._consume is None and not self._over and (self._queue or self._waiter is None):
+            self._demand = asyncio.get_running_loop().create_future()
+            await self._demand
+
+    def _end(self) -> None:
+        self._over = True
+        for waiting in (self._until_over, self._demand):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    # ---- the consumer's side ---------------------------------------------------------------------------------
+
+    async def run(
+        self, consume: Callable[[Output], object], until_consumed: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Produce in this task until the stream is over; ``consume`` is called with each output as it comes.
+
+        Producers that can wait do so for ``until_consumed`` after each. Raises what ended the stream, and what
+        ``consume`` raises, which ends it.
+        """
+        if not self._over:
+            self._consume, self._until_consumed = consume, until_consumed
+            await self._run()
+            self._raise_failure()
 
     def __aiter__(self) -> AsyncGenerator[Output, None]:
-        return self._outputs
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncGenerator[Output, None]:
+        try:
+            while (output := await anext(self, None)) is not None:
+                yield output
+        finally:
+            await self.aclose()
 
     async def __anext__(self) -> Output:
-        return await anext(self._outputs)
+        if self._task is None and not self._over:
+            self._task = asyncio.get_running_loop().create_task(self._run_beside())
+            _running.add(self._task)
+            self._task.add_done_callback(_running.discard)
+        while not self._queue:
+            if self._task is None or self._stopped:
+                self._raise_failure()
+                raise StopAsyncIteration
+            await self._wait()
+        return self._queue.popleft()
 
     async def aclose(self) -> None:
-        """End it: the engine stops working on the sequence."""
-        await self._outputs.aclose()
+        """End it, wherever it is: the engine stops working on the sequence. More than once does nothing."""
+        task, was_over = self._task, self._over
+        self._end()
+        if task is not None and not self._stopped:
+            if not was_over:  # if it was, ``produce`` is about to return, and is not disturbed in giving back
+                task.cancel()
+            await asyncio.wait([task])
+            self._stopped = True
+        self._queue.clear()
+        self._failure = None
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._demand is not None and not self._demand.done():
+            self._demand.set_result(None)
+        try:
+            await self._waiter
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        finally:
+            self._waiter = None
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    # ---- the work --------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        for observer in self._observers:
+            observer.on_start()
+        try:
+            await self._produce(self)
+        except BaseException as error:
+            self._failure = self._failure or error  # the first one is what ended it
+        finally:
+            self._end()
+            for observer in self._observers:
+                observer.on_end(self._failure)
+
+    async def _run_beside(self) -> None:
+        await self._run()
+        self._stopped = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+# The event loop itself keeps only weak references to tasks.
+_running: set[asyncio.Task[None]] = set()

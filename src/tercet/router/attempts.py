@@ -1,15 +1,17 @@
-"""What is tried for a sequence: its program first, then one engine that goes on from the tokens so far."""
+"""One attempt at a sequence: its program, or after a failure one engine that goes on from the tokens so far."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from tercet.programs import Answer
-from tercet.protocol import EngineError, Fleet, Output, Request
-from tercet.router.recovery import Recovery
+from tercet.fleet import RunningSequence
+from tercet.programs import Answer, run_program
+from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request
 
 
 class ProgramFault(Exception):
@@ -28,23 +30,57 @@ class BrokenOff(EngineError):
         self.output = Output((), output.finish_reason, output.stop_reason)
 
 
-def require_whole(output: Any) -> None:
-    """Raises :class:`ProgramFault` for what is no output, :class:`BrokenOff` for one that is not the end it claims."""
-    if not isinstance(output, Output):
-        raise ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
-    if output.broken_off:
-        raise BrokenOff(output)
+class Attempt:
+    """Passes outputs on to ``stream``, up to the sequence's end, or to what is none of its outputs."""
 
+    def __init__(self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None]) -> None:
+        self._sequence = sequence
+        self._stream = stream
+        self._on_finish = on_finish
+        self._fault: ProgramFault | BrokenOff | None = None
 
-def again(request: Request, recovery: Recovery) -> Request:
-    """The request of another attempt: under an id of its own, so that nothing late of an earlier one is taken for it.
+    async def run(self, program: Callable[[], Answer]) -> BaseException | None:
+        """Run it to its end; returns what failed, if the sequence may still be served by another attempt."""
+        try:
+            await run_program(program(), self)
+            failure: BaseException = self._fault or ProgramFault("it ended before its sequence did")
+        except (Exception, SystemExit) as error:  # a user's program may raise anything
+            _require_wanted(error)
+            failure = self._fault or error
+        return None if self._stream.over else failure
 
-    Log probabilities of the prompt came with the first token.
-    """
-    params = request.sampling_params
-    if recovery.answered:
-        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
-    return msgspec.structs.replace(request, seq_id=f"{request.seq_id}.{recovery.attempts}", sampling_params=params)
+    @property
+    def over(self) -> bool:
+        """Whether the program is to go no further."""
+        return self._fault is not None or self._stream.over
+
+    def put(self, output: Any) -> None:
+        """What the program yields, or a stream of its engines has."""
+        if not isinstance(output, Output):
+            self._fault = ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+        elif output.finish_reason is None:
+            self._pass_on(output)
+        elif output.broken_off:
+            self._fault = BrokenOff(output)
+            if output.token_ids:
+                self._pass_on(self._fault.begun)
+        else:
+            self.finish(output)
+
+    def finish(self, output: Output) -> None:
+        """The sequence ends with this output."""
+        if not self._stream.over:
+            self._sequence.record(output, time.monotonic())
+            self._on_finish()
+            self._stream.put(output)
+
+    async def until_asked(self) -> None:
+        """See :meth:`tercet.protocol.OutputStream.until_asked`."""
+        await self._stream.until_asked()
+
+    def _pass_on(self, output: Output) -> None:
+        self._sequence.record(output, time.monotonic())
+        self._stream.put(output)
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
@@ -54,3 +90,10 @@ async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ())
     """
     with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
         yield engine.start_generate(request, output=output)
+
+
+def _require_wanted(error: BaseException) -> None:
+    """A program that turned its cancellation into another error is cancelled all the same."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError from error

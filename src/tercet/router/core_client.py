@@ -72,7 +72,7 @@ class ProgramClient(EngineCoreClient):
                 self._output_processor.abort_requests((request.request_id,), internal=True)
             raise
         stream = current_stream()
-        outputs = ProgramOutputs(self._service, sequence, context, stream.take if stream is not None else None)
+        outputs = ProgramOutputs(self._service, sequence, context)
         if stream is not None:
             stream.begin(outputs)
             return

@@ -11,7 +11,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput
 
 from tercet.fleet import Trace
-from tercet.protocol import EngineError, Output, Request, Take, TercetError, Usage
+from tercet.protocol import EngineError, Output, Request, TercetError, Usage
 from tercet.router.context import RequestContext
 from tercet.router.convert import to_core_output
 from tercet.router.service import Service
@@ -20,18 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class ProgramOutputs:
-    """``stream`` has the outputs of ``request``'s program, which runs as they are asked for.
+    """``stream`` has the outputs of ``request``'s program, which runs as they are asked for."""
 
-    ``take`` is offered those that can be tapped, and what it takes does not appear there.
-    """
-
-    def __init__(self, service: Service, request: Request, context: RequestContext, take: Take | None = None) -> None:
+    def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
         self._service = service
         self._request = request
         self._trace = Trace()
         self._is_first = True
         context.traces.append(self._trace)
-        self.stream = service.run(request, self._trace, context.asked.model, context.began, take)
+        self.stream = service.run(request, self._trace, context.asked.model, context.began)
 
     @property
     def seq_id(self) -> str:

@@ -8,17 +8,17 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
-from tercet.fleet import EngineFleet, Trace
-from tercet.programs import BUILT_IN, Program, load_program, outputs_of
-from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, Request, Take, TercetError, noting
-from tercet.router.attempts import BrokenOff, ProgramFault, again, one_engine, require_whole
+from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
+from tercet.programs import BUILT_IN, Program, load_program
+from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
+from tercet.router.attempts import Attempt, BrokenOff, ProgramFault, one_engine
 from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
-from tercet.router.recovery import Recovery
 from tercet.router.routing import Chosen, Routing, Version
 from tercet.settings import RetryBudget
 
@@ -49,6 +49,7 @@ class Service:
         request_timeout: float | None = None,
     ) -> None:
         self.fleet = fleet
+        self.sequences = RunningSequences()
         self._retries = retries
         self._request_timeout = request_timeout
         self.wanted = Plan(program=program, args=program_args)
@@ -92,107 +93,78 @@ class Service:
 
     # ---- serving ---------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        request: Request,
-        trace: Trace,
-        model: str = "",
-        began: float | None = None,
-        take: Take | None = None,
-    ) -> AsyncGenerator[Output, None]:
-        """Run the request's program; yields its outputs and notes in ``trace`` what happened.
+    def run(self, request: Request, trace: Trace, model: str = "", began: float | None = None) -> OutputStream:
+        """The outputs of the request's program, which runs once they are asked for; ``trace`` gets what happens.
 
         ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its
-        time began to run (:func:`time.monotonic`), now if not given. ``take`` is offered outputs of streams that the
-        program yields (:meth:`tercet.protocol.Stream.tap`); what it takes is not yielded. Raises the program's
+        time began to run (:func:`time.monotonic`), now if not given. The stream raises the program's
         :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
         :class:`~tercet.protocol.DeadlineExceeded`.
         """
-        outputs = self._run(request, trace, model, take)
-        if self._request_timeout is None:
-            return outputs
-        return self._in_time(outputs, time.monotonic() if began is None else began)
+        return OutputStream(partial(self._serve, request, trace, model, time.monotonic() if began is None else began))
 
-    async def _run(self, request: Request, trace: Trace, model: str, take: Take | None) -> AsyncGenerator[Output, None]:
-        """The outputs of the program, and after a failure those of one engine that goes on where it stopped."""
+    async def _serve(self, request: Request, trace: Trace, model: str, began: float, stream: OutputStream) -> None:
+        """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        fleet = self.fleet.traced(trace)
-        recovery = Recovery(self._retries, time.monotonic())
-        if take is not None:
-            take = noting(take, lambda output: recovery.note(output, time.monotonic()))
-        attempt = chosen.program(request, fleet)
-        with self._metrics.sequence():
+        sequence = RunningSequence(request, chosen.name, self._retries, time.monotonic())
+        fleet = self.fleet.traced(trace, sequence.runs_on)
+        program = partial(chosen.program, request, fleet)
+        with self._counted(sequence), self._deadline(began, stream):
             while True:
-                try:
-                    async with aclosing(outputs_of(attempt, take)) as outputs:
-                        async for output in outputs:
-                            require_whole(output)
-                            recovery.note(output, time.monotonic())
-                            if output.finish_reason is None:
-                                yield output
-                                continue
-                            if not recovery.attempts:
-                                self.routing.succeeded(chosen)
-                            self._ended(trace, recovery)
-                            yield output
-                            return
-                    raise ProgramFault("it ended before its sequence did")
-                except (Exception, SystemExit) as error:  # a user's program may raise anything
-                    _require_wanted(error)
-                    if isinstance(error, BrokenOff) and error.begun.token_ids:
-                        recovery.note(error.begun, time.monotonic())
-                        yield error.begun
-                    pause = self._next_attempt(chosen, error, recovery)
-                    if pause is None:
-                        last = _last_output(error)
-                        self._ended(trace, recovery)
-                        yield last
-                        return
-                await asyncio.sleep(pause)
-                trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
-                attempt = one_engine(again(request, recovery), fleet, tuple(recovery.tokens))
-
-    def _ended(self, trace: Trace, recovery: Recovery) -> None:
-        trace.ttft, trace.tpot = recovery.ttft, recovery.tpot
-        self._metrics.finished(trace)
-
-    async def _in_time(self, outputs: AsyncGenerator[Output, None], began: float) -> AsyncGenerator[Output, None]:
-        """The outputs, as long as they come before the deadline of a request that began then."""
-        async with aclosing(outputs):
-            while True:
-                async with self.deadline(began):
-                    output = await anext(outputs, None)
-                if output is None:
+                attempt = Attempt(sequence, stream, partial(self._finished, chosen, sequence, trace))
+                failure = await attempt.run(program)
+                if failure is None:
                     return
-                yield output
+                retry = self._next_attempt(chosen, failure, sequence)
+                if retry is None:
+                    attempt.finish(_last_output(failure))
+                    return
+                await asyncio.sleep(retry.pause)
+                trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
+                program = partial(one_engine, retry.request, fleet, retry.output)
 
-    def _next_attempt(self, chosen: Chosen, error: BaseException, recovery: Recovery) -> float | None:
-        """Seconds until the next attempt after ``error``, or None if there shall be none."""
-        if not recovery.attempts:
-            self._failed(chosen, error)
-        pause = recovery.next_attempt(time.monotonic()) if _one_engine_may_help(chosen, error) else None
-        if pause is not None:
-            code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
-            self._metrics.retried(code, recovery.answered)
-            if recovery.attempts == 1:
-                self._metrics.fell_back(chosen.name, code)
-        return pause
+    @contextmanager
+    def _counted(self, sequence: RunningSequence) -> Generator[None]:
+        with self.sequences.running(sequence), self._metrics.sequence():
+            yield
 
-    @asynccontextmanager
-    async def deadline(self, began: float) -> AsyncGenerator[None]:
-        """Raises :class:`~tercet.protocol.DeadlineExceeded` when a request that began then has run for too long."""
-        if self._request_timeout is None:
+    @contextmanager
+    def _deadline(self, began: float, stream: OutputStream) -> Generator[None]:
+        """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
+        task, timeout = asyncio.current_task(), self._request_timeout
+        if timeout is None or task is None:
             yield
             return
-        timeout = asyncio.timeout(began + self._request_timeout - time.monotonic())
+
+        def expire() -> None:
+            if not stream.over:
+                stream.fail(DeadlineExceeded(f"the request did not end within {timeout:g} s"))
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(began + timeout - time.monotonic(), expire)
         try:
-            async with timeout:
-                yield
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise DeadlineExceeded(f"the request did not end within {self._request_timeout:g} s") from error
+            yield
+        finally:
+            timer.cancel()
+
+    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace) -> None:
+        if not sequence.attempt:
+            self.routing.succeeded(chosen)
+        trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
+        self._metrics.finished(trace)
+
+    def _next_attempt(self, chosen: Chosen, error: BaseException, sequence: RunningSequence) -> Retry | None:
+        """What is tried next after ``error``, or None if nothing is."""
+        if not sequence.attempt:
+            self._failed(chosen, error)
+        retry = sequence.next_attempt(time.monotonic()) if _one_engine_may_help(chosen, error) else None
+        if retry is not None:
+            code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
+            self._metrics.retried(code, sequence.answered)
+            if sequence.attempt == 1:
+                self._metrics.fell_back(chosen.name, code)
+        return retry
 
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""
@@ -244,13 +216,6 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
 def _one_engine_may_help(chosen: Chosen, error: BaseException) -> bool:
     """What the client did wrong is not tried again."""
     return not isinstance(error, BadRequest) or _is_own_fault(chosen, error)
-
-
-def _require_wanted(error: BaseException) -> None:
-    """A program that turned its cancellation into another error is cancelled all the same."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError from error
 
 
 def _last_output(error: BaseException) -> Output:

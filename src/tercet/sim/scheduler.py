@@ -132,7 +132,8 @@ class SimScheduler:
         self._decoding = DecodingBatch(self._block_size)
         for work in works:
             work.state = "left"
-            work.stream.put(error)
+            if work.stream is not None:
+                work.stream.fail(error)
 
     def _wake(self) -> None:
         if self._timer is None:

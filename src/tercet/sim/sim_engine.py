@@ -18,6 +18,7 @@ from tercet.protocol import (
     EngineUnreachable,
     KVAddrInfo,
     Output,
+    OutputStream,
     RankAddress,
     Request,
     Reservation,
@@ -176,23 +177,22 @@ class SimEngine:
         seconds = self._loop.time() - started
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
-    async def start_generate(
-        self, request: Request, begin: int = 0, output: Sequence[int] = ()
-    ) -> AsyncGenerator[Output, None]:
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
+        return OutputStream(partial(self._generate, request, begin, output))
+
+    async def _generate(self, request: Request, begin: int, output: Sequence[int], stream: OutputStream) -> None:
         await self._arrive(request)
         work = self._generation(request, begin, output)
+        work.stream = stream
         self._generating[request.seq_id] = work
-        scheduler, finished = self._scheduler, False
+        scheduler = self._scheduler
         try:
             scheduler.submit(work)
-            while not finished:
-                item = await work.stream.get()
-                finished = item.finished
-                yield item
+            await stream.until_over()
         finally:
             self._generating.pop(request.seq_id, None)
-            if not finished:
+            if work.state != "left":
                 scheduler.between_steps(partial(scheduler.drop, work))
 
     def works_on(self, seq_id: str) -> bool:
@@ -210,7 +210,8 @@ class SimEngine:
         work = self._generating.get(seq_id)
         if work is not None:
             await self._between_steps(partial(self._scheduler.drop, work))
-            work.stream.put(Output((), "abort"))
+            if work.stream is not None:
+                work.stream.put(Output((), "abort"))
 
     async def release(self, lease: str) -> int:
         """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""

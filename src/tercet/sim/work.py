@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 
-from tercet.protocol import Output, TercetError, Usage
+from tercet.protocol import Output, OutputStream, Usage
 from tercet.protocol.types import FinishReason
 from tercet.sim.block_pool import Holding
 from tercet.sim.prompts import Prompt
-
-
-class OutputQueue:
-    """What an engine has for one caller: outputs in order, the last one with a finish reason, or an error."""
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: deque[Output | TercetError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: Output | TercetError) -> None:
-        """Hand over an output, or the error that ends the stream."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Output:
-        """The next output; raises the error that ended the stream."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, TercetError):
-            raise item
-        return item
 
 
 class Work:
@@ -43,7 +15,7 @@ class Work:
 
     ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
     tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
-    :class:`~tercet.sim.decode_steps.DecodingBatch` until it settles them.
+    :class:`~tercet.sim.decode_steps.DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
     """
 
     __slots__ = (
@@ -61,7 +33,7 @@ class Work:
         self.on_computed = on_computed
         self.on_chunk: Callable[[int, int, float, float], None] | None = None
         self.holding = Holding()
-        self.stream = OutputQueue()
+        self.stream: OutputStream | None = None
         self.computed = 0
         self.produced = 0
         self.delivered = 0
@@ -101,4 +73,5 @@ class Work:
             reason = "length"
         usage = self.usage if self.delivered == 0 else None
         self.delivered = self.produced
-        self.stream.put(Output(self.prompt.output(begin, end), reason, usage=usage))
+        if self.stream is not None:
+            self.stream.put(Output(self.prompt.output(begin, end), reason, usage=usage))

@@ -6,18 +6,16 @@ every 100 ms. The front door sends heartbeats, new sequences and cancellations t
 """
 
 from tercet.streams.connection import Connection, Voice
-from tercet.streams.inbox import Deliver, Inbox
+from tercet.streams.inbox import Inbox
 from tercet.streams.line import Line
 from tercet.streams.listener import Listener
 from tercet.streams.messages import REPORT_SECONDS, Ending, Hello, Item, Order, Step
-from tercet.streams.outputs import Outputs
 from tercet.streams.relay import Relay
 from tercet.streams.speaker import Speaker
 
 __all__ = [
     "REPORT_SECONDS",
     "Connection",
-    "Deliver",
     "Ending",
     "Hello",
     "Inbox",
@@ -25,7 +23,6 @@ __all__ = [
     "Line",
     "Listener",
     "Order",
-    "Outputs",
     "Relay",
     "Speaker",
     "Step",

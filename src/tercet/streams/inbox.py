@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from tercet.protocol import EngineUnreachable, Output, TercetError
+from tercet.protocol import EngineUnreachable, OutputStream, TercetError
 from tercet.streams.messages import Item
-
-Deliver = Callable[[Output | TercetError], None]
-"""Takes a sequence's outputs as they arrive, the last one with a finish reason; or an error, which is the last then.
-
-Called on the event loop, in the middle of a message: it must not raise, and must not close sequences.
-"""
 
 
 class _Sequence:
-    __slots__ = ("deliver", "position")
+    __slots__ = ("position", "stream")
 
-    def __init__(self, position: int, deliver: Deliver) -> None:
+    def __init__(self, position: int, stream: OutputStream) -> None:
         self.position = position
-        self.deliver = deliver
+        self.stream = stream
 
 
 class Inbox:
@@ -39,9 +33,9 @@ class Inbox:
     def __contains__(self, number: int) -> bool:
         return number in self._open
 
-    def open(self, number: int, position: int, deliver: Deliver) -> None:
-        """Expect outputs of a sequence; its first token here is at ``position``."""
-        self._open[number] = _Sequence(position, deliver)
+    def open(self, number: int, position: int, stream: OutputStream) -> None:
+        """Put the outputs of a sequence into ``stream``; its first token here is at ``position``."""
+        self._open[number] = _Sequence(position, stream)
 
     def close(self, number: int) -> bool:
         """Nobody waits for the sequence any more; whether it was still open."""
@@ -74,12 +68,12 @@ class Inbox:
         try:
             output = item.to_output()
         except TercetError as error:
-            sequence.deliver(error)
+            sequence.stream.fail(error)
         else:
-            sequence.deliver(output)
+            sequence.stream.put(output)
 
     def _fail(self, number: int, error: TercetError) -> None:
-        self._open.pop(number).deliver(error)
+        self._open.pop(number).stream.fail(error)
 
     def _gap(self, item: Item, sequence: _Sequence) -> EngineUnreachable:
         return EngineUnreachable(

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import msgspec
 
-from tercet.protocol import EngineLoad, EngineUnreachable
+from tercet.protocol import EngineLoad, EngineUnreachable, OutputStream
 from tercet.protocol.wire import StartGenerateCall
-from tercet.streams.inbox import Deliver, Inbox
+from tercet.streams.inbox import Inbox
 from tercet.streams.messages import Order, Step, frame_of
 
 _steps = msgspec.msgpack.Decoder(Step)
@@ -47,13 +47,13 @@ class Line:
         return len(self._inbox)
 
     @contextmanager
-    def sequence(self, position: int, deliver: Deliver) -> Generator[int]:
-        """A new sequence's number; its first token has this ``position`` among its output.
+    def sequence(self, position: int, stream: OutputStream) -> Generator[int]:
+        """A new sequence's number; its outputs are put into ``stream``, from the one at ``position`` on.
 
         What is not over at the exit is cancelled on the engine.
         """
         number = next(self._numbers)
-        self._inbox.open(number, position, deliver)
+        self._inbox.open(number, position, stream)
         try:
             yield number
         finally:

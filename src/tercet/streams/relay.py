@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
-from tercet.protocol import EngineError, Output, TercetError
+from tercet.protocol import EngineError, OutputStream, TercetError
 from tercet.protocol.wire import Destination
 from tercet.streams.connection import Voice
 from tercet.streams.speaker import Speaker
@@ -22,7 +20,7 @@ class Relay:
         self.speaker = speaker
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, door: Destination, position: int, outputs: AsyncGenerator[Output, None]) -> None:
+    async def start(self, door: Destination, position: int, outputs: OutputStream) -> None:
         """Generate; ``position`` is that of the first token among the sequence's output. Errors go there, too.
 
         Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it is not to
@@ -45,15 +43,10 @@ class Relay:
             await asyncio.wait(self._tasks)
 
 
-async def _run(voice: Voice, outputs: AsyncGenerator[Output, None]) -> None:
-    finished = False
+async def _run(voice: Voice, outputs: OutputStream) -> None:
     try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                finished = output.finished
-                voice.say(output)
-        if not finished:
-            voice.fail(EngineError("the engine ended the sequence without a finish reason"))
+        await outputs.run(voice.say)
+        voice.fail(EngineError("the engine ended the sequence without a finish reason"))
     except TercetError as error:
         voice.fail(error)
     except Exception as error:  # it fails its own sequence only

@@ -329,8 +329,10 @@ def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
     costs = Costs(Clock(), random.Random(0))
     kinds = [costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind for _ in range(3)]
     assert kinds == ["pair"] * 3  # nothing is known of transfers yet
-    with costs.generating("a", request_of(), 0, 0):
-        assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0).chosen.decode == "b"
+    generation = costs.generating("a", request_of(), 0, 0)
+    generation.on_start()
+    assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0).chosen.decode == "b"
+    generation.on_end(None)
     costs.model.transfers = 3
     assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind == "alone"
     explored = costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tercet.programs import Answer, outputs_of
-from tercet.protocol import EngineError, Output, Stream, Tap
+from tercet.programs import Answer, outputs_of, run_program
+from tercet.protocol import EngineError, Output, OutputStream
 
 
 class Source:
@@ -32,8 +32,8 @@ class Source:
             self.open -= 1
             self.closed.append(len(self.closed))
 
-    def stream(self, *tokens: int, error: BaseException | None = None) -> Stream:
-        return Stream(self.outputs(*tokens, error=error), Tap())
+    def stream(self, *tokens: int, error: BaseException | None = None) -> OutputStream:
+        return OutputStream.of(self.outputs(*tokens, error=error))
 
 
 @pytest.fixture
@@ -150,31 +150,79 @@ async def test_cancelled_at_every_await(source: Source, steps: int) -> None:
 
 
 async def test_what_is_neither_is_passed_on() -> None:
+    class Sink:
+        def __init__(self) -> None:
+            self.parts = list[Any]()
+
+        @property
+        def over(self) -> bool:
+            return bool(self.parts)
+
+        def put(self, output: Output) -> None:
+            self.parts.append(output)
+
+        async def until_asked(self) -> None: ...
+
     async def program() -> AsyncIterator[Any]:
         yield None
+        raise AssertionError("nothing more is wanted")
 
-    assert [part async for part in outputs_of(program())] == [None]
+    sink = Sink()
+    await run_program(program(), sink)
+    assert sink.parts == [None]
 
 
-async def test_a_tap_is_set_before_a_stream_is_asked(source: Source) -> None:
-    tap = Tap()
-
-    async def tapped() -> AsyncGenerator[Output, None]:
-        assert tap.offer(Output((1,)))
-        yield Output((2,))
-
-    async def inner() -> Answer:
-        yield Stream(tapped(), tap)
+async def test_after_an_output_of_its_own_a_program_waits_until_the_next_one_is_asked_for() -> None:
+    went_on = list[bool]()
 
     async def program() -> Answer:
+        yield Output((1,))
+        went_on.append(True)
+        yield Output((2,))
+
+    outputs = outputs_of(program())
+    assert await anext(outputs) == Output((1,))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not went_on
+    assert await anext(outputs) == Output((2,))
+    await outputs.aclose()
+
+
+async def test_a_program_that_goes_on_after_its_cancellation_is_cancelled_all_the_same(source: Source) -> None:
+    stubborn = list[str]()
+
+    async def program() -> Answer:
+        try:
+            yield source.stream(*range(1000))
+        except asyncio.CancelledError:
+            stubborn.append("caught")
+            yield source.stream(1)
+            stubborn.append("went on")
+
+    task = asyncio.create_task(outputs_of(program()).run(lambda _: None))
+    while not source.open:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert (task.cancelled(), stubborn, source.open) == (True, ["caught"], 0)
+
+
+async def test_what_is_done_at_once_is_done_for_streams_of_inner_programs_too(source: Source) -> None:
+    async def inner() -> Answer:
+        yield source.stream(2, 3, 4)
+
+    async def program() -> Answer:
+        yield Output((1,))
         yield inner()
 
     taken = list[Output]()
 
     def take(output: Output) -> bool:
         taken.append(output)
-        return True
+        return output.token_ids != (4,)
 
-    assert not tap.offer(Output((0,)))
-    assert [output async for output in outputs_of(program(), take)] == [Output((2,))]
-    assert taken == [Output((1,))]
+    outputs = outputs_of(program())
+    outputs.callback = take
+    assert [output async for output in outputs] == [Output((4,))]
+    assert taken == [Output((token,)) for token in (1, 2, 3, 4)]

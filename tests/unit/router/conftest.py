@@ -127,7 +127,7 @@ class Door:
         return self.engines[f"http://{name}"]
 
     async def ask(
-        self, headers: dict[str, str] | None = None, model: str = "", **sampling: Any
+        self, headers: dict[str, str] | None = None, model: str = "", began: float | None = None, **sampling: Any
     ) -> tuple[str, list[int]]:
         """The program that served it in the end, and the tokens."""
         self.number += 1
@@ -135,7 +135,7 @@ class Door:
             seq_id=f"s{self.number}", prompt=tuple(range(100)), sampling_params=sampling, headers=headers or {}
         )
         trace = Trace()
-        tokens = [token async for item in self.service.run(request, trace, model) for token in item.token_ids]
+        tokens = [token async for item in self.service.run(request, trace, model, began) for token in item.token_ids]
         return trace.program, tokens
 
     def client(self, *keys: str) -> httpx.AsyncClient:

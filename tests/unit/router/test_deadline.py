@@ -22,8 +22,7 @@ def limited(door: Door, metrics: Metrics, seconds: float | None) -> Door:
 
 
 async def ask(door: Door, began: float | None = None) -> tuple[str, list[int]]:
-    async with door.service.deadline(time.monotonic() if began is None else began):
-        return await door.ask()
+    return await door.ask(began=began)
 
 
 @pytest.mark.parametrize("stuck", ["p", "d"])
@@ -58,7 +57,7 @@ async def test_a_timeout_of_the_callers_own_stays_one(door: Door, metrics: Metri
     limited(door, metrics, 60.0).engine("d").pause.clear()
 
     async def ask_impatiently() -> None:
-        async with door.service.deadline(time.monotonic()), asyncio.timeout(0.02):
+        async with asyncio.timeout(0.02):
             await door.ask()
 
     with pytest.raises(TimeoutError):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, Member, RunningSequence, RunningSequences, Trace
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -22,7 +22,6 @@ from tercet.protocol import (
     TransferFailed,
 )
 from tercet.router.metrics import Metrics
-from tercet.router.recovery import Recovery
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, RetryBudget
 from tercet.sim import SimEngine, run_virtual
@@ -31,6 +30,7 @@ from ..sim.models import engines_of, is_empty, request_of
 from .conftest import Door, Engine, counted
 
 ANSWER = [100, 101, 102]
+REQUEST = Request(seq_id="s", prompt=(1, 2, 3))
 
 # ---- the decision --------------------------------------------------------------------------------------------
 
@@ -42,39 +42,71 @@ ANSWER = [100, 101, 102]
 )
 def test_attempts_stay_within_the_budget(retries: int, within: float, events: list[tuple[str, float]]) -> None:
     now, last, given_up = 0.0, 0.0, False
-    recovery = Recovery(RetryBudget(retries=retries, within_s=within), now)
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=retries, within_s=within), now)
     tokens: list[int] = []
     for what, seconds in events:
         now += seconds
         if what == "token":
-            recovery.note(Output((len(tokens),)), now)
+            sequence.record(Output((len(tokens),)), now)
             tokens.append(len(tokens))
             last = now
             continue
-        before = recovery.attempts
-        pause = recovery.next_attempt(now)
-        if pause is None:
+        before = sequence.attempt
+        retry = sequence.next_attempt(now)
+        if retry is None:
             given_up = True
             assert before == retries or now + 0.2 * 2**before - last > within
-            assert recovery.attempts == before
+            assert sequence.attempt == before
         else:
-            assert recovery.attempts == before + 1 <= retries
-            assert now + pause - last <= within
-            assert pause >= 0
-    assert recovery.tokens == tokens
-    assert recovery.answered is bool(tokens)
-    assert given_up or recovery.attempts == sum(what == "failure" for what, _ in events)
+            assert sequence.attempt == before + 1 <= retries
+            assert now + retry.pause - last <= within
+            assert retry.pause >= 0
+            assert retry.output == tuple(tokens)
+            assert retry.request.seq_id == f"s.{sequence.attempt}"
+    assert sequence.tokens == tokens
+    assert sequence.answered is bool(tokens)
+    assert given_up or sequence.attempt == sum(what == "failure" for what, _ in events)
 
 
 def test_the_first_retry_begins_at_once_and_later_ones_wait_twice_as_long() -> None:
-    recovery = Recovery(RetryBudget(retries=4), 0.0)
-    assert [recovery.next_attempt(0.0) for _ in range(5)] == [0.0, 0.2, 0.4, 0.8, None]
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=4), 0.0)
+    retries = [sequence.next_attempt(0.0) for _ in range(5)]
+    assert [retry and retry.pause for retry in retries] == [0.0, 0.2, 0.4, 0.8, None]
 
 
 def test_an_empty_output_is_no_sign_of_life() -> None:
-    recovery = Recovery(RetryBudget(within_s=1.0), 0.0)
-    recovery.note(Output(()), 0.9)
-    assert recovery.next_attempt(1.5) is None
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(within_s=1.0), 0.0)
+    sequence.record(Output(()), 0.9)
+    assert sequence.next_attempt(1.5) is None
+
+
+def test_what_has_ended_is_not_tried_again() -> None:
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(), 0.0)
+    sequence.record(Output((1,), "stop"), 0.5)
+    assert sequence.ended
+    assert sequence.next_attempt(0.5) is None
+
+
+def test_times_to_the_first_token_and_between_two() -> None:
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(), 10.0)
+    assert (sequence.ttft, sequence.tpot) == (None, None)
+    sequence.record(Output((1,)), 12.0)
+    assert (sequence.ttft, sequence.tpot) == (2.0, None)
+    sequence.record(Output((2, 3)), 13.0)
+    assert (sequence.ttft, sequence.tpot) == (2.0, 0.5)
+
+
+def test_running_sequences_are_found_by_id_and_by_engine_until_they_end() -> None:
+    sequences = RunningSequences()
+    a, b = (RunningSequence(Request(seq_id=name, prompt=(1,)), "p", RetryBudget(), 0.0) for name in "ab")
+    with sequences.running(a), sequences.running(b):
+        a.runs_on("x")
+        assert [*sequences] == [a, b]
+        assert (sequences.on("x"), sequences.on("y")) == ([a], [])
+        a.runs_on("y")  # another attempt
+        assert (sequences.on("x"), sequences.on("y")) == ([], [a])
+        assert (sequences.find("b"), sequences.find("c")) == (b, None)
+    assert len(sequences) == 0
 
 
 # ---- what clients see ----------------------------------------------------------------------------------------

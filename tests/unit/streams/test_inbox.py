@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol import EngineError, EngineUnreachable, Output, TercetError
+from tercet.protocol import EngineError, EngineUnreachable, Output, OutputStream, TercetError
 from tercet.streams import Inbox, Item
 from tercet.streams.frames import FrameTooLong, Splitter
 from tercet.streams.messages import Ending, Step, failed_item, item_of
@@ -26,22 +26,27 @@ def said(number: int, sizes: list[int], length: int = LENGTH, begin: int = 0) ->
     return items
 
 
-class Taken:
+class Taken(OutputStream):
     """What one sequence got."""
 
     def __init__(self) -> None:
+        super().__init__(OutputStream.until_over)
         self.tokens: list[int] = []
         self.error: TercetError | None = None
         self.finished = False
 
-    def take(self, found: Output | TercetError) -> None:
+    def put(self, output: Output) -> None:
+        self._require_open()
+        self.tokens += output.token_ids
+        self.finished = output.finished
+
+    def fail(self, error: TercetError) -> None:
+        self._require_open()
+        self.error = error
+
+    def _require_open(self) -> None:
         assert not self.finished, "something came after the end"
         assert self.error is None, "something came after an error"
-        if isinstance(found, TercetError):
-            self.error = found
-        else:
-            self.tokens += found.token_ids
-            self.finished = found.finished
 
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -52,7 +57,7 @@ def test_lost_repeated_and_reordered_items_never_make_a_wrong_token(sizes: list[
     items = said(7, sizes)
     places = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=3 * len(items)))
     taken, inbox = Taken(), Inbox("e")
-    inbox.open(7, 0, taken.take)
+    inbox.open(7, 0, taken)
     for place in places:
         inbox.take([items[place]])
     assert taken.tokens == list(range(len(taken.tokens)))
@@ -64,7 +69,7 @@ def test_lost_repeated_and_reordered_items_never_make_a_wrong_token(sizes: list[
 def test_repeats_alone_lose_nothing(sizes: list[int], data: st.DataObject) -> None:
     items = said(7, sizes)
     taken, inbox = Taken(), Inbox("e")
-    inbox.open(7, 0, taken.take)
+    inbox.open(7, 0, taken)
     for place in range(len(items)):
         for again in data.draw(st.lists(st.integers(0, place), max_size=3)):
             if again < place:
@@ -89,7 +94,7 @@ def test_repeats_alone_lose_nothing(sizes: list[int], data: st.DataObject) -> No
 def test_hostile_items_end_sequences_and_nothing_else(items: list[Item]) -> None:
     inbox, taken = Inbox("e"), {number: Taken() for number in range(3)}
     for number, each in taken.items():
-        inbox.open(number, 0, each.take)
+        inbox.open(number, 0, each)
     unwanted = inbox.take(items)
     for number, each in taken.items():
         assert (number in inbox) == (each.error is None and not each.finished)
@@ -101,14 +106,14 @@ def test_hostile_items_end_sequences_and_nothing_else(items: list[Item]) -> None
 @given(st.integers(1, 6), SIZES)
 def test_positions_go_on_where_the_output_of_another_engine_ended(begin: int, sizes: list[int]) -> None:
     taken, inbox = Taken(), Inbox("e")
-    inbox.open(1, begin, taken.take)
+    inbox.open(1, begin, taken)
     inbox.take(said(1, sizes, begin=begin))
     assert taken.tokens == list(range(begin, LENGTH))
 
 
 def test_a_gap_is_an_error_and_the_engine_is_told_to_stop() -> None:
     taken, inbox = Taken(), Inbox("e")
-    inbox.open(1, 0, taken.take)
+    inbox.open(1, 0, taken)
     items = said(1, [2])
     assert inbox.take([items[0], items[2]]) == [1]
     assert isinstance(taken.error, EngineUnreachable)
@@ -123,7 +128,7 @@ def test_what_is_unknown_is_unwanted_unless_it_is_over() -> None:
 def test_losing_the_stream_ends_every_sequence_once() -> None:
     inbox, taken = Inbox("e"), [Taken(), Taken()]
     for number, each in enumerate(taken):
-        inbox.open(number, 0, each.take)
+        inbox.open(number, 0, each)
     inbox.lose(EngineUnreachable("gone"))
     inbox.lose(EngineUnreachable("gone again"))
     assert [str(each.error) for each in taken] == ["gone", "gone"]
@@ -133,7 +138,7 @@ def test_losing_the_stream_ends_every_sequence_once() -> None:
 
 def test_an_error_is_what_the_engine_raised() -> None:
     inbox, taken = Inbox("e"), Taken()
-    inbox.open(0, 3, taken.take)
+    inbox.open(0, 3, taken)
     inbox.take([failed_item(0, 3, EngineError("no more memory"))])
     assert isinstance(taken.error, EngineError)
     assert "no more memory" in str(taken.error)

@@ -11,9 +11,9 @@ import pytest
 
 from tercet.client import link as link_module
 from tercet.client.link import StreamLink
-from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable
+from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable, OutputStream
 from tercet.protocol.wire import Destination, Door, StartGenerateCall
-from tercet.streams import Listener, Outputs, Speaker
+from tercet.streams import Listener, Speaker
 
 URL = "http://127.0.0.1:1"
 
@@ -66,6 +66,10 @@ async def linked(engine: FakeEngine) -> AsyncGenerator[StreamLink]:
         finally:
             await link.close()
             engine.speaker.close()
+
+
+def stream_fed_here() -> OutputStream:
+    return OutputStream(OutputStream.until_over)
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -125,26 +129,26 @@ async def test_an_engine_that_does_not_answer_is_unreachable_and_not_a_fallback(
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_stream_that_falls_silent_ends_its_sequences(answers: bool) -> None:
-    engine, outputs = FakeEngine(), Outputs()
+    engine, outputs = FakeEngine(), stream_fed_here()
     async with linked(engine) as link:
         link.start()
         await until(lambda: link.line.connected)
-        with link.line.sequence(0, outputs.put):
+        with link.line.sequence(0, outputs):
             if not answers:
                 engine.alive = engine.hang
             engine.freeze()
             with pytest.raises(EngineUnreachable, match="nothing came for"):
-                await asyncio.wait_for(outputs.get(), 20)
+                await asyncio.wait_for(anext(outputs), 20)
 
 
 async def test_an_idle_stream_that_reports_is_left_alone() -> None:
-    engine, outputs = FakeEngine(), Outputs()
+    engine, outputs = FakeEngine(), stream_fed_here()
     engine.alive = engine.hang
     async with linked(engine) as link:
         link.start()
         await until(lambda: link.line.connected)
-        with link.line.sequence(0, outputs.put):
-            waiting = asyncio.create_task(outputs.get())
+        with link.line.sequence(0, outputs):
+            waiting = asyncio.create_task(anext(outputs))
             await asyncio.sleep(1.0)
             assert not waiting.done()
             assert engine.asked == 1

@@ -20,11 +20,12 @@ from tercet.protocol import (
     FrontDoorUnreachable,
     NoSpace,
     Output,
+    OutputStream,
     TokenLogprob,
     Usage,
 )
 from tercet.protocol.wire import Destination, StartGenerateCall
-from tercet.streams import Connection, Hello, Line, Listener, Outputs, Speaker, Step
+from tercet.streams import Connection, Hello, Line, Listener, Speaker, Step
 from tercet.streams.messages import LONGEST_HELLO, PROTOCOL, frame_of
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
@@ -81,6 +82,10 @@ async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
+def stream_fed_here() -> OutputStream:
+    return OutputStream(OutputStream.until_over)
+
+
 def never() -> None:
     raise AssertionError("the sequence was stopped")
 
@@ -94,13 +99,13 @@ async def test_sequences_are_started_over_the_line() -> None:
     async with connected() as pair:
         numbers: dict[str, int] = {}
         for name in ("a", "b"):
-            outputs = Outputs()
-            with pair.line.sequence(0, outputs.put) as number:
+            outputs = stream_fed_here()
+            with pair.line.sequence(0, outputs) as number:
                 numbers[name] = number
                 pair.line.start(call_of(pair, name, number))
                 await until(lambda: len(pair.started.calls) == len(numbers))
                 pair.connection.voice(number, 0, never).say(Output((5,), "length"))
-                assert (await outputs.get()).token_ids == (5,)
+                assert (await anext(outputs)).token_ids == (5,)
         assert pair.started.calls == list(numbers.items())
 
 
@@ -108,11 +113,11 @@ async def test_sequences_are_started_over_the_line() -> None:
 async def test_a_sequence_that_cannot_be_started_ends_in_its_error(error: Exception) -> None:
     async with connected() as pair:
         pair.started.errors["x"] = error
-        outputs = Outputs()
-        with pair.line.sequence(2, outputs.put) as number:
+        outputs = stream_fed_here()
+        with pair.line.sequence(2, outputs) as number:
             pair.line.start(call_of(pair, "x", number, output=(8, 9)))
             with pytest.raises(type(error) if isinstance(error, NoSpace) else EngineError, match=str(error)):
-                await outputs.get()
+                await anext(outputs)
         assert not pair.line.open_sequences
         assert pair.line.connected
 
@@ -132,24 +137,24 @@ async def test_outputs_arrive_as_they_were_said() -> None:
         Output((8,), logprobs=((TokenLogprob(8, -0.5, 1), TokenLogprob(9, -1.5, 2)),)),
         Output((9,), "stop", "word"),
     ]
-    outputs = Outputs()
+    outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(2, outputs.put) as number:
+        with pair.line.sequence(2, outputs) as number:
             voice = pair.connection.voice(number, 2, never)
             for output in said:
                 voice.say(output)
-            assert [await outputs.get() for _ in said] == said
+            assert [await anext(outputs) for _ in said] == said
             assert pair.line.open_sequences == 0
         assert pair.loads[-1] == LOAD
 
 
 async def test_an_error_arrives_as_what_it_is() -> None:
-    outputs = Outputs()
+    outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs.put) as number:
+        with pair.line.sequence(0, outputs) as number:
             pair.connection.voice(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
             with pytest.raises(NoSpace, match="no blocks") as caught:
-                await outputs.get()
+                await anext(outputs)
             assert caught.value.param == "prompt"
 
 
@@ -158,16 +163,16 @@ async def test_all_that_is_said_in_one_step_is_one_message() -> None:
     async with connected() as pair:
         take = pair.line.take
         pair.line.take = lambda frame: (taken.append(frame), take(frame))[1]  # type: ignore[method-assign]
-        outputs = [Outputs() for _ in range(50)]
+        outputs = [stream_fed_here() for _ in range(50)]
         stack = contextlib.ExitStack()
-        numbers = [stack.enter_context(pair.line.sequence(0, each.put)) for each in outputs]
+        numbers = [stack.enter_context(pair.line.sequence(0, each)) for each in outputs]
         voices = [pair.connection.voice(number, 0, lambda: None) for number in numbers]
         await until(lambda: pair.loads)  # an idle engine has reported
         taken.clear()
         for voice in voices:
             voice.say(Output((1,)))
         for each in outputs:
-            assert (await each.get()).token_ids == (1,)
+            assert (await anext(each)).token_ids == (1,)
         stack.close()
         assert [len(msgspec.msgpack.decode(frame, type=Step).items) for frame in taken] == [50]
 
@@ -183,16 +188,16 @@ async def test_reports_come_with_nothing_to_say_and_stop_with_the_connection() -
 async def test_leaving_early_stops_the_sequence_on_the_engine() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
-        with pair.line.sequence(0, Outputs().put) as number:
+        with pair.line.sequence(0, stream_fed_here()) as number:
             pair.connection.voice(number, 0, stopped.set)
         await asyncio.wait_for(stopped.wait(), 10)
 
 
 async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
     async with connected() as pair:
-        with pair.line.sequence(0, Outputs().put) as number:
+        with pair.line.sequence(0, stream_fed_here()) as number:
             pass
-        later = pair.line.sequence(0, Outputs().put)
+        later = pair.line.sequence(0, stream_fed_here())
         stopped = asyncio.Event()
         pair.connection.voice(later.__enter__(), 0, stopped.set)
         later.__exit__(None, None, None)
@@ -209,15 +214,15 @@ async def test_what_nobody_opened_is_stopped() -> None:
 
 
 async def test_the_engine_goes_and_every_sequence_ends() -> None:
-    outputs = Outputs()
+    outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs.put) as number:
+        with pair.line.sequence(0, outputs) as number:
             voice = pair.connection.voice(number, 0, lambda: None)
             voice.say(Output((1,)))
-            await outputs.get()
+            await anext(outputs)
             pair.connection.abort()
             with pytest.raises(EngineUnreachable, match="token stream ended"):
-                await outputs.get()
+                await anext(outputs)
 
 
 async def test_the_front_door_goes_and_every_sequence_is_stopped() -> None:
@@ -234,13 +239,13 @@ async def test_the_front_door_goes_and_every_sequence_is_stopped() -> None:
 
 
 async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
-    outputs = Outputs()
+    outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs.put):
+        with pair.line.sequence(0, outputs):
             again = Speaker("e", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.line.key)
             with pytest.raises(EngineUnreachable, match="connected anew"):
-                await outputs.get()
+                await anext(outputs)
             await until(lambda: len(pair.speaker) == 0)
             assert pair.line.connected
             again.close()
@@ -281,9 +286,9 @@ async def test_a_front_door_that_is_not_there_is_named() -> None:
     ],
 )
 async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
-    outputs = Outputs()
+    outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs.put) as number:
+        with pair.line.sequence(0, outputs) as number:
             voice = pair.connection.voice(number, 0, never)
             host, _, port = pair.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -292,7 +297,7 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
                 assert await asyncio.wait_for(reader.read(), 10) == b""
             writer.close()
             voice.say(Output((4,), "stop"))
-            assert (await outputs.get()).token_ids == (4,)
+            assert (await anext(outputs)).token_ids == (4,)
 
 
 async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,17 +319,17 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
-    outputs, others = Outputs(), Outputs()
+    outputs, others = stream_fed_here(), stream_fed_here()
     async with connected() as pair:
         bad = pair.listener.line("bad", lambda _: None)
         host, _, port = pair.address.rpartition(":")
-        with bad.sequence(0, outputs.put), pair.line.sequence(0, others.put) as number:
+        with bad.sequence(0, outputs), pair.line.sequence(0, others) as number:
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(frame_of(Hello(PROTOCOL, bad.key, "bad")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1")
             with pytest.raises(EngineUnreachable, match="broke the protocol"):
-                await outputs.get()
+                await anext(outputs)
             pair.connection.voice(number, 0, never).say(Output((4,), "stop"))
-            assert (await others.get()).finished
+            assert (await anext(others)).finished
             writer.close()
 
 
@@ -346,13 +351,13 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
     async with connected() as pair:
 
         async def serve() -> None:
-            outputs = Outputs()
-            with pair.line.sequence(0, outputs.put) as number:
+            outputs = stream_fed_here()
+            with pair.line.sequence(0, outputs) as number:
                 voice = pair.connection.voice(number, 0, stopped.set)
                 for token in range(3):
                     voice.say(Output((token,)))
-                    await outputs.get()
-                await outputs.get()
+                    await anext(outputs)
+                await anext(outputs)
 
         task = asyncio.create_task(serve())
         for _ in range(steps):

@@ -7,8 +7,8 @@ import gc
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Generator, Iterable
-from contextlib import aclosing, contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,13 +212,22 @@ async def _serve(program: Program, built: _Fleet, request: Request, outcome: Out
     began, first, tokens, finished = loop.time(), math.nan, 0, False
     if built.front_door:
         await asyncio.sleep(built.front_door)
+
+    def note(output: Output) -> None:
+        nonlocal first, tokens, finished
+        if not tokens:
+            first = loop.time()
+        tokens += len(output.token_ids)
+        finished = output.finished
+
     try:
-        async with aclosing(_with_fallback(program, built.fleet, request, outcome)) as outputs:
-            async for output in outputs:
-                if not tokens:
-                    first = loop.time()
-                tokens += len(output.token_ids)
-                finished = output.finished
+        try:
+            await outputs_of(program(request, built.fleet)).run(note)
+        except PATTERN_FAILED:
+            if tokens:
+                raise
+            outcome.fallbacks += 1
+            await outputs_of(data_parallel(request, built.fleet, pick="least_loaded")).run(note)
         if not finished:
             raise EngineError("the program ended before its sequence did")
     except TercetError as error:
@@ -228,25 +237,6 @@ async def _serve(program: Program, built: _Fleet, request: Request, outcome: Out
             outcome.failures[error.code] += 1
     if measured:
         outcome.add(began, first, loop.time(), request, tokens)
-
-
-async def _with_fallback(
-    program: Program, fleet: EngineFleet, request: Request, outcome: Outcome
-) -> AsyncGenerator[Output, None]:
-    answered = False
-    try:
-        async with aclosing(outputs_of(program(request, fleet))) as outputs:
-            async for output in outputs:
-                answered = True
-                yield output
-        return
-    except PATTERN_FAILED:
-        if answered:
-            raise
-    outcome.fallbacks += 1
-    async with aclosing(outputs_of(data_parallel(request, fleet, pick="least_loaded"))) as outputs:
-        async for output in outputs:
-            yield output
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:

@@ -67,6 +67,7 @@ class PlainStream:
         """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
         self._state = self._processor.request_states[outputs.seq_id]
         self._outputs = outputs
+        outputs.stream.callback = self.take
         detokenizer = self._state.detokenizer
         decode_next = look_up(detokenizer, self._pieces, self._state.prompt_token_ids or ())
         if decode_next is not None and not detokenizer.stop:
@@ -135,7 +136,7 @@ class PlainStream:
         if outputs is None or self._waiting is not None or self.finished:
             return
         try:
-            async for output in outputs.stream:
+            while (output := await anext(outputs.stream, None)) is not None:
                 if self._waiting is not None:  # from this output, by :meth:`take`
                     return
                 self._waiting = self.write(output) if self._takes(output) else outputs.to_core_output(output)
@@ -148,7 +149,7 @@ class PlainStream:
             self._waiting = error
 
     def take(self, output: Output) -> bool:
-        """Write an output as soon as it arrives, while :meth:`pump` waits for it; see :class:`~tercet.protocol.Tap`.
+        """Write an output as soon as it arrives, while :meth:`pump` waits for it; as its callback does.
 
         One that :meth:`pump` has to act on is left to it: where the text ends here, where writing failed, and while the
         client does not read.

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from tercet import __version__
-from tercet.protocol import BadRequest, EngineStatus, Output, Request, TercetError
+from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, TercetError
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.serving.http_network import HttpNetwork
@@ -125,7 +125,7 @@ class _CompletionAnswer:
         self._call = call
         self._prompt_tokens = prompt_tokens
 
-    async def stream(self, http: web.Request, first: Output, rest: AsyncGenerator[Output, None]) -> web.StreamResponse:
+    async def stream(self, http: web.Request, first: Output, rest: OutputStream) -> web.StreamResponse:
         response = web.StreamResponse(headers=EVENT_STREAM)
         await response.prepare(http)
         await response.write(_event(self.chunk(first)))

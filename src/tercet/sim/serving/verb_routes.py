@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from tercet.protocol import BadRequest, Output, Request, Reservation, TercetError, UnknownSequence
+from tercet.protocol import BadRequest, Output, OutputStream, Request, Reservation, TercetError, UnknownSequence
 from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
@@ -152,7 +152,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_of(error.to_wire(), error.status)
 
 
-async def stream(http: web.Request, first: Output, rest: AsyncGenerator[Output, None]) -> web.StreamResponse:
+async def stream(http: web.Request, first: Output, rest: OutputStream) -> web.StreamResponse:
     """Outputs as server-sent events; an error that comes after the first one is the last event."""
     response = web.StreamResponse(headers=EVENT_STREAM)
     await response.prepare(http)
@@ -167,7 +167,7 @@ async def stream(http: web.Request, first: Output, rest: AsyncGenerator[Output, 
     return response
 
 
-async def together(outputs: AsyncGenerator[Output, None]) -> Output:
+async def together(outputs: OutputStream) -> Output:
     """All outputs as one."""
     found = [output async for output in outputs]
     tokens = tuple(token for output in found for token in output.token_ids)

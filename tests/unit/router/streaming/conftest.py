@@ -15,8 +15,8 @@ import prometheus_client
 import pytest
 
 from tercet.cluster.model import resolve_model
-from tercet.fleet import EngineFleet, Member
-from tercet.protocol import BadRequest, Output, Request, Stream, Tap
+from tercet.fleet import EngineFleet, Member, Trace
+from tercet.protocol import BadRequest, Output, OutputCallback, OutputStream, Request
 from tercet.router import admin
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
@@ -35,13 +35,11 @@ Step = list[int] | str
 class ScriptedEngine(FakeEngine):
     """Says what is in ``scripts`` under the request's id: lists of tokens, then a finish reason, or ``error``.
 
-    After the first, each output waits until the client has let it go. With ``tapped`` those between the first and the
-    last are offered to a tap, as an engine's token stream does.
+    After the first, each output waits until the client has let it go.
     """
 
-    def __init__(self, tapped: bool) -> None:
+    def __init__(self) -> None:
         super().__init__("scripted")
-        self.tapped, self.taken = tapped, 0
         self.scripts: dict[str, Sequence[Step]] = {}
         self.gates: dict[str, asyncio.Semaphore] = {}
         self.ended: dict[str, threading.Event] = {}
@@ -54,11 +52,10 @@ class ScriptedEngine(FakeEngine):
     def gate(self, name: str) -> asyncio.Semaphore:
         return self.gates[name]
 
-    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> Stream:
-        tap = Tap()
-        return Stream(self._generate(request, tap), tap)
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
+        return OutputStream.of(self._generate(request))
 
-    async def _generate(self, request: Request, tap: Tap) -> AsyncGenerator[Output, None]:
+    async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
         name = request.headers["x-request-id"]
         *steps, last = self.scripts[name]
         self.running += 1
@@ -66,16 +63,41 @@ class ScriptedEngine(FakeEngine):
             for index, step in enumerate(steps):
                 is_last = index == len(steps) - 1 and last != "error"
                 self.said[name] = index + 1
-                said = Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
-                taken = self.tapped and index > 0 and not is_last and tap.offer(said)
-                self.taken += taken
-                if not taken:
-                    yield said
+                yield Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
                 await self.gate(name).acquire()
             raise BadRequest("the engine broke")  # an error that no other engine can help with
         finally:
             self.running -= 1
             self.ended.setdefault(name, threading.Event()).set()
+
+
+class CountedStream(OutputStream):
+    """Counts what its callback takes."""
+
+    taken = 0
+    callbacks = True
+    _given: OutputCallback | None = None
+
+    @property
+    def callback(self) -> OutputCallback | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._take if self._given is not None and self.callbacks else None
+
+    @callback.setter
+    def callback(self, given: OutputCallback | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._given = given
+
+    def _take(self, output: Output) -> bool:
+        taken = self._given is not None and self._given(output)
+        CountedStream.taken += taken
+        return taken
+
+
+class CountedService(Service):
+    """Whose streams are counted."""
+
+    def run(self, request: Request, trace: Trace, model: str = "", began: float | None = None) -> OutputStream:
+        stream = super().run(request, trace, model, began)
+        return CountedStream(lambda counted: stream.run(counted.put, counted.until_asked))
 
 
 class Doors:
@@ -179,14 +201,15 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
         client.shutdown()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tapped", "waited for"])
+@pytest.fixture(scope="module", params=[True, False], ids=["at once", "waited for"])
 def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
-    engine = ScriptedEngine(request.param)
+    engine = ScriptedEngine()
+    CountedStream.taken, CountedStream.callbacks = 0, request.param
     fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
     metrics = Metrics()
-    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
+    doors = Doors(loop, engine, CountedService(fleet, "data_parallel", {}, metrics), metrics)
     membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
     ready, stop = threading.Event(), asyncio.Event()
     failed: list[BaseException] = []
@@ -204,7 +227,7 @@ def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
     if failed:
         raise failed[0]
     yield doors
-    assert bool(engine.taken) is engine.tapped
+    assert bool(CountedStream.taken) is request.param
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:

@@ -1,0 +1,133 @@
+"""The sequences that this process runs for its clients, and what is done next for one whose engine or program fails.
+
+Pure: a :class:`RunningSequence` records and decides, whoever runs it acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from tercet.protocol import Output, Request
+from tercet.settings import RetryBudget
+
+FIRST_PAUSE = 0.2
+
+
+class Retry(msgspec.Struct, frozen=True):
+    """Try again after ``pause`` seconds, with ``request``, after the tokens in ``output``."""
+
+    pause: float
+    request: Request
+    output: tuple[int, ...]
+
+
+class RunningSequence:
+    """One sequence from its request to its end. Times are seconds of one clock.
+
+    ``tokens`` are those that its client has, ``attempt`` is 0 until it is tried again, ``engine`` is the name of the
+    one that generates, or generated last; empty while none has. ``program`` serves it.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_first_at",
+        "_last_at",
+        "attempt",
+        "began",
+        "ended",
+        "engine",
+        "program",
+        "request",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, program: str, budget: RetryBudget, now: float) -> None:
+        self.request = request
+        self.program = program
+        self.engine = ""
+        self.attempt = 0
+        self.tokens: list[int] = []
+        self.ended = False
+        self.began = self._first_at = self._last_at = now
+        self._budget = budget
+
+    @property
+    def answered(self) -> bool:
+        """Whether the client has a token."""
+        return bool(self.tokens)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None without any."""
+        return self._first_at - self.began if self.tokens else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds between two tokens, on average; None if there are not two."""
+        between = len(self.tokens) - 1
+        return (self._last_at - self._first_at) / between if between > 0 else None
+
+    def runs_on(self, engine: str) -> None:
+        """This engine begins to generate for it."""
+        self.engine = engine
+
+    def record(self, output: Output, now: float) -> None:
+        """The client gets this output."""
+        if output.token_ids:
+            if not self.tokens:
+                self._first_at = now
+            self.tokens.extend(output.token_ids)
+            self._last_at = now
+        if output.finish_reason is not None:
+            self.ended = True
+
+    def next_attempt(self, now: float) -> Retry | None:
+        """The attempt that runs has failed: the next one, or None if the budget is spent.
+
+        The first retry begins at once, since it goes to another engine; later ones wait twice as long each time. Each
+        has an id of its own, so that nothing late of an earlier one is taken for it, and asks for no log probabilities
+        of the prompt that came with the first token.
+        """
+        pause = FIRST_PAUSE * 2 ** (self.attempt - 1) if self.attempt else 0.0
+        if self.ended or self.attempt >= self._budget.retries or now + pause - self._last_at > self._budget.within_s:
+            return None
+        self.attempt += 1
+        params = self.request.sampling_params
+        if self.answered:
+            params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
+        seq_id = f"{self.request.seq_id}.{self.attempt}"
+        request = msgspec.structs.replace(self.request, seq_id=seq_id, sampling_params=params)
+        return Retry(pause, request, tuple(self.tokens))
+
+
+class RunningSequences:
+    """Every sequence that runs in this process, for whoever wants to show them, drain an engine or move them."""
+
+    def __init__(self) -> None:
+        self._running: dict[RunningSequence, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[RunningSequence]:
+        return iter(tuple(self._running))
+
+    def find(self, seq_id: str) -> RunningSequence | None:
+        """The one whose request has this id, if it runs."""
+        return next((sequence for sequence in self._running if sequence.request.seq_id == seq_id), None)
+
+    def on(self, engine: str) -> list[RunningSequence]:
+        """Those that this engine generates."""
+        return [sequence for sequence in self._running if sequence.engine == engine]
+
+    @contextmanager
+    def running(self, sequence: RunningSequence) -> Generator[None]:
+        """While entered, the sequence is one of them."""
+        self._running[sequence] = None
+        try:
+            yield
+        finally:
+            del self._running[sequence]
