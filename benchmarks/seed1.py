@@ -16,8 +16,8 @@ from tercet.bench.simulated.seed1 import (
     LINES,
     LOWEST,
     RATES,
+    EvaluationSetup,
     Scales,
-    Setting,
     fit_to_figures,
     fit_to_text,
     gains,
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, help="values read off the figure")
     parser.add_argument("--seeds", type=int, default=3, help="runs to average over")
     given = parser.parse_args()
-    setting = Setting(given.seeds)
+    setting = EvaluationSetup(given.seeds)
     try:
         plot = parse_plot(given.figures.read_bytes()) if given.figures else None
         scales = fit_to_figures(setting, plot) if plot else fit_to_text(setting)
@@ -46,7 +46,7 @@ def main() -> None:
         sys.exit(f"seed1: {error}")
 
 
-def report(setting: Setting, scales: Scales) -> None:
+def report(setting: EvaluationSetup, scales: Scales) -> None:
     """Print the predicted figure, and the text's claims beside it."""
     print(f"prefill x {scales.prefill}, decode x {scales.decode}\n")
     for name, unit, factor in (("ttft", "ms", 1e3), ("tpot", "ms", 1e3), ("jct", "s", 1), ("jct_p99", "s", 1)):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import yaml
 
 from tercet.bench.arrivals import Arrival
 from tercet.bench.openai_client import Endpoint, PromptAs, Sampling
 from tercet.bench.summary import Slo
 from tercet.bench.workloads import Phase, parse_phases
 from tercet.protocol import BadRequest
+from tercet.settings import Settings, decode_settings, read_yaml
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
@@ -39,7 +37,7 @@ class Load:
         return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
 
 
-class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class BenchConfig(Settings, frozen=True):
     """What ``serve`` and ``compare`` share; names as in ``vllm bench serve`` where it has the same thing.
 
     Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a point of its own.
@@ -74,6 +72,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     save_records: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         closed, trace = self.arrival == "closed", self.arrival == "trace"
         _refuse(not self.base_url.startswith(("http://", "https://")), "base-url", "is no URL such as http://HOST:PORT")
         _refuse(closed and not self.concurrency, "concurrency", "is missing; a closed loop needs its number of users")
@@ -134,14 +133,14 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return found
 
 
-class ServeConfig(BenchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class ServeConfig(BenchConfig, frozen=True):
     """One target, under one program or whatever it runs. ``label`` is its line in a figure."""
 
     program: str | None = None
     label: str | None = None
 
 
-class CompareConfig(BenchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class CompareConfig(BenchConfig, frozen=True):
     """Several programs of one front door, and other servers beside it, in interleaved rounds.
 
     ``also`` are other servers, by label. Ratios are against ``baseline``, the first one if None. ``confidence`` is the
@@ -171,53 +170,7 @@ def load_config(model: type[Config], file: Path | None, flags: Mapping[str, Any]
 
     Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.
     """
-    given = {} if file is None else _read(file)
-    where = "" if file is None else f"--config {file}: "
-    known = [field.encode_name for field in msgspec.structs.fields(model)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-            raise BadRequest(f"{where}unknown key {key}; {hint}", key)
-    listed = {key: _listed(model, key, value) for key, value in given.items()}
-    try:
-        return msgspec.convert({**listed, **flags}, model, strict=False)
-    except msgspec.ValidationError as error:
-        raise _complaint(error, where, {**listed, **flags}) from error
-    except BadRequest as error:
-        raise BadRequest(f"{where}{error.message}", error.param) from error
-
-
-def _listed(model: type[BenchConfig], key: str, value: Any) -> Any:
-    """``request-rate: 2`` is one point; lists may be written as a single value."""
-    field = next(field for field in msgspec.structs.fields(model) if field.encode_name == key)
-    if "tuple" not in str(field.type) or isinstance(value, list):
-        return cast("Any", value)
-    return [value]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadRequest(f"--config {file}: {error.strerror}", "config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadRequest(f"--config {file}: it is not YAML: {' '.join(str(error).split())}", "config") from error
-    if not isinstance(content, dict):
-        raise BadRequest(f"--config {file}: it is not a mapping of keys to values", "config")
-    return {str(key): value for key, value in cast("dict[Any, Any]", content).items()}
-
-
-def _complaint(error: msgspec.ValidationError, where: str, given: Mapping[str, Any]) -> BadRequest:
-    """``request-rate: expected ...`` out of msgspec's ``Expected ... - at `$.request-rate[0]```."""
-    cause = error.__cause__
-    if isinstance(cause, BadRequest):
-        return BadRequest(f"{where}{cause.message}", cause.param)
-    text, _, path = str(error).partition(" - at ")
-    key = re.sub(r"[`$]|\[.*?\]", "", path).lstrip(".")
-    value = given.get(key)
-    shown = f" (is {value})" if isinstance(value, str | int | float) else ""
-    return BadRequest(f"{where}{key}: {text[:1].lower()}{text[1:]}{shown}", key)
+    return decode_settings(model, flags, *(() if file is None else (read_yaml(file),)))
 
 
 def _refuse(wrong: bool, field: str, why: str) -> None:

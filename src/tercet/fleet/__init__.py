@@ -1,6 +1,6 @@
 """The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
-from tercet.fleet.fleet import EngineFleet, Member
+from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.hearing import Hearing
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences

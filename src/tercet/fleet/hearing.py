@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tercet.fleet.fleet import EngineFleet
+from tercet.fleet.engine_fleet import EngineFleet
 from tercet.protocol import EngineLoad
 
 

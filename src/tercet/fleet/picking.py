@@ -13,7 +13,7 @@ import numpy as np
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import BadRequest, EngineUnreachable, EngineView, PrefillRule, Request, Role
 from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
-from tercet.scheduling.engines import Integers
+from tercet.scheduling.engine_columns import Integers
 from tercet.scheduling.hashing import block_hashes
 from tercet.scheduling.pickers import TurnPicker
 

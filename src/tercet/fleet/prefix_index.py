@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.scheduling.engines import Integers
+from tercet.scheduling.engine_columns import Integers
 from tercet.scheduling.hashing import next_hash, root_of
 
 MANY = 24

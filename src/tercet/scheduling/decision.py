@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from tercet.protocol import Request, Role
-from tercet.scheduling.engines import Floats, Integers
+from tercet.scheduling.engine_columns import Floats, Integers
 from tercet.scheduling.hashing import block_hashes
 
 

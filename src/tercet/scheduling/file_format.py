@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.settings.decoding import load_yaml
 
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1)]
@@ -54,13 +53,7 @@ class SchedulingConfig(_Strict, frozen=True):
 
 def read_config(path: Path) -> SchedulingConfig:
     """The file's content. Raises :class:`~tercet.protocol.BadRequest`, which names the field that is wrong."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as error:
-        raise BadRequest(f"scheduling: {path} cannot be read: {error.strerror}", "scheduling") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise BadRequest(f"scheduling: {path} is not YAML: {reason}", "scheduling") from error
+    content = load_yaml(path, f"scheduling: {path}", "scheduling")
     return convert(content, SchedulingConfig, "")
 
 
@@ -96,14 +89,3 @@ def _inner(outer: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
     if isinstance(outer, msgspec.inspect.VarTupleType):
         return outer.item_type
     return outer
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not the second one's win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.MarkedYAMLError(problem=f"{key!r} stands here twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)

@@ -12,7 +12,7 @@ import msgspec
 
 from tercet.protocol import Request
 from tercet.scheduling.decision import Decision
-from tercet.scheduling.engines import Booleans, Engines, Floats, Integers
+from tercet.scheduling.engine_columns import Booleans, Engines, Floats, Integers
 
 Scores = Floats | Sequence[float]
 

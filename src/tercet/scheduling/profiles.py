@@ -10,7 +10,7 @@ import numpy as np
 from tercet.protocol import BadRequest, EngineUnreachable, Role
 from tercet.scheduling.deciders import AlwaysDisaggregate
 from tercet.scheduling.decision import Decision
-from tercet.scheduling.engines import Engines, Floats
+from tercet.scheduling.engine_columns import Engines, Floats
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 
 

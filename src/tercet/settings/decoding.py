@@ -77,14 +77,15 @@ def read_yaml(file: Path, name: str = "--config") -> Source:
     return Source(values, origin=f"{name} {file}: ")
 
 
-def load_yaml(file: Path, name: str) -> Any:
+def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
     """What a YAML file holds. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    param = param or name
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
-        raise BadRequest(f"{name}: it cannot be read: {error.strerror}", name) from error
+        raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", name) from error
+        raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 
 
 def encode_settings(settings: msgspec.Struct, omit: Collection[str] = ()) -> dict[str, Any]:

@@ -162,7 +162,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
     ("flags", "why"),
     [
         ("serve", "request-rate: is missing"),
-        ("serve --request-rate 0", "request-rate: expected `float` > 0.0"),
+        ("serve --request-rate 0", "request-rate[0]: must be greater than 0"),
         ("serve --request-rate fast", "request-rate"),
         ("serve --request-rate 1 --arrival never", "'never' is not one of"),
         ("serve --arrival closed", "concurrency: is missing"),
@@ -181,7 +181,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --header nonsense", "--header"),
         ("serve --request-rate 1 --base-url localhost", "base-url: is no URL"),
         ("serve --request-rate 1 --result /nowhere/x.json", "--result /nowhere/x.json"),
-        ("serve --request-rate 1 --config /nowhere.yaml", "--config /nowhere.yaml: No such file"),
+        ("serve --request-rate 1 --config /nowhere.yaml", "--config /nowhere.yaml: it cannot be read: No such file"),
         ("serve --request-rate 1 --bogus", "No such option: --bogus"),
         ("compare --request-rate 1 --program a", "two or more to compare"),
         ("compare --request-rate 1 --program a --program a", "two have the same name"),

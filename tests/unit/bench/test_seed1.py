@@ -10,9 +10,9 @@ from tercet.bench.simulated.seed1 import (
     LINES,
     LOWEST,
     RATES,
+    EvaluationSetup,
     Figures,
     Scales,
-    Setting,
     fit_to_figures,
     gains,
     gauss_newton,
@@ -28,31 +28,31 @@ FITTED = Scales(1.27)
 
 
 @pytest.fixture(scope="module")
-def setting() -> Setting:
-    return Setting(seeds=1, requests=200)
+def setting() -> EvaluationSetup:
+    return EvaluationSetup(seeds=1, requests=200)
 
 
-def test_one_wide_engine_is_best_at_the_lowest_rate_and_worst_at_the_highest(setting: Setting) -> None:
+def test_one_wide_engine_is_best_at_the_lowest_rate_and_worst_at_the_highest(setting: EvaluationSetup) -> None:
     assert 0 < tp8_gain(setting, FITTED) < 0.16
     assert order(setting, FITTED, LOWEST)[0] == "TP8"
     assert order(setting, FITTED, RATES[-1])[-1] == "TP8"
 
 
-def test_disaggregation_is_ahead_by_its_decode_steps(setting: Setting) -> None:
+def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -> None:
     best = max(gains(setting, FITTED, "1P1D").values())
     assert 0.1 < best < 0.3  # the text: up to 16%
     assert all(gain > 0 for gain in gains(setting, FITTED, "1P1D", "tpot").values())
     assert all(gain < 0 for gain in gains(setting, FITTED, "1P1D", "ttft").values())
 
 
-def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: Setting) -> None:
+def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: EvaluationSetup) -> None:
     names = order(setting, FITTED, RATES[-1])
     assert names.index("1P1D balanced 0.1") < names.index("1P1D")
 
 
 def test_constants_that_made_a_plot_are_found_again() -> None:
     """The plot is the simulation's own, with other constants: the fit must undo them, on the lowest rate alone."""
-    small = Setting(seeds=1, requests=60)
+    small = EvaluationSetup(seeds=1, requests=60)
     truth = Scales(1.4, 0.8)
     rates = (LOWEST, 4.0)
     plot = {line: {rate: small.figures(line, rate, truth) for rate in rates} for line in LINES}
@@ -81,4 +81,4 @@ def test_a_plot_is_read_and_checked() -> None:
         with pytest.raises(BadRequest, match=said):
             parse_plot(msgspec.json.encode(wrong))
     with pytest.raises(BadRequest, match="nothing was read"):
-        fit_to_figures(Setting(requests=60), {"TP8": {2.4: Figures(jct=1.2)}})
+        fit_to_figures(EvaluationSetup(requests=60), {"TP8": {2.4: Figures(jct=1.2)}})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from tercet.protocol import BadRequest, Role
+from tercet.settings.decoding import load_yaml
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -72,10 +72,9 @@ def _from_file(path: str) -> FleetSpec:
     file = Path(path).expanduser()
     if not file.is_file():
         raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[@HOST][,...] nor such as 2P6D nor a file", "fleet")
+    content = load_yaml(file, f"fleet: {path}", "fleet")
     try:
-        return msgspec.convert(yaml.safe_load(file.read_text()), FleetSpec)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadRequest(f"fleet: {path} is not YAML: {str(error).splitlines()[0]}", "fleet") from error
+        return msgspec.convert(content, FleetSpec)
     except msgspec.ValidationError as error:
         raise BadRequest(f"fleet: {path}: {error}", "fleet") from error
 

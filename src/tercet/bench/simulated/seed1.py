@@ -54,7 +54,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 Plot = Mapping[str, Mapping[float, Figures]]
 
 
-class Setting:
+class EvaluationSetup:
     """Seed 1's setting, averaged over seeds; asks for the same run once."""
 
     def __init__(self, seeds: int = 3, requests: int = 800) -> None:
@@ -96,7 +96,7 @@ class Setting:
 # ---- fitting at the lowest rate ------------------------------------------------------------------------------
 
 
-def fit_to_text(setting: Setting) -> Scales:
+def fit_to_text(setting: EvaluationSetup) -> Scales:
     """The prefill constant at which TP8 gains at the lowest rate what the text says; decode is left as it is."""
     low, high = 0.5, 4.0
     while high - low > 0.005:
@@ -106,7 +106,7 @@ def fit_to_text(setting: Setting) -> Scales:
     return Scales(round((low + high) / 2, 3))
 
 
-def fit_to_figures(setting: Setting, plot: Plot) -> Scales:
+def fit_to_figures(setting: EvaluationSetup, plot: Plot) -> Scales:
     """The two constants with the least squared relative error at the lowest rate, over all that was read there."""
     read = {line: points[LOWEST] for line, points in plot.items() if LOWEST in points}
     if not read:
@@ -154,13 +154,13 @@ def jct(figures: Figures) -> float:
     return figures.jct
 
 
-def tp8_gain(setting: Setting, scales: Scales) -> float:
+def tp8_gain(setting: EvaluationSetup, scales: Scales) -> float:
     """By what share TP8's mean JCT is below the best other one at the lowest rate."""
     others = min(jct(setting.figures(line, LOWEST, scales)) for line in TWO_ENGINES)
     return 1 - jct(setting.figures("TP8", LOWEST, scales)) / others
 
 
-def gains(setting: Setting, scales: Scales, line: str, figure: str = "jct") -> dict[float, float]:
+def gains(setting: EvaluationSetup, scales: Scales, line: str, figure: str = "jct") -> dict[float, float]:
     """By what share a line is below data parallel, by rate."""
     return {
         rate: 1
@@ -170,12 +170,12 @@ def gains(setting: Setting, scales: Scales, line: str, figure: str = "jct") -> d
     }
 
 
-def order(setting: Setting, scales: Scales, rate: float) -> list[str]:
+def order(setting: EvaluationSetup, scales: Scales, rate: float) -> list[str]:
     """The lines by mean JCT, the best one first."""
     return sorted(LINES, key=lambda line: jct(setting.figures(line, rate, scales)))
 
 
-def held_out_error(setting: Setting, scales: Scales, plot: Plot) -> float:
+def held_out_error(setting: EvaluationSetup, scales: Scales, plot: Plot) -> float:
     """Mean absolute relative error of mean JCT over all rates of the two-engine lines that were read."""
     errors = [
         abs(jct(setting.figures(line, rate, scales)) / wanted.jct - 1)
