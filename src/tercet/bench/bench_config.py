@@ -15,12 +15,13 @@ from tercet.bench.openai_client import Endpoint, PromptAs, Sampling
 from tercet.bench.summary import Slo
 from tercet.bench.workloads import Phase, parse_phases
 from tercet.protocol import BadRequest
-from tercet.settings import Settings, decode_settings, read_yaml
+from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
 Config = TypeVar("Config", bound="BenchConfig")
 DEFAULT_PROMPTS = 100
+TARGET, LOAD, WORK, REQUESTS, OUTPUT = "Target", "Load", "Workload", "Requests", "Output"
 SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie")
 
 
@@ -46,30 +47,97 @@ class BenchConfig(Settings, frozen=True):
     again.
     """
 
-    base_url: str = "http://127.0.0.1:8000"
-    endpoint: Endpoint = "completions"
-    prompt_as: PromptAs | None = None
-    model: str | None = None
-    tokenizer: str | None = None
-    workload: tuple[str, ...] = ("sonnet",)
-    arrival: Arrival = "poisson"
-    burstiness: Positive = 1.0
-    request_rate: tuple[Positive, ...] = ()
-    concurrency: tuple[Whole, ...] = ()
-    max_concurrency: Whole | None = None
-    num_prompts: Whole | None = None
-    duration: Positive | None = None
-    num_warmups: Annotated[int, msgspec.Meta(ge=0)] = 0
-    seed: int = 0
-    request_timeout: Positive = 600.0
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    ignore_eos: bool = True
-    extra_body: Mapping[str, Any] = {}
-    header: Mapping[str, str] = {}
-    goodput: Slo | None = None
-    cache_salt: Literal["auto", "always", "never"] = "auto"
-    save_records: bool = True
+    base_url: Annotated[str, Setting("The server, without /v1", panel=TARGET)] = "http://127.0.0.1:8000"
+    endpoint: Annotated[Endpoint, Setting("The API to use", panel=TARGET)] = "completions"
+    model: Annotated[str | None, Setting("The model's name there", default="its first", panel=TARGET)] = None
+    tokenizer: Annotated[
+        str | None,
+        Setting("`smollm2`, a checkpoint's directory or a hub id", default="the model's", panel=TARGET),
+    ] = None
+    header: Annotated[
+        Mapping[str, str], Setting("A header of every request; repeatable. OPENAI_API_KEY is sent if set", panel=TARGET)
+    ] = {}
+    request_timeout: Annotated[Positive, Setting("Until a request counts as failed", unit="seconds", panel=TARGET)] = (
+        600.0
+    )
+    arrival: Annotated[
+        Arrival,
+        Setting(
+            "`closed`: as many users as --concurrency says. `trace`: at the times of the workload's trace", panel=LOAD
+        ),
+    ] = "poisson"
+    request_rate: Annotated[
+        tuple[Positive, ...],
+        Setting("Requests per second; `inf` for all at once. Each is a point", metavar="R[,R...]", panel=LOAD),
+    ] = ()
+    burstiness: Annotated[
+        Positive, Setting("Of --arrival gamma: its shape. Below 1 is bursty, 1 is Poisson", panel=LOAD)
+    ] = 1.0
+    concurrency: Annotated[
+        tuple[Whole, ...], Setting("Users of a closed loop. Each is a point", metavar="N[,N...]", panel=LOAD)
+    ] = ()
+    max_concurrency: Annotated[Whole | None, Setting("Cap on requests in flight of an open loop", panel=LOAD)] = None
+    num_prompts: Annotated[
+        Whole | None,
+        Setting(
+            "Requests per point, later turns of sessions included",
+            default=f"{DEFAULT_PROMPTS}; all of a trace",
+            panel=LOAD,
+        ),
+    ] = None
+    duration: Annotated[
+        Positive | None, Setting("Instead of --num-prompts: arrivals per point", unit="seconds", panel=LOAD)
+    ] = None
+    num_warmups: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Setting("Requests before those that are measured, at the same load", default="0", panel=LOAD),
+    ] = 0
+    workload: Annotated[
+        tuple[str, ...],
+        Setting(
+            "`sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure`; `+` mixes kinds. "
+            "Given again, it takes over half-way",
+            metavar="KIND[,KEY=VALUE...]",
+            default="sonnet",
+            panel=WORK,
+        ),
+    ] = ("sonnet",)
+    seed: Annotated[int, Setting("Of arrivals, lengths and words", default="0", panel=WORK)] = 0
+    prompt_as: Annotated[
+        PromptAs | None,
+        Setting("Whether prompts are sent as token ids or as text", default="tokens; text in a chat", panel=WORK),
+    ] = None
+    cache_salt: Annotated[
+        Literal["auto", "always", "never"],
+        Setting(
+            "Whether points are kept from finding each other's prefixes",
+            default="auto: for texts from a file",
+            panel=WORK,
+        ),
+    ] = "auto"
+    temperature: Annotated[float, msgspec.Meta(ge=0), Setting("Of sampling", default="0", panel=REQUESTS)] = 0.0
+    top_p: Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, Setting("Of sampling", panel=REQUESTS)] = None
+    ignore_eos: Annotated[
+        bool,
+        Setting(
+            "Whether answers have exactly the length asked for (vLLM)",
+            flag="--ignore-eos/--no-ignore-eos",
+            default="yes",
+            panel=REQUESTS,
+        ),
+    ] = True
+    extra_body: Annotated[Mapping[str, Any], Setting("More fields of every request's body", flag="")] = {}
+    goodput: Annotated[Slo | None, Setting("The SLO", flag="")] = None
+    save_records: Annotated[
+        bool,
+        Setting(
+            "Whether the file has every request's times",
+            flag="--save-records/--no-save-records",
+            default="yes",
+            panel=OUTPUT,
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,8 +204,10 @@ class BenchConfig(Settings, frozen=True):
 class ServeConfig(BenchConfig, frozen=True):
     """One target, under one program or whatever it runs. ``label`` is its line in a figure."""
 
-    program: str | None = None
-    label: str | None = None
+    program: Annotated[str | None, Setting("The program that serves, on a Tercet front door", panel=TARGET)] = None
+    label: Annotated[str | None, Setting("Its line in a figure", default="the program, or the model", panel=OUTPUT)] = (
+        None
+    )
 
 
 class CompareConfig(BenchConfig, frozen=True):
@@ -147,12 +217,16 @@ class CompareConfig(BenchConfig, frozen=True):
     coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
     """
 
-    program: tuple[str, ...] = ()
-    also: Mapping[str, str] = {}
-    baseline: str | None = None
-    rounds: Whole = 3
-    confidence: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
-    resamples: Annotated[int, msgspec.Meta(ge=100)] = 2000
+    program: Annotated[
+        tuple[str, ...], Setting("A program of the front door at --base-url; repeatable", panel=TARGET)
+    ] = ()
+    also: Annotated[
+        Mapping[str, str], Setting("Another server beside it; repeatable", metavar="NAME=URL", panel=TARGET)
+    ] = {}
+    baseline: Annotated[str | None, Setting("What the others are divided by", default="the first", panel=OUTPUT)] = None
+    rounds: Annotated[Whole, Setting("How often each is measured at each load", panel=LOAD)] = 3
+    confidence: Annotated[float, msgspec.Meta(gt=0, lt=1), Setting("Of the intervals", panel=OUTPUT)] = 0.95
+    resamples: Annotated[int, msgspec.Meta(ge=100), Setting("Bootstrap samples", panel=OUTPUT)] = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,7 +239,7 @@ class CompareConfig(BenchConfig, frozen=True):
             _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is no NAME=URL")
 
 
-def load_config(model: type[Config], file: Path | None, flags: Mapping[str, Any]) -> Config:
+def load_config(model: type[Config], file: Path | None, flags: Source | Mapping[str, Any]) -> Config:
     """The configuration of a YAML file with ``flags`` over it.
 
     Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tercet.bench.bench_config import CompareConfig, ServeConfig, load_config
+from tercet.bench.bench_config import CompareConfig, ServeConfig
 from tercet.bench.compare import turns_of
 from tercet.bench.experiment import Bench, Cell, Contender
 from tercet.bench.result_report import draw, figure_of, markdown, require_drawing
 from tercet.bench.results import load_results
-from tercet.cli import bench_options as flag
+from tercet.cli.bench_options import bench_command
 from tercet.cli.bench_run import run_bench
 from tercet.cli.bench_transfer import transfer
 from tercet.protocol import BadRequest
@@ -28,44 +28,8 @@ bench.command()(transfer)
 
 
 @bench.command()
-def serve(
-    base_url: flag.BaseUrl = None,
-    endpoint: flag.EndpointFlag = None,
-    model: flag.Model = None,
-    tokenizer: flag.Tokenizer = None,
-    header: flag.Header = None,
-    request_timeout: flag.RequestTimeout = None,
-    program: Annotated[
-        str | None,
-        typer.Option(help="The program that serves, on a Tercet front door.", rich_help_panel=flag.TARGET),
-    ] = None,
-    arrival: flag.ArrivalFlag = None,
-    request_rate: flag.RequestRate = None,
-    burstiness: flag.Burstiness = None,
-    concurrency: flag.Concurrency = None,
-    max_concurrency: flag.MaxConcurrency = None,
-    num_prompts: flag.NumPrompts = None,
-    duration: flag.Duration = None,
-    num_warmups: flag.NumWarmups = None,
-    workload: flag.WorkloadFlag = None,
-    seed: flag.Seed = None,
-    prompt_as: flag.PromptAsFlag = None,
-    cache_salt: flag.CacheSalt = None,
-    temperature: flag.Temperature = None,
-    top_p: flag.TopP = None,
-    ignore_eos: flag.IgnoreEos = None,
-    extra_body: flag.ExtraBody = None,
-    goodput: flag.Goodput = None,
-    label: Annotated[
-        str | None,
-        typer.Option(
-            help="Its line in a figure.", show_default="the program, or the model", rich_help_panel=flag.OUTPUT
-        ),
-    ] = None,
-    save_records: flag.SaveRecords = None,
-    result: flag.Result = None,
-    config: flag.ConfigFile = None,
-) -> None:
+@bench_command(ServeConfig)
+def serve(config: ServeConfig, result: Path | None) -> None:
     """Measure one server at one or more loads.
 
     TTFT, TPOT, ITL and end-to-end latency as `vllm bench serve` defines them, and once more from the moment at which a
@@ -77,67 +41,18 @@ def serve(
     - `tercet bench serve --arrival trace --workload mooncake,path=trace.jsonl,max_input_len=4000`
     - `tercet bench serve --request-rate 2 --workload sonnet,input_len=3000 --workload sonnet,output_len=400`
     """
-    parsed = load_config(ServeConfig, config, _flags(locals()))
-    contender = Contender(parsed.label or parsed.program or "", parsed.base_url, parsed.program)
+    contender = Contender(config.label or config.program or "", config.base_url, config.program)
 
     def cells(bench: Bench) -> list[Cell]:
         label = contender.label or bench.targets[contender.base_url].model
-        return [Cell(replace(contender, label=label), load) for load in parsed.loads]
+        return [Cell(replace(contender, label=label), load) for load in config.loads]
 
-    run_bench(parsed, [contender], cells, result)
+    run_bench(config, [contender], cells, result)
 
 
 @bench.command()
-def compare(
-    program: Annotated[
-        list[str] | None,
-        typer.Option(help="A program of the front door at --base-url. Repeatable.", rich_help_panel=flag.TARGET),
-    ] = None,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=URL", help="Another server beside it. Repeatable.", rich_help_panel=flag.TARGET),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="What the others are divided by.", show_default="the first", rich_help_panel=flag.OUTPUT),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="How often each is measured at each load.", show_default="3", rich_help_panel=flag.LOAD),
-    ] = None,
-    confidence: Annotated[
-        float | None, typer.Option(help="Of the intervals.", show_default="0.95", rich_help_panel=flag.OUTPUT)
-    ] = None,
-    resamples: Annotated[
-        int | None, typer.Option(help="Bootstrap samples.", show_default="2000", rich_help_panel=flag.OUTPUT)
-    ] = None,
-    base_url: flag.BaseUrl = None,
-    endpoint: flag.EndpointFlag = None,
-    model: flag.Model = None,
-    tokenizer: flag.Tokenizer = None,
-    header: flag.Header = None,
-    request_timeout: flag.RequestTimeout = None,
-    arrival: flag.ArrivalFlag = None,
-    request_rate: flag.RequestRate = None,
-    burstiness: flag.Burstiness = None,
-    concurrency: flag.Concurrency = None,
-    max_concurrency: flag.MaxConcurrency = None,
-    num_prompts: flag.NumPrompts = None,
-    duration: flag.Duration = None,
-    num_warmups: flag.NumWarmups = None,
-    workload: flag.WorkloadFlag = None,
-    seed: flag.Seed = None,
-    prompt_as: flag.PromptAsFlag = None,
-    cache_salt: flag.CacheSalt = None,
-    temperature: flag.Temperature = None,
-    top_p: flag.TopP = None,
-    ignore_eos: flag.IgnoreEos = None,
-    extra_body: flag.ExtraBody = None,
-    goodput: flag.Goodput = None,
-    save_records: flag.SaveRecords = None,
-    result: flag.Result = None,
-    config: flag.ConfigFile = None,
-) -> None:
+@bench_command(CompareConfig)
+def compare(config: CompareConfig, result: Path | None) -> None:
     """Compare programs on the same engines, in interleaved rounds.
 
     Each request names its program in the header `x-tercet-program`: nothing is restarted between rounds. In a round all
@@ -148,10 +63,9 @@ def compare(
     - `tercet bench compare --program data_parallel --program disaggregated --request-rate 0.5,1 --rounds 5`
     - `tercet bench compare --program disaggregated --also peer=http://127.0.0.1:9000 --request-rate 1`
     """
-    parsed = load_config(CompareConfig, config, _flags(locals()))
-    contenders = [Contender(name, parsed.base_url, name) for name in parsed.program]
-    contenders += [Contender(name, url) for name, url in parsed.also.items()]
-    run_bench(parsed, contenders, lambda _: _rounds(parsed, contenders), result)
+    contenders = [Contender(name, config.base_url, name) for name in config.program]
+    contenders += [Contender(name, url) for name, url in config.also.items()]
+    run_bench(config, contenders, lambda _: _rounds(config, contenders), result)
 
 
 @bench.command()
@@ -185,10 +99,6 @@ def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell
     by_label = {contender.label: contender for contender in contenders}
     order = turns_of(list(by_label), config.rounds, config.seed)
     return [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
-
-
-def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    return flag.given_flags({name: value for name, value in values.items() if name not in ("result", "config")})
 
 
 def _write(file: Path, text: str) -> None:

@@ -38,11 +38,14 @@ def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any
     def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(config: Path | None = None, **given: Any) -> None:
-            flags = _given(kind, given, rest)
+            flags = flags_given(kind, given, rest)
             sources = [flags, from_environment(kind), *([] if config is None else [read_yaml(config)])]
             command(decode_settings(kind, *sources))
 
-        parameters = [*_parameters(kind, rest), inspect.Parameter("config", _BY_NAME, default=None, annotation=Config)]
+        parameters = [
+            *flag_parameters(kind, rest),
+            inspect.Parameter("config", _BY_NAME, default=None, annotation=Config),
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -53,7 +56,8 @@ def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
-def _parameters(kind: type[Settings], rest: str) -> Iterator[inspect.Parameter]:
+def flag_parameters(kind: type[Settings], rest: str = "") -> Iterator[inspect.Parameter]:
+    """A keyword parameter of a typer command for each setting that has a flag, or is the ``rest`` after ``--``."""
     for each in declared(kind):
         if each.key == rest:
             yield inspect.Parameter(_name(each), _BY_NAME, default=None, annotation=VLLMArgs)
@@ -75,7 +79,7 @@ def _annotation(of: Declared) -> Any:
     return Annotated[str | None, typer.Option(of.flag, **told)]
 
 
-def _given(kind: type[Settings], given: Mapping[str, Any], rest: str) -> Source:
+def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") -> Source:
     """The flags that were given; those that were not are None or empty."""
     of = {_name(each): each for each in declared(kind)}
     values = {

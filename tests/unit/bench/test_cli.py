@@ -164,7 +164,10 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve", "request-rate: is missing"),
         ("serve --request-rate 0", "request-rate[0]: must be greater than 0"),
         ("serve --request-rate fast", "request-rate"),
-        ("serve --request-rate 1 --arrival never", "'never' is not one of"),
+        (
+            "serve --request-rate 1 --arrival never",
+            "--arrival: must be one of closed, constant, gamma, poisson, trace, is 'never'",
+        ),
         ("serve --arrival closed", "concurrency: is missing"),
         ("serve --arrival closed --concurrency 2 --request-rate 1", "request-rate: a closed loop has none"),
         ("serve --request-rate 1 --concurrency 2", "concurrency: belongs to arrival closed"),
