@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo check test lint clean distclean
+.PHONY: help setup demo check test test-vllm lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,13 @@ check: lint ## style, types and the fast tests
 test: lint ## style, types and all tests, those with real engines included
 	$(BIN)/pytest tests
 
+test-vllm: setup ## the plugin's own tests with the other vLLMs that it carries
+	scripts/with-vllm 0.31.0
+	scripts/with-vllm 0.33.0
+
 clean: ## remove caches and build products
 	rm -rf build .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
-	rm -rf $(VENV) src/tercet.egg-info
+	rm -rf $(VENV) .vllm src/tercet.egg-info

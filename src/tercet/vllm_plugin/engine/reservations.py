@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -211,9 +211,8 @@ class Reservations:
 
 
 def _spec_decode_blocks(scheduler: Scheduler) -> int:
-    found: Any = scheduler._spec_decode_step_blocks
-    blocks: int = found() if callable(found) else found  # in vLLM 0.31 it is a method
-    return blocks
+    found = cast(int | Callable[[], int], scheduler._spec_decode_step_blocks)  # in vLLM 0.31 it is a method
+    return found if isinstance(found, int) else found()
 
 
 def manager_blocks(manager: Any, request_id: str) -> list[int]:
