@@ -34,6 +34,7 @@ from tercet.router.short_prompts import render_short_prompts_here
 from tercet.router.workers.sharing import Shared, Sharing, answering
 from tercet.settings import RouterConfig
 from tercet.streams import Listener
+from tercet.vllm_plugin.frontend_versions import accept_by_load, parsed_serve_args, structured_outputs_config
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
@@ -163,7 +164,7 @@ async def _accept(app: FastAPI, args: argparse.Namespace, sock: socket.socket, s
 
     shutdown = await serve_http(
         app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
-        peer_loads=None if shared is None else (cast(Any, shared.loads), shared.index),
+        **({} if shared is None else accept_by_load(cast(Any, shared.loads), shared.index)),
         log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
     )  # fmt: skip
     await shutdown
@@ -188,18 +189,13 @@ def _api_keys(args: argparse.Namespace) -> list[str]:
 
 
 def _vllm_args(config: RouterConfig, max_model_len: int) -> argparse.Namespace:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     argv = [
         "--model", config.model, "--served-model-name", config.public_name, *config.model_aliases,
         "--host", config.host, "--port", str(config.port), "--max-model-len", str(max_model_len),
         "--middleware", f"{ContextMiddleware.__module__}.{ContextMiddleware.__qualname__}",
         "--disable-uvicorn-access-log", *config.vllm_args,
     ]  # fmt: skip
-    args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
-    validate_parsed_serve_args(args)
-    return args
+    return parsed_serve_args(argv)
 
 
 def _engine_client(args: argparse.Namespace, service: Service) -> Any:
@@ -222,7 +218,7 @@ def _engine_client(args: argparse.Namespace, service: Service) -> Any:
     config = VllmConfig(
         model_config=model_config,
         logging_config=engine_args.create_logging_config(),
-        structured_outputs_config=engine_args.create_structured_outputs_config(),
+        structured_outputs_config=structured_outputs_config(engine_args),
     )
     client = ProgramClient(service, config)
     original = EngineCoreClient.make_async_mp_client
