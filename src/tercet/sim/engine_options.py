@@ -37,8 +37,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     decode_scale: float = 1.0
     transfer_failures: float = 0.0
 
-    def check(self) -> EngineOptions:
-        """Itself; raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+    def __post_init__(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
         for field in ("max_num_batched_tokens", "max_num_seqs"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         # Every running decode has its token in each step, which keeps equal steps equal.
@@ -50,14 +50,13 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             _require(getattr(self, field) > 0, field, getattr(self, field), "positive")
         for field in ("max_lease_share", "transfer_failures"):
             _require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "between 0 and 1")
-        return self
 
 
 def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:
     """Options with some replaced; text is converted. Raises :class:`~tercet.protocol.BadRequest` naming the field."""
     merged = {**msgspec.to_builtins(base), **changes}
     try:
-        return msgspec.convert(merged, EngineOptions, strict=False).check()
+        return msgspec.convert(merged, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(f"engine options: {error}", "options") from error
 

@@ -64,7 +64,7 @@ class SimEngine:
         self._address = address or f"sim://{name}"
         self.profile = profile
         self.network = network
-        self.options = (options or EngineOptions()).check()
+        self.options = options or EngineOptions()
         self._loop = asyncio.get_running_loop()
         self._layout = profile.layout()
         self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)

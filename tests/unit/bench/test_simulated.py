@@ -234,7 +234,7 @@ def test_lengths_and_prefixes() -> None:
 )
 def test_traffic_that_makes_no_sense_is_refused(change: dict[str, object], names: str) -> None:
     with pytest.raises(BadRequest, match=names) as raised:
-        msgspec.structs.replace(SyntheticWorkload(rate=1, requests=10), **change).check()
+        msgspec.structs.replace(SyntheticWorkload(rate=1, requests=10), **change)
     assert raised.value.param == names
 
 

@@ -49,13 +49,12 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
     seed: int = 0
 
-    def check(self) -> MeasurementPlan:
-        """Itself; raises :class:`~tercet.protocol.BadRequest` naming what makes no sense."""
+    def __post_init__(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` naming what makes no sense."""
         if self.max_step_tokens < 128:
             raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be 128 at least", "max_step_tokens")
         if self.repeats < 1:
             raise BadRequest(f"repeats: is {self.repeats}, and must be 1 at least", "repeats")
-        return self
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +76,7 @@ class Meter:
     def __init__(
         self, engine: Engine, other: Engine | None, plan: MeasurementPlan, note: Callable[[str], None]
     ) -> None:
-        self._plan = plan.check()
+        self._plan = plan
         self._note = note
         chance = random.Random(plan.seed)
         names = names_from(chance)

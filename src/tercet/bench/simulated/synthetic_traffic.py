@@ -37,8 +37,8 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     prefixes: int = 0
     prefix: int = 0
 
-    def check(self) -> SyntheticWorkload:
-        """Itself; raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+    def __post_init__(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
         for field in ("rate", "input_mean", "output_mean", "burstiness"):
             if not getattr(self, field) > 0:
                 raise BadRequest(f"{field}: is {getattr(self, field)}, and must be positive", field)
@@ -49,7 +49,6 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             raise BadRequest(f"requests: {self.requests} leave none after {self.warm_up} of warm-up", "requests")
         if bool(self.prefixes) != bool(self.prefix):
             raise BadRequest("prefixes: goes with prefix, their number with their length", "prefixes")
-        return self
 
 
 def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float, Request]]:

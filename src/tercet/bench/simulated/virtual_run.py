@@ -101,7 +101,7 @@ def run_once(
 
     ``scheduling`` has the profiles that the program's picks go by, as new ones; without it they are the built-in ones.
     """
-    arrivals = requests_of(workload.check(), seed)
+    arrivals = requests_of(workload, seed)
     return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling)
 
 
