@@ -1,0 +1,212 @@
+"""What operators have decided about a fleet, as one record with a version, in a file that front doors follow.
+
+:class:`FleetState` is pure: each method returns the state after a change, or refuses it. :class:`StateFile` holds the
+newest one: writers take turns, and readers see a whole state or the one before it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
+from tercet.router.plan import Plan
+from tercet.settings import EngineAddress, RouterConfig
+
+LOCK_SECONDS = 10.0
+LOOK_SECONDS = 0.01
+
+
+class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine of the fleet, and whether it is picked for nothing new."""
+
+    address: EngineAddress
+    draining: bool = False
+
+
+class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan, and its number: a plan that is asked for again is loaded again."""
+
+    number: int
+    plan: Plan
+
+
+class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A scheduling file's path, and how often one was asked for."""
+
+    number: int
+    file: str
+
+
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients were promised when the first front door began to serve: model fingerprints, and tokens of context.
+
+    Engines that come later must keep it.
+    """
+
+    models: tuple[str, ...]
+    max_model_len: int
+
+
+class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Members, programs and scheduling. ``before`` are the programs to which front doors return from failing ones."""
+
+    version: int = 1
+    members: tuple[MemberState, ...]
+    program: ProgramInUse
+    before: ProgramInUse | None = None
+    scheduling: SchedulingInUse | None = None
+    promise: Promise | None = None
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> FleetState:
+        """The state that a front door begins with when there is none yet."""
+        return cls(
+            members=tuple(MemberState(address) for address in config.engines),
+            program=ProgramInUse(1, Plan(program=config.program, args=config.program_args)),
+            scheduling=None if config.scheduling is None else SchedulingInUse(1, config.scheduling),
+        )
+
+    def with_program(self, plan: Plan) -> FleetState:
+        """Requests from now on are served under ``plan``."""
+        following = ProgramInUse(self.program.number + 1, plan)
+        return msgspec.structs.replace(self, program=following, before=self.program)
+
+    def with_scheduling(self, file: str) -> FleetState:
+        """Picks from now on go by ``file``, as it is now."""
+        number = 1 if self.scheduling is None else self.scheduling.number + 1
+        return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file))
+
+    def with_promise(self, promise: Promise) -> FleetState:
+        """The first promise stands."""
+        return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
+
+    def with_member(self, address: EngineAddress) -> FleetState:
+        """One more engine. Raises :class:`~tercet.protocol.Conflict` if its name or URL is taken."""
+        for member in self.members:
+            if member.address.name == address.name:
+                raise Conflict(f"name: an engine called {address.name!r} is in this fleet already", "name")
+            if member.address.url.rstrip("/") == address.url.rstrip("/"):
+                raise Conflict(f"url: {address.url} is in this fleet already, as {member.address.name}", "url")
+        return msgspec.structs.replace(self, members=(*self.members, MemberState(address)))
+
+    def without_member(self, name: str) -> FleetState:
+        """The engine is forgotten. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        gone = self._member(name)
+        return msgspec.structs.replace(self, members=tuple(each for each in self.members if each is not gone))
+
+    def with_role(self, name: str, role: Role) -> FleetState:
+        """Another role for an engine. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        member = self._member(name)
+        return self._with(member, MemberState(msgspec.structs.replace(member.address, role=role), member.draining))
+
+    def with_draining(self, name: str, draining: bool) -> FleetState:
+        """An engine is picked for nothing new, or again. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        member = self._member(name)
+        return self._with(member, MemberState(member.address, draining))
+
+    def _with(self, member: MemberState, changed: MemberState) -> FleetState:
+        members = tuple(changed if each is member else each for each in self.members)
+        return msgspec.structs.replace(self, members=members)
+
+    def _member(self, name: str) -> MemberState:
+        for member in self.members:
+            if member.address.name == name:
+                return member
+        known = ", ".join(member.address.name for member in self.members)
+        raise UnknownEngine(f"there is no engine {name!r}; there are {known or 'none'}", "name")
+
+
+class StateFile:
+    """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def stamp(self) -> object:
+        """Differs when there is another state; None without a file."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def read(self) -> FleetState | None:
+        """The state; None without a file. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=FleetState)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror}", "state") from error
+        except (msgspec.DecodeError, BadRequest) as error:
+            raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
+
+    def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:
+        """Change the state, which is ``otherwise`` if there is no file, and return the one that holds now.
+
+        A change that returns its argument writes nothing. Raises what ``change`` raises, and then nothing changes;
+        :class:`~tercet.protocol.BadRequest` as :meth:`read`, and for a file that cannot be written.
+        """
+        with self._locked():
+            found = self.read()
+            before = otherwise if found is None else found
+            after = change(before)
+            if after is not before:
+                after = msgspec.structs.replace(after, version=before.version + 1)
+            if after is not found:
+                write_whole(self.path, msgspec.json.format(msgspec.json.encode(after)), lasting=True)
+            return after
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        """One writer at a time; the kernel gives the lock back when its holder dies."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadRequest(f"state: {self.path} cannot be written: {error.strerror}", "state") from error
+        try:
+            _lock_within(lock, LOCK_SECONDS, self.path)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _lock_within(lock: int, seconds: float, path: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
+            time.sleep(LOOK_SECONDS)
+
+
+def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
+    """Replace a file, so that readers find the old content or the new one. ``lasting``: it survives a power cut."""
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            if lasting:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise BadRequest(f"state: {path} cannot be written: {error.strerror}", "state") from error
+    if lasting:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

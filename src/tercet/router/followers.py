@@ -1,0 +1,100 @@
+"""The front-door processes that follow one state: which are alive, what each has applied, and what runs on it.
+
+Each has two files in one directory: one that it holds a lock on while it lives, and its report.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tercet.protocol import BadRequest
+from tercet.router.fleet_state import write_whole
+
+ALIVE, REPORT = ".alive", ".json"
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """An engine, as one process sees it."""
+
+    in_flight: int
+    reachable: bool
+
+
+class FollowerReport(msgspec.Struct, frozen=True):
+    """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so."""
+
+    pid: int
+    version: int = 0
+    failure: str = ""
+    engines: dict[str, EngineReport] = {}
+
+
+class Followers:
+    """This process among the others that follow the state at ``path``. To be closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._directory = Path(f"{path}.followers")
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._told: FollowerReport | None = None
+        # It gets its name when the lock is held: who looks for the dead never takes it for one of them.
+        nameless = self._directory / f"{self._name}.new"
+        self._alive = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        nameless.rename(self._directory / (self._name + ALIVE))
+
+    def tell(self, report: FollowerReport) -> None:
+        """What others read of this process from now on."""
+        if report != self._told:
+            write_whole(self._directory / (self._name + REPORT), msgspec.json.encode(report))
+            self._told = report
+
+    def others(self) -> list[FollowerReport]:
+        """Reports of the others that live; one that has not said anything yet has none."""
+        found = (_report(self._directory / (name + REPORT)) for name in self._living() if name != self._name)
+        return [report for report in found if report is not None]
+
+    def close(self) -> None:
+        """This process follows no more."""
+        self._remove(self._name)
+        os.close(self._alive)
+
+    def _living(self) -> Iterator[str]:
+        for file in sorted(self._directory.glob(f"*{ALIVE}")):
+            name = file.name.removesuffix(ALIVE)
+            if _is_held(file):
+                yield name
+            else:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        for suffix in (REPORT, ALIVE):
+            (self._directory / (name + suffix)).unlink(missing_ok=True)
+
+
+def _is_held(file: Path) -> bool:
+    """Whether the process that made the file lives."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _report(file: Path) -> FollowerReport | None:
+    with suppress(FileNotFoundError, msgspec.DecodeError, BadRequest):
+        return msgspec.json.decode(file.read_bytes(), type=FollowerReport)
+    return None
