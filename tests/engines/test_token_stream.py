@@ -13,8 +13,8 @@ import pytest
 from tercet.client import HttpEngine
 from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
+from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineUnreachable, Output, Request
-from tercet.router.connections import connecting
 from tercet.streams import Listener
 
 from .conftest import Fleet, settled

@@ -17,12 +17,14 @@ from tercet.programs import migrate_context
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.keys import require_key
-from tercet.router.membership import Membership
 from tercet.router.plan import Plan
 from tercet.router.routing import Version
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
+
+BEHIND_HEADER = "x-tercet-behind"
 
 
 class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +53,7 @@ class State:
     """What the routes work on. Callers must show one of ``keys``, if there are any."""
 
     service: Service
-    membership: Membership
+    shared: SharedState
     scheduling: SchedulingFile
     keys: Sequence[str] = ()
 
@@ -90,8 +92,10 @@ class _Route(APIRoute):
 router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_require_key)], route_class=_Route)
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _json(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Response:
+    """``behind`` is what to say of processes that share the fleet and have not followed a change."""
+    headers = {BEHIND_HEADER: "; ".join(behind)} if behind else None
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 # ---- programs ------------------------------------------------------------------------------------------------
@@ -106,9 +110,9 @@ async def program(request: Request) -> Response:
 @router.put("/program")
 async def set_program(request: Request) -> Response:
     """Other programs for requests from now on; the body is a :class:`~tercet.router.plan.Plan`."""
-    service = _state(request).service
-    await service.use(decode_call(await request.body(), Plan))
-    return _json(_programs(service))
+    state = _state(request)
+    behind = await state.shared.use_program(decode_call(await request.body(), Plan))
+    return _json(_programs(state.service), behind=behind)
 
 
 def _programs(service: Service) -> dict[str, Any]:
@@ -139,9 +143,9 @@ async def scheduling(request: Request) -> Response:
 @router.put("/scheduling")
 async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one anew."""
-    found = _state(request).scheduling
-    await found.use(decode_call(await request.body(), SchedulingCall).file)
-    return _json(found.describe())
+    state = _state(request)
+    behind = await state.shared.use_scheduling(decode_call(await request.body(), SchedulingCall).file)
+    return _json(state.scheduling.describe(), behind=behind)
 
 
 # ---- contexts ------------------------------------------------------------------------------------------------
@@ -163,55 +167,64 @@ async def move_context(request: Request) -> Response:
 
 @router.get("/engines")
 async def engines(request: Request) -> Response:
-    """Every engine: name, url, role, what this front door runs on it, and its last report with the age in seconds."""
-    return _json([_engine(member, _fleet(request)) for member in _fleet(request).members])
+    """Every engine: name, url, role, what runs on it, and its last report with the age in seconds."""
+    return _json([_engine(member, _state(request)) for member in _fleet(request).members])
 
 
 @router.post("/engines")
 async def add_engine(request: Request) -> Response:
     """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
-    return _json(_engine(await _state(request).membership.add(address), _fleet(request)), 201)
+    behind = await _state(request).shared.add(address)
+    return _one(request, address.name, behind, 201)
 
 
 @router.delete("/engines/{name}")
 async def remove_engine(request: Request, name: str) -> Response:
     """Forget an engine; what runs on it finishes."""
-    return _json(_engine(_state(request).membership.remove(name), _fleet(request)))
+    state = _state(request)
+    gone = _engine(_fleet(request).member(name), state)
+    return _json(gone, behind=await state.shared.remove(name))
 
 
 @router.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
     """Pick it for nothing new; what runs on it finishes."""
-    return _json(_engine(_state(request).membership.drain(name), _fleet(request)))
+    return _one(request, name, await _state(request).shared.drain(name, True))
 
 
 @router.delete("/engines/{name}/drain")
 async def undrain_engine(request: Request, name: str) -> Response:
     """Pick it again."""
-    return _json(_engine(_state(request).membership.drain(name, draining=False), _fleet(request)))
+    return _one(request, name, await _state(request).shared.drain(name, False))
 
 
 @router.put("/engines/{name}/role")
 async def set_role(request: Request, name: str) -> Response:
     """Another role for an engine."""
     role = decode_call(await request.body(), RoleCall).role
-    return _json(_engine(_state(request).membership.set_role(name, role), _fleet(request)))
+    return _one(request, name, await _state(request).shared.set_role(name, role))
 
 
 def _fleet(request: Request) -> EngineFleet:
     return _state(request).service.fleet
 
 
-def _engine(member: Member, fleet: EngineFleet) -> dict[str, Any]:
-    last = fleet.knowledge.loads.last(member.name)
+def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) -> Response:
+    return _json(_engine(_fleet(request).member(name), _state(request)), status, behind)
+
+
+def _engine(member: Member, state: State) -> dict[str, Any]:
+    """An engine as this process knows it; what runs on it, as all do that share the fleet."""
+    last = state.service.fleet.knowledge.loads.last(member.name)
+    everywhere = state.shared.engines()[member.name]
     return {
         "name": member.name,
         "url": member.url,
         "role": member.role,
-        "reachable": member.reachable,
+        "reachable": everywhere.reachable,
         "draining": member.draining,
-        "in_flight": member.in_flight,
+        "in_flight": everywhere.in_flight,
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels),
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from tercet.fleet.membership import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.router.plan import Plan
 from tercet.settings import EngineAddress, RouterConfig
@@ -42,16 +43,6 @@ class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     number: int
     file: str
-
-
-class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients were promised when the first front door began to serve: model fingerprints, and tokens of context.
-
-    Engines that come later must keep it.
-    """
-
-    models: tuple[str, ...]
-    max_model_len: int
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +111,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if member.address.name == name:
                 return member
         known = ", ".join(member.address.name for member in self.members)
-        raise UnknownEngine(f"there is no engine {name!r}; there are {known or 'none'}", "name")
+        raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known or 'none'}", "name")
 
 
 class StateFile:

@@ -28,9 +28,13 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class FollowerReport(msgspec.Struct, frozen=True):
-    """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so."""
+    """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so.
+
+    One that is not ``serving`` yet will have caught up when it is.
+    """
 
     pid: int
+    serving: bool = False
     version: int = 0
     failure: str = ""
     engines: dict[str, EngineReport] = {}

@@ -1,17 +1,29 @@
-"""The front door's own metrics, beside vLLM's, on ``/metrics``."""
+"""The front door's own metrics, beside vLLM's, on ``/metrics``; those of engines are read when somebody asks."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.fleet import Trace
+from tercet.fleet import EngineFleet, Trace
 from tercet.protocol import TercetError
-from tercet.router.route_metrics import RouteMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+METRICS = ("/metrics", "/metrics/")
+GAUGES = {
+    "waiting": "Requests that wait, as the engine last reported.",
+    "running": "Requests that run, as the engine last reported.",
+    "kv_usage": "Share of the KV cache in use, as the engine last reported.",
+    "tokens": "Tokens still to work on, as the engine last reported.",
+    "step_time": "Seconds of recent steps, as the engine last reported.",
+}
 
 
 class Metrics:
@@ -50,6 +62,12 @@ class Metrics:
         self._version = Gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
+        self._state = Gauge(
+            "tercet_fleet_state_version", "The version of the fleet's state in use.", multiprocess_mode="livemin"
+        )
+        self._state_failed = Gauge(
+            "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
+        )
         self._workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
         self._routes = RouteMetrics()
@@ -57,6 +75,11 @@ class Metrics:
     def serving(self) -> None:
         """This process accepts requests from now on."""
         self._workers.set(1)
+
+    def fleet_state(self, version: int, failed: bool) -> None:
+        """The version of the fleet's state in use here, and whether a later one cannot be applied."""
+        self._state.set(version)
+        self._state_failed.set(failed)
 
     @contextmanager
     def sequence(self) -> Generator[None]:
@@ -115,3 +138,87 @@ class Metrics:
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""
         self._errors.labels(error.code).inc()
+
+
+class RouteMetrics:
+    """How often which kind of route was chosen, and how far off its prediction was."""
+
+    def __init__(self) -> None:
+        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
+        self._ratio = Histogram(
+            "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
+        )
+
+    def finished(self, trace: Trace) -> None:
+        """A sequence was served to its end; one without a decision counts nowhere."""
+        decision = trace.decision
+        if decision is None:
+            return
+        self._routes.labels(decision.kind, "to_learn" if decision.explored else "cheapest").inc()
+        chosen = decision.chosen
+        if trace.events and trace.events[-1].engine != chosen.decode:
+            return  # it ended elsewhere: what was measured is not what was predicted
+        for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
+            if measured is not None and predicted > 0:
+                self._ratio.labels(what).observe(measured / predicted)
+
+
+class EngineCollector(Collector):
+    """Gauges by engine. One that has reported nothing has none; its age says how old a report is, in seconds."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        """See ``prometheus_client``'s ``Collector``."""
+        found = {member.name: self._fleet.knowledge.loads.last(member.name) for member in self._fleet.members}
+        reports = {name: report for name, report in found.items() if report is not None}
+        ages = GaugeMetricFamily(
+            "tercet_engine_report_age_seconds", "Time since the engine's last report.", labels=["engine"]
+        )
+        for name, (_, age) in reports.items():
+            ages.add_metric([name], age)
+        yield ages
+        for field, meaning in GAUGES.items():
+            gauge = GaugeMetricFamily(f"tercet_engine_{field}", meaning, labels=["engine"])
+            for name, (load, _) in reports.items():
+                value: float | None = getattr(load, field)
+                if value is not None:
+                    gauge.add_metric([name], value)
+            yield gauge
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry need not ask at registration."""
+        return ()
+
+
+_exported: list[EngineCollector] = []
+
+
+def export(fleet: EngineFleet) -> None:
+    """Add the gauges to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
+    collector = EngineCollector(fleet)
+    REGISTRY.register(collector)
+    _exported.append(collector)
+
+
+def of_all_workers() -> CollectorRegistry:
+    """What all workers of a front door have counted, and the gauges: each worker hears every engine, so once.
+
+    vLLM's own ``/metrics`` serves what the workers write to files, and so lacks what is read when somebody asks.
+    """
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    for collector in _exported:
+        registry.register(collector)
+    return registry
+
+
+def with_metrics_of_all_workers(app: ASGIApp) -> ASGIApp:
+    """``app``, whose ``/metrics`` are those of all workers of this front door."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and scope["path"] in METRICS and scope["method"] == "GET"
+        await (make_asgi_app(of_all_workers()) if asked else app)(scope, receive, send)
+
+    return answer

@@ -11,6 +11,7 @@ from tercet.protocol import TercetError
 from tercet.router.plan import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.router.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
 LOOK_SECONDS = 0.3
@@ -44,7 +45,7 @@ def files_of(plan: Plan) -> list[Path]:
 
 
 async def reload_on_change(
-    service: Service, scheduling: SchedulingFile | None = None, every: float = LOOK_SECONDS
+    shared: SharedState, service: Service, scheduling: SchedulingFile, every: float = LOOK_SECONDS
 ) -> None:
     """Use the plan and the scheduling file that were asked for last anew, each time that a file of theirs changes.
 
@@ -52,13 +53,14 @@ async def reload_on_change(
     """
     programs, plugins = FileWatch(), FileWatch()
     programs.changed(files_of(service.wanted))
-    plugins.changed(scheduling.files if scheduling else ())
+    plugins.changed(scheduling.files)
     while True:
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):
-            await _use("programs", files, service.use(service.wanted))
-        if scheduling and scheduling.path and (files := plugins.changed(scheduling.files)):
-            await _use("scheduling", files, scheduling.use(scheduling.path))
+            # Other workers see the same change: the first one's is everybody's.
+            await _use("programs", files, shared.use_program(service.wanted, shared.state.program.number))
+        if scheduling.path and (files := plugins.changed(scheduling.files)):
+            await _use("scheduling", files, shared.use_scheduling(scheduling.path))
 
 
 async def _use(what: str, files: Sequence[Path], using: Awaitable[object]) -> None:

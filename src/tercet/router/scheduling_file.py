@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from tercet.fleet import EngineFleet
 from tercet.scheduling import Scheduling, files_of, load_scheduling
 
 logger = logging.getLogger("tercet.router")
+
+
+@dataclass(frozen=True)
+class LoadedScheduling:
+    """What a scheduling file says, that file, and those of the plugins in it."""
+
+    scheduling: Scheduling
+    files: Sequence[Path]
 
 
 class SchedulingFile:
@@ -22,18 +31,14 @@ class SchedulingFile:
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
-        self._changing = asyncio.Lock()
         self.path: str | None = None
         self.files: Sequence[Path] = ()
 
-    async def use(self, path: str) -> None:
-        """Use the file at ``path``. Raises :class:`~tercet.protocol.BadRequest`, and then nothing changes."""
-        async with self._changing:
-            # It runs the user's modules, however long that takes.
-            scheduling, files = await asyncio.to_thread(_load, path)
-            self._fleet.scheduling = scheduling
-            self.path, self.files = path, files
-        logger.warning("scheduling: %s is in use, with the profiles %s", path, ", ".join(scheduling.profiles))
+    def use(self, path: str, loaded: LoadedScheduling) -> None:
+        """Use a file as it was loaded."""
+        self._fleet.scheduling = loaded.scheduling
+        self.path, self.files = path, loaded.files
+        logger.warning("scheduling: %s is in use, with the profiles %s", path, ", ".join(loaded.scheduling.profiles))
 
     def describe(self) -> dict[str, Any]:
         """What is in use, for people."""
@@ -53,6 +58,11 @@ class SchedulingFile:
         }
 
 
-def _load(path: str) -> tuple[Scheduling, list[Path]]:
+async def load_scheduling_file(path: str) -> LoadedScheduling:
+    """Raises :class:`~tercet.protocol.BadRequest` for what cannot be used."""
+    return await asyncio.to_thread(_load, path)  # it runs the user's modules, however long that takes
+
+
+def _load(path: str) -> LoadedScheduling:
     file = Path(path).expanduser()
-    return load_scheduling(file), files_of(file)
+    return LoadedScheduling(load_scheduling(file), files_of(file))

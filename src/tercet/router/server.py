@@ -7,31 +7,35 @@ launcher functions ``build_app``, ``init_app_state`` and ``serve_http``.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import importlib
 import logging
 import os
 import signal
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from fastapi import FastAPI
 
+from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet
-from tercet.router import admin, engine_metrics
-from tercet.router.connections import connecting
+from tercet.fleet.membership import Membership, connecting
+from tercet.router import admin
 from tercet.router.context import ContextMiddleware
 from tercet.router.entrance import Entrance
+from tercet.router.fleet_state import FleetState
 from tercet.router.gate import Gate
-from tercet.router.membership import Membership
-from tercet.router.metrics import Metrics
+from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
 from tercet.router.reload import reload_on_change
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.router.shared_state import SharedState
 from tercet.router.short_prompts import render_short_prompts_here
-from tercet.router.workers.sharing import Shared, Sharing, answering
+from tercet.router.workers.worker import Shared
 from tercet.settings import RouterConfig
 from tercet.streams import Listener
 from tercet.vllm_plugin.frontend_versions import accept_by_load, parsed_serve_args, structured_outputs_config
@@ -47,33 +51,44 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    fleet = EngineFleet(())
+    fleet, metrics, background = EngineFleet(()), Metrics(), TaskSet()
+    export(fleet)
     async with (
         Listener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener)) as membership,
     ):
-        await membership.start(config.engines)
-        metrics = Metrics()
-        engine_metrics.export(fleet)
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
             config.request_timeout_s,
         )  # fmt: skip
-        gate = Gate(config.limits, fleet, metrics)
         scheduling = SchedulingFile(fleet)
-        if config.scheduling is not None:
-            await scheduling.use(config.scheduling)
-        _import_vllm()  # seconds, well spent while engines are still loading
-        replaces = shared is not None and shared.replaces
-        shortest = await (membership.until_some_ready() if replaces else membership.until_ready())
-        background = [asyncio.create_task(membership.watch())]
-        if config.dev:
-            background.append(asyncio.create_task(reload_on_change(service, scheduling)))
-        try:
-            await _serve_openai(config, service, membership, scheduling, gate, shortest, shared, metrics)
-        finally:
-            for task in background:
-                task.cancel()
+        with state_path(config) as path:
+            state = SharedState(path, fleet, membership, service, scheduling, metrics)
+            try:
+                if shared is not None:
+                    background.spawn(shared.until_supervisor_ends(), "supervisor")
+                await state.start(FleetState.of(config))
+                _import_vllm()  # seconds, well spent while engines are still loading
+                promise = membership.promise = await state.until_ready()
+                background.spawn(membership.watch(), "membership")
+                background.spawn(state.follow(), "state")
+                if config.dev:
+                    background.spawn(reload_on_change(state, service, scheduling), "reload")
+                gate = Gate(config.limits, fleet, metrics)
+                await _serve_openai(config, service, scheduling, state, gate, promise.max_model_len, shared, metrics)
+            finally:
+                await background.close()
+                state.close()
+
+
+@contextmanager
+def state_path(config: RouterConfig) -> Generator[Path]:
+    """Where the fleet's state is: in the operator's file, or in one that ends with this process."""
+    if config.state is not None:
+        yield Path(config.state).expanduser().absolute()
+        return
+    with TemporaryDirectory(prefix="tercet-state-") as directory:
+        yield Path(directory) / "state.json"
 
 
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:
@@ -95,8 +110,8 @@ def _interrupt(*_: object) -> None:
 async def _serve_openai(
     config: RouterConfig,
     service: Service,
-    membership: Membership,
     scheduling: SchedulingFile,
+    state: SharedState,
     gate: Gate,
     max_model_len: int,
     shared: Shared | None,
@@ -114,23 +129,22 @@ async def _serve_openai(
         tasks = await engine_client.get_supported_tasks()
         app = build_app(args, tasks, engine_client.model_config)
         keys = _api_keys(args)
-        admin.install(app, admin.State(service, membership, scheduling, keys))
+        admin.install(app, admin.State(service, state, scheduling, keys))
         # Around the whole stack, which vLLM's SageMaker layer has closed to further middleware.
         await init_app_state(engine_client, app.state, args, tasks)
         stack = app.middleware_stack or app.build_middleware_stack()
         stats = StreamStats(engine_client.logger_manager)
         inner = short_way(stack, app.state, args, engine_client, stats, service.program_called)
         app.middleware_stack = Entrance(
-            inner if shared is None else Sharing(inner, shared.line), gate, keys, config.max_request_bytes,
+            inner if shared is None else with_metrics_of_all_workers(inner), gate, keys, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
-        async with AsyncExitStack() as held:
-            if shared is not None:
-                await held.enter_async_context(shared.line)
-                await shared.line.serve(answering(inner, app))
-            metrics.serving()
-            _settle()
-            await _accept(app, args, sock, shared)
+        await state.serving()
+        metrics.serving()
+        if shared is not None:
+            shared.serving()
+        _settle()
+        await _accept(app, args, sock, shared)
     finally:
         engine_client.shutdown()
         sock.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import logging
 import random
 import time
@@ -53,30 +52,24 @@ class Service:
         self._retries = retries
         self._request_timeout = request_timeout
         self.wanted = Plan(program=program, args=program_args)
-        self._numbers = itertools.count(NO_VERSION + 1)
-        self.routing = Routing(self._version(self.wanted, _load(self.wanted)), return_after)
+        self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
         self._metrics = metrics
         self._metrics.program_version(self.routing.current.number)
-        self._swapping = asyncio.Lock()
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
-    async def use(self, plan: Plan) -> Version:
-        """Requests from now on are served under ``plan``; those under way end as they began.
+    async def load(self, plan: Plan) -> Mapping[str, Program]:
+        """The programs of a plan; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
+        return await asyncio.to_thread(_load, plan)  # it runs the user's module, however long that takes
 
-        Raises :class:`~tercet.protocol.BadRequest` for a program that cannot be loaded; then nothing changes.
-        """
-        async with self._swapping:
-            programs = await asyncio.to_thread(_load, plan)  # it runs the user's module, however long that takes
-            version = self._version(plan, programs)
-            self.routing.swap(version)
-            self.wanted = plan
-        self._metrics.program_version(version.number)
-        logger.warning("programs: version %d from now on: %s", version.number, ", ".join(programs))
+    def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> Version:
+        """Requests from now on are served under ``plan``; those under way end as they began."""
+        version = Version(number, plan, programs)
+        self.routing.swap(version)
+        self.wanted = plan
+        self._metrics.program_version(number)
+        logger.warning("programs: version %d from now on: %s", number, ", ".join(programs))
         return version
-
-    def _version(self, plan: Plan, programs: Mapping[str, Program]) -> Version:
-        return Version(next(self._numbers), plan, programs)
 
     def program_called(self, name: str) -> Chosen:
         """The program that a client may ask for by name: one of the plan's, or a built-in one.

@@ -161,6 +161,13 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
+    state: Annotated[
+        str | None,
+        Setting(
+            "Where engines, programs and scheduling are kept; front doors given the same file share them.",
+            metavar="FILE", default="of this front door alone",
+        ),
+    ] = None  # fmt: skip
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer, as on its command line.", flag="")
     ] = msgspec.field(default=(), name="router-args")

@@ -32,7 +32,7 @@ class Running:
         self.door = Door(metrics, "disaggregated", return_after=3)
         self.door.engines["http://new"] = Engine("new")
         self.app = FastAPI(lifespan=self._lifespan)
-        admin.install(self.app, admin.State(self.door.service, self.door.membership, self.door.scheduling, keys))
+        admin.install(self.app, admin.State(self.door.service, self.door.shared, self.door.scheduling, keys))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
@@ -43,6 +43,7 @@ class Running:
         async with self.door.membership:
             await self.door.start()
             yield
+        self.door.close()
 
     def __enter__(self) -> Running:
         self.thread.start()

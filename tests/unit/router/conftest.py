@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +16,15 @@ import pytest
 from fastapi import FastAPI
 
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.router import admin
-from tercet.router.membership import Membership
+from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse
 from tercet.router.metrics import Metrics
+from tercet.router.plan import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
+from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
 
 from ..fakes import FakeEngine
@@ -107,6 +112,10 @@ class Door:
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, program, {}, metrics, return_after)
         self.scheduling = SchedulingFile(self.fleet)
+        self.directory = Path(tempfile.mkdtemp(prefix="tercet-test-"))
+        self.shared = SharedState(
+            self.directory / "state.json", self.fleet, self.membership, self.service, self.scheduling, metrics
+        )
         self.number = 0
 
     @asynccontextmanager
@@ -120,8 +129,19 @@ class Door:
 
     async def start(self) -> None:
         addresses = (EngineAddress("p", "http://p", "prefill"), EngineAddress("d", "http://d", "decode"))
-        await self.membership.start(addresses)
-        assert await self.membership.until_ready() == 1000
+        program = ProgramInUse(1, self.service.wanted)
+        members = tuple(MemberState(address) for address in addresses)
+        await self.shared.start(FleetState(members=members, program=program))
+        self.membership.promise = await self.shared.until_ready()
+        assert self.membership.promise.max_model_len == 1000
+
+    async def use(self, plan: Plan) -> None:
+        """As an operator asks for it."""
+        assert await self.shared.use_program(plan) == []
+
+    def close(self) -> None:
+        self.shared.close()
+        shutil.rmtree(self.directory)
 
     def engine(self, name: str) -> Engine:
         return self.engines[f"http://{name}"]
@@ -140,7 +160,7 @@ class Door:
 
     def client(self, *keys: str) -> httpx.AsyncClient:
         app = FastAPI()
-        admin.install(app, admin.State(self.service, self.membership, self.scheduling, keys))
+        admin.install(app, admin.State(self.service, self.shared, self.scheduling, keys))
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
 
     async def has_everything_back(self) -> bool:
@@ -152,6 +172,12 @@ class Door:
                 return True
             await asyncio.sleep(0)
         return False
+
+
+def shared_over(service: Service, membership: Membership, metrics: Metrics) -> SharedState:
+    """Of a fleet that nothing changes."""
+    path = Path(tempfile.mkdtemp(prefix="tercet-test-")) / "state.json"
+    return SharedState(path, service.fleet, membership, service, SchedulingFile(service.fleet), metrics)
 
 
 @pytest.fixture
@@ -175,6 +201,7 @@ async def door(metrics: Metrics) -> AsyncIterator[Door]:
     async with door.membership:
         await door.start()
         yield door
+    door.close()
 
 
 def counted(name: str, **labels: str) -> float:

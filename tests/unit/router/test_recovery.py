@@ -205,7 +205,7 @@ async def test_of_those_that_are_left_one_that_decodes_goes_on(door: Door) -> No
     """Prefill engines look idle, since sequences stay with them for their prompts only."""
     door.engine("d").failures["start_generate"] = EngineUnreachable("gone")
     third = door.engines["http://e"] = Engine("e")
-    await door.membership.add(EngineAddress("e", "http://e", "decode"))
+    await door.membership.enter(EngineAddress("e", "http://e", "decode"))
     door.fleet.member("e").in_flight = 9
     assert (await door.ask())[1] == ANSWER
     assert "start_generate" in third.verbs

@@ -22,7 +22,7 @@ async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(door: D
     old = asyncio.ensure_future(door.ask())
     while not door.engine("d").calls:
         await asyncio.sleep(0)
-    await door.service.use(Plan(program=f"{programs}:marked"))
+    await door.use(Plan(program=f"{programs}:marked"))
     assert await door.ask() == (f"{programs}:marked", [7, 7, 7])
     assert not old.done()
     door.engine("d").pause.set()
@@ -34,7 +34,7 @@ async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(door: D
 async def test_a_program_that_cannot_be_loaded_changes_nothing(door: Door, programs: str, what: str) -> None:
     args = {"nonsense": 1} if what == "good" else {}
     with pytest.raises(BadRequest, match="program"):
-        await door.service.use(Plan(program=f"{programs}:{what}", args=args))
+        await door.use(Plan(program=f"{programs}:{what}", args=args))
     assert door.service.routing.current.number == 1
     assert door.service.wanted.program == "disaggregated"
     assert await door.ask() == ("disaggregated", ANSWER)
@@ -44,7 +44,7 @@ async def test_a_program_that_cannot_be_loaded_changes_nothing(door: Door, progr
 async def test_a_file_that_fails_when_it_is_loaded_changes_nothing(door: Door, tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(BadRequest, match=r"broken\.py failed to load"):
-        await door.service.use(Plan(program=f"{tmp_path / 'broken.py'}:main"))
+        await door.use(Plan(program=f"{tmp_path / 'broken.py'}:main"))
     assert await door.ask() == ("disaggregated", ANSWER)
 
 
@@ -57,7 +57,7 @@ async def test_a_failing_program_is_replaced_and_no_client_notices(
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
     name = f"{programs}:{what}"
-    await door.service.use(Plan(program=name))
+    await door.use(Plan(program=name))
     for expected in (1, 2, 0):
         assert await door.ask() == (f"{name} -> data_parallel", ANSWER)
         assert door.service.routing.failures.get(name, 0) == expected
@@ -76,8 +76,8 @@ async def test_a_failing_program_is_replaced_and_no_client_notices(
 
 async def test_with_nothing_to_return_to_one_engine_serves_on(door: Door, programs: str) -> None:
     routing = door.service.routing
-    await door.service.use(Plan(program=f"{programs}:raises"))
-    await door.service.use(Plan(program=f"{programs}:exits"))
+    await door.use(Plan(program=f"{programs}:raises"))
+    await door.use(Plan(program=f"{programs}:exits"))
     for _ in range(6):
         assert (await door.ask())[1] == ANSWER
     assert routing.current.number == 1
@@ -89,11 +89,11 @@ async def test_with_nothing_to_return_to_one_engine_serves_on(door: Door, progra
 
 
 async def test_what_the_client_or_the_fleet_did_is_not_the_programs_fault(door: Door, programs: str) -> None:
-    await door.service.use(Plan(program=f"{programs}:refuses"))
+    await door.use(Plan(program=f"{programs}:refuses"))
     for _ in range(5):
         with pytest.raises(BadRequest, match="not with me"):
             await door.ask()
-    await door.service.use(Plan(program=f"{programs}:no_space"))
+    await door.use(Plan(program=f"{programs}:no_space"))
     for _ in range(5):
         assert await door.ask() == (f"{programs}:no_space -> data_parallel", ANSWER)
     assert door.service.routing.current.number == 3
@@ -104,7 +104,7 @@ async def test_a_program_that_fails_after_the_first_token_gets_the_blame_and_no_
     door: Door, programs: str
 ) -> None:
     name = f"{programs}:breaks_off"
-    await door.service.use(Plan(program=name))
+    await door.use(Plan(program=name))
     for _ in range(3):
         assert await door.ask() == (f"{name} -> data_parallel", ANSWER)
     assert await door.ask() == ("disaggregated", ANSWER)
@@ -113,7 +113,8 @@ async def test_a_program_that_fails_after_the_first_token_gets_the_blame_and_no_
 
 async def test_a_split_that_fails_in_one_part_is_given_up_as_a_whole(door: Door, programs: str) -> None:
     split = (Share(program="data_parallel", weight=1), Share(program=f"{programs}:raises", weight=1, name="trial"))
-    version = await door.service.use(Plan(split=split))
+    await door.use(Plan(split=split))
+    version = door.service.routing.current
     asked = 0
     while door.service.routing.current is version:
         asked += 1
@@ -128,7 +129,7 @@ async def test_rules_and_the_clients_own_choice(door: Door, programs: str) -> No
         Rule(program=f"{programs}:marked", name="marked", header="x-team", value="red"),
         Rule(program="data_parallel", model="big"),
     )
-    await door.service.use(Plan(program="disaggregated", rules=rules))
+    await door.use(Plan(program="disaggregated", rules=rules))
     assert await door.ask({"x-team": "red"}) == ("marked", [7, 7, 7])
     assert (await door.ask({"x-team": "blue"}))[0] == "disaggregated"
     assert (await door.ask(model="big"))[0] == "data_parallel"
@@ -143,7 +144,7 @@ async def test_programs_with_their_parameters_are_told_apart_in_the_metrics(door
         Share(program=f"{programs}:good", name="a", args={"by": "round_robin"}),
         Share(program=f"{programs}:good", name="b", args={"by": "least_loaded"}),
     )
-    await door.service.use(Plan(split=split))
+    await door.use(Plan(split=split))
     for _ in range(100):
         await door.ask()
     found = [counted("tercet_sequences_total", program=name) for name in "ab"]
@@ -152,7 +153,7 @@ async def test_programs_with_their_parameters_are_told_apart_in_the_metrics(door
 
 
 async def test_a_program_that_fights_its_cancellation_is_cancelled(door: Door, programs: str) -> None:
-    await door.service.use(Plan(program=f"{programs}:will_not_be_cancelled"))
+    await door.use(Plan(program=f"{programs}:will_not_be_cancelled"))
     for name in ("p", "d"):
         door.engine(name).pause.clear()
     asking = asyncio.ensure_future(door.ask())
@@ -195,7 +196,7 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
             Plan(program=broken),
             Plan(split=(Share(program=rng.choice(sound)), Share(program=broken, weight=rng.random()))),
         ]
-        await door.service.use(plans[number % 3])
+        await door.use(plans[number % 3])
         if number % 10 == 0:
             door.membership.drain("d", draining=number % 20 == 0)
         before = served
@@ -212,7 +213,7 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
 
 
 async def test_unreachable_engines_are_no_reason_to_return(door: Door, programs: str) -> None:
-    await door.service.use(Plan(program=f"{programs}:good"))
+    await door.use(Plan(program=f"{programs}:good"))
     for name in ("p", "d"):
         door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
     for _ in range(5):

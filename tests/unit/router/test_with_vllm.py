@@ -14,11 +14,11 @@ import pytest_asyncio
 
 from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member
+from tercet.fleet.membership import Membership
 from tercet.protocol import EngineUnreachable, NoSpace, Request
 from tercet.router import admin
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
-from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
@@ -62,7 +62,7 @@ class House:
         self.app = build_app(args, tasks, client.model_config)
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
         keys = server._api_keys(args)
-        admin.install(self.app, admin.State(self.service, membership, SchedulingFile(self.fleet), keys))
+        admin.install(self.app, admin.State(self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet), keys))
         self.app.middleware_stack = Entrance(self.app.middleware_stack, self.gate, keys, 10_000)
         await init_app_state(client, self.app.state, args, tasks)
         return client

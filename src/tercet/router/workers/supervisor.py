@@ -1,9 +1,8 @@
-"""The process that owns the port: it starts workers, replaces those that end, and carries changes between them."""
+"""The process that owns the port: it starts workers, and replaces those that end."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import mmap
 import os
@@ -11,51 +10,23 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
 from prometheus_client import multiprocess
 
-from tercet.protocol import EngineError
-from tercet.router.workers.agreement import Agreement, Lost
-from tercet.router.workers.messages import (
-    Call,
-    Granted,
-    Open,
-    Perform,
-    Performed,
-    Reply,
-    Serving,
-    ToSupervisor,
-    Wish,
-    messages_of,
-    write,
-)
+from tercet.router.workers.worker import LOAD_BYTES, SERVING, Started
 from tercet.settings import RouterConfig
 
 logger = logging.getLogger("tercet.router")
 GRACE_SECONDS = 20.0
-PERFORM_SECONDS = 90.0
 AGAIN_SECONDS = 1.0
 # Replacements that end before they serve, in a row, after which something is wrong with more than a worker.
 MOST_FAILURES = 5
-LOAD_BYTES = 4
-NOT_ACCEPTING = 2**31 - 1
-_decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
-
-
-class Started(msgspec.Struct, frozen=True):
-    """What a worker is given on its command line, as JSON: its place, and the file descriptors that it inherits."""
-
-    config: RouterConfig
-    index: int
-    workers: int
-    control: int
-    listening: int
-    loads: int
-    replaces: bool
+NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
+COMMAND = "from tercet.router.workers.worker import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
@@ -74,12 +45,14 @@ async def _supervise(config: RouterConfig) -> int:
         loop.add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
         listening = stack.enter_context(_listen(config))
-        metrics = stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-metrics-"))
+        common = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-workers-")))
+        (common / "metrics").mkdir()
+        if config.state is None:
+            config = msgspec.structs.replace(config, state=str(common / "state.json"))
         loads = os.memfd_create("tercet-loads")
         stack.callback(os.close, loads)
         _prepare_loads(loads, config.workers)
-        agreement = Agreement()
-        places = [Place(config, index, listening, loads, Path(metrics), agreement) for index in range(config.workers)]
+        places = [Place(config, index, listening, loads, common / "metrics") for index in range(config.workers)]
         keeping = [asyncio.create_task(place.keep()) for place in places]
         waiting = asyncio.create_task(stopped.wait())
         try:
@@ -104,28 +77,26 @@ def _prepare_loads(loads: int, workers: int) -> None:
     """vLLM's servers compare their numbers of connections here, so that the least loaded one takes the next."""
     os.ftruncate(loads, LOAD_BYTES * workers)
     with mmap.mmap(loads, LOAD_BYTES * workers) as shared:
-        shared[:] = NOT_ACCEPTING.to_bytes(LOAD_BYTES, sys.byteorder) * workers
+        shared[:] = NOT_ACCEPTING * workers
 
 
 class Place:
     """One worker's place: whoever holds it is started, watched, and replaced."""
 
     def __init__(
-        self, config: RouterConfig, index: int, listening: socket.socket, loads: int, metrics: Path,
-        agreement: Agreement,
+        self, config: RouterConfig, index: int, listening: socket.socket, loads: int, metrics: Path
     ) -> None:  # fmt: skip
         self._config = config
         self._index = index
         self._listening = listening
         self._loads = loads
         self._metrics = metrics
-        self._agreement = agreement
 
     async def keep(self) -> int:
         """Have a worker here until cancelled; returns an exit code if that cannot be done."""
         failures, ever_served = 0, False
         while True:
-            code, served = await self._one(replaces=ever_served)
+            code, served = await self._one()
             ever_served |= served
             failures = 0 if served else failures + 1
             if not ever_served or failures >= MOST_FAILURES:
@@ -134,35 +105,44 @@ class Place:
             logger.error("workers: %d ended with %d; another one takes its place", self._index, code)
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _one(self, replaces: bool) -> tuple[int, bool]:
+    async def _one(self) -> tuple[int, bool]:
         """A worker's life: its exit code, and whether it served."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = Started(
-                self._config, self._index, self._config.workers, theirs.fileno(), self._listening.fileno(),
-                self._loads, replaces,
-            )  # fmt: skip
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tercet.router.workers.worker", msgspec.json.encode(command).decode(),
-                pass_fds=(theirs.fileno(), self._listening.fileno(), self._loads), env=self._env(),
-                stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        worker = Worker(process, reader, writer, self._agreement)
-        try:
-            await worker.attend()
-            return await process.wait(), worker.served
-        finally:
-            worker.close()
-            await _stopped(process)
-            self._forget(process.pid)
+        with ours:
+            with theirs:
+                process = await self._start(theirs)
+            try:
+                served = await self._serves(ours)
+                return await process.wait(), served
+            finally:
+                await _stopped(process)
+                self._forget(process.pid)
+
+    async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
+        """The worker's settings, which may hold keys, go through a pipe: command lines are for everybody to read."""
+        fds = line.fileno(), self._listening.fileno(), self._loads
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", COMMAND, pass_fds=fds, env=self._env(), stdin=asyncio.subprocess.PIPE
+        )
+        if process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(Started(self._config, self._index, *fds)))
+            process.stdin.close()
+        return process
+
+    async def _serves(self, line: socket.socket) -> bool:
+        """Whether the worker said that it serves, by the time that it ends."""
+        line.setblocking(False)
+        said = b""
+        while data := await asyncio.get_running_loop().sock_recv(line, len(SERVING)):
+            said += data
+        return said == SERVING
 
     def _env(self) -> Mapping[str, str]:
         return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)}
 
     def _forget(self, pid: int) -> None:
         multiprocess.mark_process_dead(pid, str(self._metrics))  # pyright: ignore[reportUnknownMemberType]
-        os.pwrite(self._loads, NOT_ACCEPTING.to_bytes(LOAD_BYTES, sys.byteorder), LOAD_BYTES * self._index)
+        os.pwrite(self._loads, NOT_ACCEPTING, LOAD_BYTES * self._index)
 
 
 async def _stopped(process: asyncio.subprocess.Process) -> None:
@@ -177,82 +157,3 @@ async def _stopped(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-class Worker:
-    """One worker process, at the other end of its line."""
-
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-        agreement: Agreement,
-    ) -> None:  # fmt: skip
-        self.served = False
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._agreement = agreement
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def attend(self) -> None:
-        """Listen to it until its line closes."""
-        async for message in messages_of(self._reader, _decoder):
-            match message:
-                case Serving():
-                    self._spawn(self._join())
-                case Wish(number, call):
-                    self._spawn(self._grant(number, call))
-                case Performed(number, reply):
-                    waiting = self._calls.get(number)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(reply)
-        self.close()
-
-    async def perform(self, call: Call) -> Reply:
-        """See :class:`~tercet.router.workers.agreement.Peer`."""
-        number = next(self._numbers)
-        waiting = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            write(self._writer, Perform(number, call))
-            async with asyncio.timeout(PERFORM_SECONDS):
-                return await waiting
-        except TimeoutError as error:
-            self.end(f"no answer to {call.method} {call.path} within {PERFORM_SECONDS:.0f} s")
-            raise Lost from error
-        finally:
-            del self._calls[number]
-
-    def end(self, why: str) -> None:
-        """See :class:`~tercet.router.workers.agreement.Peer`."""
-        logger.error("workers: process %d is ended: %s", self._process.pid, why)
-        self._agreement.leave(self)
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-
-    def close(self) -> None:
-        """Nothing is expected from it any more; may be called twice."""
-        self._agreement.leave(self)
-        for waiting in self._calls.values():
-            if not waiting.done():
-                waiting.set_exception(Lost())
-        self._writer.close()
-
-    async def _join(self) -> None:
-        with suppress(Lost):
-            await self._agreement.join(self)
-            self.served = True
-            write(self._writer, Open())
-
-    async def _grant(self, number: int, call: Call) -> None:
-        try:
-            replies = await self._agreement.settle(self, call)
-        except Lost:
-            failure = EngineError("this worker of the front door did not make the change")
-            replies = [Reply(failure.status, msgspec.json.encode(failure.to_wire()))]
-        write(self._writer, Granted(number, replies))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -16,11 +16,11 @@ import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Output, OutputCallback, OutputStream, Request
 from tercet.router import admin
 from tercet.router.entrance import Entrance
 from tercet.router.gate import Gate
-from tercet.router.membership import Membership
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
@@ -172,7 +172,7 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     args = server._vllm_args(config, 512)
     client = server._engine_client(args, doors.service)
     app = build_app(args, await client.get_supported_tasks(), client.model_config)
-    admin.install(app, admin.State(doors.service, membership, SchedulingFile(doors.service.fleet)))
+    admin.install(app, admin.State(doors.service, shared_over(doors.service, membership, doors.metrics), SchedulingFile(doors.service.fleet)))
     await init_app_state(client, app.state, args, await client.get_supported_tasks())
     stock = app.middleware_stack or app.build_middleware_stack()
     stats = StreamStats(client.logger_manager)

@@ -15,12 +15,10 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet import FleetKnowledge
+from tercet.fleet import FleetKnowledge, kv_events
+from tercet.fleet.kv_events import at, follow_cache
+from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
 from tercet.protocol import EngineUnreachable, KVEvents, Request
-from tercet.router import kv_events
-from tercet.router.kv_events import at, follow_cache
-from tercet.router.kv_inbox import KVInbox
-from tercet.router.kv_messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 SIZE = 4
 

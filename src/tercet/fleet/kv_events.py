@@ -12,11 +12,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tercet.fleet import FleetKnowledge
+from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
-from tercet.router.kv_inbox import KVInbox
 
-logger = logging.getLogger("tercet.router")
+logger = logging.getLogger("tercet.fleet")
 ASK_AGAIN_SECONDS = 5.0
 REPLAY_SECONDS = 5.0
 # As vLLM's publisher: what it may queue for a subscriber that is slow. Past that batches are lost, and asked for again.

@@ -1,0 +1,217 @@
+"""Engines that come and go while the front door serves: their connections, and who may join."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import Self
+
+import msgspec
+
+from tercet.aio import TaskSet
+from tercet.client import HttpEngine
+from tercet.fleet.fleet import EngineFleet, Member
+from tercet.fleet.kv_events import follow_cache
+from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, Role, TercetError
+from tercet.settings import EngineAddress
+from tercet.streams import Listener
+
+logger = logging.getLogger("tercet.fleet")
+ASK_AGAIN_SECONDS = 0.5
+READY_SECONDS = 600.0
+CLOSE_SECONDS = 10.0
+Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
+
+
+def connecting(fleet: EngineFleet, listener: Listener) -> Connect:
+    """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports."""
+
+    @asynccontextmanager
+    async def connect(name: str, url: str) -> AsyncGenerator[Engine]:
+        def report(load: EngineLoad) -> None:
+            fleet.report(name, load)
+
+        async with HttpEngine(name, url, listener=listener, on_load=report) as engine:
+            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
+            try:
+                yield engine
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
+
+    return connect
+
+
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients were promised when the fleet began to serve: model fingerprints, and tokens of context.
+
+    Engines that come later must keep it.
+    """
+
+    models: tuple[str, ...]
+    max_model_len: int
+
+    def require_kept(self, url: str, status: EngineStatus) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` for an engine that would break it."""
+        if status.model not in self.models:
+            ours = ", ".join(self.models)
+            raise BadRequest(f"url: {url} serves the model {status.model}, and this fleet serves {ours}", "url")
+        if status.max_model_len < self.max_model_len:
+            raise BadRequest(
+                f"url: {url} has max_model_len {status.max_model_len}, and this front door has promised its "
+                f"clients {self.max_model_len}",
+                "url",
+            )
+
+
+class Membership:
+    """Adds engines to ``fleet`` and takes them away; opens and closes their connections by ``connect(name, url)``.
+
+    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known.
+    """
+
+    def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
+        self.promise: Promise | None = None
+        self._fleet = fleet
+        self._connect = connect
+        self._open: dict[int, tuple[Member, AsyncExitStack]] = {}
+        self._closing = TaskSet()
+        self._refused: dict[int, str] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for member, _ in list(self._open.values()):
+            self._close(member)
+        await self._closing.wait(CLOSE_SECONDS)
+
+    async def enter(self, address: EngineAddress) -> Member:
+        """Make an engine a member, whether it answers or not. Raises :class:`~tercet.protocol.Conflict`."""
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(self._connect(address.name, address.url))
+            member = Member(address.name, address.url, address.role, engine, labels=address.labels)
+            self._fleet.add(member)
+            self._open[id(member)] = member, stack.pop_all()
+        return member
+
+    async def check(self, address: EngineAddress) -> None:
+        """Ask an engine whether it may join.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if it does not answer, and
+        :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than was promised.
+        """
+        async with self._connect(address.name, address.url) as engine:
+            status = await _status_of(address.url, engine)
+        if self.promise is not None:
+            self.promise.require_kept(address.url, status)
+
+    async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
+        """Wait for the first status of every member; those that stay away are asked later.
+
+        Returns what all that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
+        within ``seconds``.
+        """
+        statuses = await self._ask_all(seconds)
+        if not statuses:
+            raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
+        models = sorted({status.model for status in statuses})
+        return Promise(tuple(models), min(status.max_model_len for status in statuses))
+
+    async def look(self, seconds: float = ASK_AGAIN_SECONDS) -> None:
+        """Find out who answers now; the others are asked later."""
+        await self._ask_all(seconds)
+
+    def remove(self, name: str) -> Member:
+        """Forget an engine at once; its connection is closed when the last sequence on it has ended.
+
+        Raises :class:`~tercet.protocol.UnknownEngine`.
+        """
+        member = self._fleet.remove(name)
+        if member.in_flight:
+            member.when_idle = lambda: self._close(member)
+        else:
+            self._close(member)
+        logger.warning("engines: %s removed, %d sequences on it go on", name, member.in_flight)
+        return member
+
+    def drain(self, name: str, draining: bool = True) -> Member:
+        """No new picks of an engine, or picks again. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        member = self._fleet.drain(name, draining)
+        logger.warning("engines: %s is %s", name, "drained" if draining else "picked again")
+        return member
+
+    def set_role(self, name: str, role: Role) -> Member:
+        """Give an engine another role. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        member = self._fleet.set_role(name, role)
+        logger.warning("engines: %s has the role %s", name, role)
+        return member
+
+    async def watch(self) -> None:
+        """Ask engines that did not answer whether they do again, until cancelled."""
+        while True:
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            for member in list(self._fleet.members):
+                if not member.reachable:
+                    with suppress(TercetError, msgspec.MsgspecError):
+                        member.reachable = self._may_be_picked(member, await member.engine.status())
+
+    async def _ask_all(self, seconds: float) -> list[EngineStatus]:
+        """The statuses of the members that answer within ``seconds``; the others are unreachable from now on."""
+        members = list(self._fleet.members)
+        if not members:
+            return []
+        asked = [asyncio.ensure_future(_first_status(member.engine)) for member in members]
+        try:
+            await asyncio.wait(asked, timeout=seconds)
+        finally:
+            for task in asked:
+                task.cancel()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: list[EngineStatus] = []
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, EngineStatus):
+                found.append(answer)
+                member.reachable = self._may_be_picked(member, answer)
+            else:
+                member.reachable = False
+                logger.warning("engines: %s does not answer, and is not picked until it does", member.name)
+        return found
+
+    def _may_be_picked(self, member: Member, status: EngineStatus) -> bool:
+        """Whether an engine that answers keeps the promise; why not is said once."""
+        try:
+            if self.promise is not None:
+                self.promise.require_kept(member.url, status)
+        except BadRequest as error:
+            if self._refused.get(id(member)) != error.message:
+                logger.error("engines: %s is not picked: %s", member.name, error.message)
+                self._refused[id(member)] = error.message
+            return False
+        self._refused.pop(id(member), None)
+        return True
+
+    def _close(self, member: Member) -> None:
+        found = self._open.pop(id(member), None)
+        self._refused.pop(id(member), None)
+        if found is not None:  # at the front door's end all are closed, those with sequences on them too
+            self._closing.spawn(found[1].aclose())
+
+
+async def _status_of(url: str, engine: Engine) -> EngineStatus:
+    try:
+        return await engine.status()
+    except EngineUnreachable:
+        raise
+    except (TercetError, msgspec.MsgspecError) as error:
+        raise BadRequest(f"url: {url} does not answer as a Tercet engine: {error}", "url") from error
+
+
+async def _first_status(engine: Engine) -> EngineStatus:
+    while True:
+        try:
+            return await engine.status()
+        except EngineUnreachable:
+            await asyncio.sleep(ASK_AGAIN_SECONDS)

@@ -1,0 +1,260 @@
+"""This process and the state of its fleet: applies what others decide, has others apply what is decided here.
+
+A change is validated, then written, then applied here, and waited for: everybody who follows the same file applies it
+or says why not. Whoever comes later reads one state, however many changes there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tercet.fleet import EngineFleet
+from tercet.fleet.membership import Membership, Promise
+from tercet.programs import Program
+from tercet.protocol import BadRequest, Role, TercetError
+from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
+from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.metrics import Metrics
+from tercet.router.plan import Plan
+from tercet.router.scheduling_file import LoadedScheduling, SchedulingFile, load_scheduling_file
+from tercet.router.service import Service
+from tercet.settings import EngineAddress
+
+logger = logging.getLogger("tercet.router")
+LOOK_SECONDS = 0.1
+FOLLOW_SECONDS = 30.0
+
+
+@dataclass
+class Loaded:
+    """What a state needs, loaded: programs by the number of their plan, a scheduling file by its number."""
+
+    programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
+    scheduling: dict[int, LoadedScheduling] = field(default_factory=dict[int, LoadedScheduling])
+
+
+class SharedState:
+    """Use as an async context manager, around :meth:`start` and :meth:`follow`. ``state`` is the one in use here."""
+
+    def __init__(
+        self, path: Path, fleet: EngineFleet, membership: Membership, service: Service, scheduling: SchedulingFile,
+        metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._file = StateFile(path)
+        self._fleet = fleet
+        self._membership = membership
+        self._service = service
+        self._scheduling = scheduling
+        self._metrics = metrics
+        self._followers = Followers(path)
+        self._turn = asyncio.Lock()
+        self._stamp: object = None
+        self._serving = False
+        self._seen = 0
+        self._failure = ""
+        self.state: FleetState
+
+    def close(self) -> None:
+        """This process follows no more."""
+        self._followers.close()
+
+    # ---- following -------------------------------------------------------------------------------------------
+
+    async def start(self, first: FleetState) -> None:
+        """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
+        self.state = await asyncio.to_thread(self._file.update, lambda state: state, first)
+        if (self.state.members, self.state.program.plan) != (first.members, first.program.plan):
+            logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
+        self._stamp = self._file.stamp()
+        await self._apply(self.state, Loaded(), from_scratch=True)
+
+    async def until_ready(self) -> Promise:
+        """What clients are promised: as the state says, or as the engines do once they have loaded."""
+        if self.state.promise is None:
+            promise = await self._membership.until_ready()
+            await asyncio.to_thread(self._file.update, lambda state: state.with_promise(promise), self.state)
+            await self._catch_up(Loaded())
+        else:
+            await self._membership.look()
+        if self.state.promise is None:
+            raise BadRequest(f"state: {self._file.path} has no promise", "state")
+        return self.state.promise
+
+    async def serving(self) -> None:
+        """From now on changes wait for this process, so it knows of all before."""
+        self._serving = True
+        self._report()
+        await self._catch_up(Loaded())
+
+    async def follow(self) -> None:
+        """Apply what others write, and report what runs here, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._file.stamp() != self._stamp:
+                await self._catch_up(Loaded())
+            self._report()
+
+    async def _catch_up(self, loaded: Loaded) -> None:
+        """Apply the newest state; one that cannot be applied is reported, and the last good one stays in use."""
+        async with self._turn:
+            self._stamp = self._file.stamp()
+            try:
+                state = await asyncio.to_thread(self._file.read)
+                if state is not None and state.version > self._seen:
+                    self._seen = state.version
+                    await self._apply(state, loaded)
+            except Exception as error:  # a user's module may raise anything
+                self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
+                logger.error("state: version %d goes on: %s", self.state.version, self._failure)
+            self._metrics.fleet_state(self.state.version, bool(self._failure))
+            self._report()
+
+    async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
+        """Load all of it, then use all of it."""
+        await self._load(state, loaded, from_scratch)
+        for used in (state.before, state.program):
+            if used is not None and used.number in loaded.programs:
+                self._service.use(used.number, used.plan, loaded.programs[used.number])
+        if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
+            self._scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
+        await self._apply_members(state, from_scratch)
+        self.state, self._seen, self._failure = state, state.version, ""
+        self._metrics.fleet_state(state.version, False)
+        self._report()
+
+    async def _load(self, state: FleetState, loaded: Loaded, from_scratch: bool) -> None:
+        in_use = self._number_at_start(state) if from_scratch else self.state.program.number
+        if state.before is not None and state.before.number > in_use:
+            await self._load_one_before(state.before, loaded)
+        if state.program.number > in_use and state.program.number not in loaded.programs:
+            loaded.programs[state.program.number] = await self._service.load(state.program.plan)
+        file = state.scheduling
+        if (
+            file is not None
+            and (from_scratch or file != self.state.scheduling)
+            and file.number not in loaded.scheduling
+        ):
+            loaded.scheduling[file.number] = await load_scheduling_file(file.file)
+
+    def _number_at_start(self, state: FleetState) -> int:
+        """The number under which the service's first plan is in the state; 0 if it is not."""
+        oldest = state.before or state.program
+        same = oldest.number == self._service.routing.current.number and oldest.plan == self._service.wanted
+        return oldest.number if same else 0
+
+    async def _load_one_before(self, program: ProgramInUse, loaded: Loaded) -> None:
+        """The programs to return to; not having them is no reason to refuse the ones that are asked for."""
+        try:
+            loaded.programs[program.number] = await self._service.load(program.plan)
+        except BadRequest as error:
+            logger.warning("programs: version %d cannot be returned to: %s", program.number, error.message)
+
+    async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
+        wanted = {member.address.name: member for member in state.members}
+        for member in list(self._fleet.members):
+            found = wanted.get(member.name)
+            if found is None or found.address.url != member.url:
+                self._membership.remove(member.name)
+        here = {member.name: member for member in self._fleet.members}
+        for name, found in wanted.items():
+            if name not in here:
+                here[name] = await self._membership.enter(found.address)
+                here[name].reachable = from_scratch
+            if here[name].role != found.address.role:
+                self._membership.set_role(name, found.address.role)
+            if here[name].draining != found.draining:
+                self._membership.drain(name, found.draining)
+        if not from_scratch and not all(member.reachable for member in here.values()):
+            await self._membership.look()
+
+    # ---- changing --------------------------------------------------------------------------------------------
+
+    async def use_program(self, plan: Plan, unless_after: int | None = None) -> Sequence[str]:
+        """Serve requests from now on under ``plan``; ``unless_after``: not if a later plan than that one is in use.
+
+        This and the other changes return what to say of processes that have not followed. They raise
+        :class:`~tercet.protocol.TercetError`, and then nothing changes.
+        """
+        programs, loaded = await self._service.load(plan), Loaded()
+
+        def change(state: FleetState) -> FleetState:
+            if unless_after is not None and state.program.number > unless_after:
+                return state
+            loaded.programs[state.program.number + 1] = programs
+            return state.with_program(plan)
+
+        return await self._change(change, loaded)
+
+    async def use_scheduling(self, file: str) -> Sequence[str]:
+        """Go by a scheduling file, as it is now."""
+        scheduling, loaded = await load_scheduling_file(file), Loaded()
+
+        def change(state: FleetState) -> FleetState:
+            after = state.with_scheduling(file)
+            if after.scheduling is not None:
+                loaded.scheduling[after.scheduling.number] = scheduling
+            return after
+
+        return await self._change(change, loaded)
+
+    async def add(self, address: EngineAddress) -> Sequence[str]:
+        """One more engine, once it has answered and turned out to fit."""
+        self.state.with_member(address)
+        await self._membership.check(address)
+        return await self._change(lambda state: state.with_member(address))
+
+    async def remove(self, name: str) -> Sequence[str]:
+        """Forget an engine; what runs on it finishes."""
+        return await self._change(lambda state: state.without_member(name))
+
+    async def drain(self, name: str, draining: bool) -> Sequence[str]:
+        """Pick an engine for nothing new, or again."""
+        return await self._change(lambda state: state.with_draining(name, draining))
+
+    async def set_role(self, name: str, role: Role) -> Sequence[str]:
+        """Another role for an engine."""
+        return await self._change(lambda state: state.with_role(name, role))
+
+    async def _change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
+        state = await asyncio.to_thread(self._file.update, change, self.state)
+        await self._catch_up(loaded or Loaded())
+        return await self._behind(state.version)
+
+    async def _behind(self, version: int) -> Sequence[str]:
+        """What to say of the processes that have not applied a version, once they had time to."""
+        deadline = asyncio.get_running_loop().time() + FOLLOW_SECONDS
+        while True:
+            reports = [self._own_report(), *await asyncio.to_thread(self._followers.others)]
+            late = [report for report in reports if report.serving and report.version < version]
+            if not late or asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(LOOK_SECONDS / 4)
+        said = [f"process {each.pid} has not applied it within {FOLLOW_SECONDS:.0f} s" for each in late]
+        said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
+        for line in said:
+            logger.error("state: version %d: %s", version, line)
+        return said
+
+    # ---- what runs where -------------------------------------------------------------------------------------
+
+    def engines(self) -> dict[str, EngineReport]:
+        """Sequences on each engine, of all processes that follow; an engine is reachable if one of them reaches it."""
+        found = dict(self._own_report().engines)
+        for report in self._followers.others():
+            for name, other in report.engines.items():
+                if name in found:
+                    own = found[name]
+                    found[name] = EngineReport(own.in_flight + other.in_flight, own.reachable or other.reachable)
+        return found
+
+    def _own_report(self) -> FollowerReport:
+        engines = {each.name: EngineReport(each.in_flight, each.reachable) for each in self._fleet.members}
+        return FollowerReport(os.getpid(), self._serving, self._seen, self._failure, engines)
+
+    def _report(self) -> None:
+        self._followers.tell(self._own_report())
