@@ -25,6 +25,7 @@ from tercet.router.service import Service
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
 from ..fakes import FakeEngine
+from .conftest import shared_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 0.5
@@ -62,7 +63,12 @@ class House:
         self.app = build_app(args, tasks, client.model_config)
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
         keys = server._api_keys(args)
-        admin.install(self.app, admin.State(self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet), keys))
+        admin.install(
+            self.app,
+            admin.State(
+                self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet), keys
+            ),
+        )
         self.app.middleware_stack = Entrance(self.app.middleware_stack, self.gate, keys, 10_000)
         await init_app_state(client, self.app.state, args, tasks)
         return client

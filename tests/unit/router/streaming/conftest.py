@@ -27,6 +27,7 @@ from tercet.router.service import Service
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
 from ...fakes import FakeEngine
+from ..conftest import shared_over
 
 CREATED = re.compile(r'"created":\d+')
 Step = list[int] | str
@@ -172,7 +173,12 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     args = server._vllm_args(config, 512)
     client = server._engine_client(args, doors.service)
     app = build_app(args, await client.get_supported_tasks(), client.model_config)
-    admin.install(app, admin.State(doors.service, shared_over(doors.service, membership, doors.metrics), SchedulingFile(doors.service.fleet)))
+    admin.install(
+        app,
+        admin.State(
+            doors.service, shared_over(doors.service, membership, doors.metrics), SchedulingFile(doors.service.fleet)
+        ),
+    )
     await init_app_state(client, app.state, args, await client.get_supported_tasks())
     stock = app.middleware_stack or app.build_middleware_stack()
     stats = StreamStats(client.logger_manager)

@@ -7,7 +7,7 @@ import pytest
 from tercet.fleet.membership import Promise
 from tercet.protocol import EngineUnreachable
 
-from ..conftest import Door
+from .conftest import Door
 
 
 async def test_engines_that_do_not_answer_are_asked_later(door: Door) -> None:

@@ -1,0 +1,190 @@
+"""Front doors that share a state: what one decides all apply, and who cannot says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tercet.fleet import EngineFleet
+from tercet.fleet.membership import Membership
+from tercet.protocol import BadRequest, Conflict, EngineUnreachable
+from tercet.router import shared_state
+from tercet.router.metrics import Metrics
+from tercet.router.plan import Plan
+from tercet.router.scheduling_file import SchedulingFile
+from tercet.router.service import Service
+from tercet.router.shared_state import SharedState
+from tercet.settings import EngineAddress
+
+from .conftest import Door, Engine
+
+
+class Other:
+    """A second front door over the same engines, that follows the same file."""
+
+    def __init__(self, door: Door, metrics: Metrics) -> None:
+        self.fleet = EngineFleet(())
+        self.membership = Membership(self.fleet, door._connect)
+        self.service = Service(self.fleet, "disaggregated", {}, metrics, return_after=3)
+        self.scheduling = SchedulingFile(self.fleet)
+        self.shared = SharedState(
+            door.directory / "state.json", self.fleet, self.membership, self.service, self.scheduling, metrics
+        )
+
+    @property
+    def program(self) -> tuple[int, str | None]:
+        return self.service.routing.current.number, self.service.routing.current.plan.program
+
+
+@asynccontextmanager
+async def joined(door: Door, metrics: Metrics) -> AsyncIterator[Other]:
+    other = Other(door, metrics)
+    async with other.membership:
+        await other.shared.start(door.shared.state)
+        other.membership.promise = await other.shared.until_ready()
+        await other.shared.serving()
+        following = asyncio.ensure_future(other.shared.follow())
+        try:
+            yield other
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+            other.shared.close()
+
+
+@pytest.fixture
+async def other(door: Door, metrics: Metrics) -> AsyncIterator[Other]:
+    async with joined(door, metrics) as other:
+        yield other
+
+
+async def test_a_change_is_made_by_all_before_it_is_answered(door: Door, other: Other, programs: str) -> None:
+    door.engines["http://late"] = Engine("late")
+    await door.use(Plan(program=f"{programs}:good"))
+    assert other.program == (2, f"{programs}:good")
+    assert await door.shared.add(EngineAddress("late", "http://late", "decode", {"zone": "a"})) == []
+    late = other.fleet.member("late")
+    assert (late.role, late.labels, late.reachable) == ("decode", {"zone": "a"}, True)
+    assert await door.shared.drain("late", True) == []
+    assert await door.shared.set_role("late", "both") == []
+    assert (late.draining, late.role) == (True, "both")
+    assert await door.shared.remove("late") == []
+    assert [member.name for member in other.fleet.members] == ["p", "d"]
+
+
+async def test_what_one_refuses_nobody_does(door: Door, other: Other) -> None:
+    before = door.shared.state
+    with pytest.raises(BadRequest, match="nowhere"):
+        await door.use(Plan(program="nowhere"))
+    door.engines["http://gone"] = Engine("gone")
+    door.engine("gone").gone = True
+    with pytest.raises(EngineUnreachable):
+        await door.shared.add(EngineAddress("gone", "http://gone"))
+    with pytest.raises(Conflict):
+        await door.shared.add(EngineAddress("p", "http://x"))
+    with pytest.raises(BadRequest):
+        await door.shared.use_scheduling("/nowhere.yaml")
+    assert door.shared.state is before
+    assert other.shared.state == before
+
+
+async def test_who_comes_late_reads_one_state(door: Door, metrics: Metrics, programs: str, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("plugins: []\nschedulingProfiles: [{name: mine}]\n")
+    for name in ("good", "marked", "good"):
+        await door.use(Plan(program=f"{programs}:{name}"))
+    await door.shared.use_scheduling(str(tmp_path / "s.yaml"))
+    await door.shared.drain("d", True)
+    async with joined(door, metrics) as late:
+        assert late.program == (4, f"{programs}:good")
+        assert late.service.routing.previous is not None
+        assert late.service.routing.previous.number == 3, "to return to"
+        assert list(late.fleet.scheduling.profiles) == ["mine"]
+        assert [member.draining for member in late.fleet.members] == [False, True]
+
+
+async def test_an_engine_that_is_away_is_no_reason_not_to_join(door: Door, metrics: Metrics) -> None:
+    door.engine("d").gone = True
+    async with joined(door, metrics) as late:
+        assert [member.reachable for member in late.fleet.members] == [True, False]
+        assert late.membership.promise == door.membership.promise
+
+
+async def test_a_state_that_cannot_be_applied_leaves_the_last_good_one_and_is_said(
+    door: Door, other: Other, programs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await door.use(Plan(program=f"{programs}:good"))
+
+    async def refuse(_: Plan) -> None:
+        raise BadRequest("program: it does not load here", "program")
+
+    monkeypatch.setattr(other.service, "load", refuse)
+    said = await door.shared.use_program(Plan(program=f"{programs}:marked"))
+    assert len(said) == 1
+    assert "it does not load here" in said[0]
+    assert other.program == (2, f"{programs}:good")
+    monkeypatch.undo()
+    assert await door.shared.use_program(Plan(program=f"{programs}:marked")) == []
+    assert other.program == (4, f"{programs}:marked")
+
+
+async def test_who_does_not_follow_is_named(door: Door, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "FOLLOW_SECONDS", 0.2)
+
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(other.shared, "_apply", hang)
+    (said,) = await door.shared.drain("d", True)
+    # It has begun with the version, and says so once it is done with it.
+    assert "has not applied it within" in said
+
+
+async def test_garbage_in_the_file_changes_nothing(door: Door, other: Other, caplog: pytest.LogCaptureFixture) -> None:
+    file = door.directory / "state.json"
+    whole, before = file.read_text(), other.shared.state
+    file.write_text(whole[: len(whole) // 2])
+    async with asyncio.timeout(10):
+        while "is not the state of a fleet" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert other.shared.state is before
+    with pytest.raises(BadRequest, match="is not the state of a fleet"):
+        await door.shared.drain("d", True)
+    file.write_text(whole)
+    assert await door.shared.drain("d", True) == []
+    assert other.fleet.member("d").draining
+
+
+async def test_sequences_of_all_are_counted(door: Door, other: Other) -> None:
+    door.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
+    door.fleet.member("p").reachable = False
+    async with asyncio.timeout(10):
+        while door.shared.engines()["d"].in_flight != 5:
+            await asyncio.sleep(0.01)
+    async with door.client() as client:
+        found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
+    assert (found["d"]["in_flight"], found["p"]["reachable"]) == (5, True)
+    door.fleet.member("d").in_flight = other.fleet.member("d").in_flight = 0
+
+
+async def test_those_who_have_not_followed_are_in_the_answer(
+    door: Door, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: Plan) -> None:
+        raise BadRequest("program: not here", "program")
+
+    monkeypatch.setattr(other.service, "load", refuse)
+    async with door.client() as client:
+        answer = await client.put("/program", json={"program": "data_parallel"})
+    assert answer.status_code == 200
+    assert "not here" in answer.headers["x-tercet-behind"]
+
+
+async def test_the_file_is_for_people_too(door: Door) -> None:
+    await door.shared.drain("d", True)
+    found = json.loads((door.directory / "state.json").read_text())
+    assert (found["version"], found["members"][1]["draining"]) == (3, True)
