@@ -12,7 +12,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.client import HttpEngine
-from tercet.fleet.fleet import EngineFleet, Member
+from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, Role, TercetError
 from tercet.settings import EngineAddress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Other:
 
 
 @asynccontextmanager
-async def joined(door: Door, metrics: Metrics) -> AsyncIterator[Other]:
+async def joined(door: Door, metrics: Metrics) -> AsyncGenerator[Other]:
     other = Other(door, metrics)
     async with other.membership:
         await other.shared.start(door.shared.state)
