@@ -18,6 +18,7 @@ from tercet.bench.summary import Slo
 from tercet.cli.options import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
+from tercet.settings.declaration import complaint
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -215,7 +216,7 @@ def slo_of(given: list[str] | None) -> Slo | None:
     try:
         return msgspec.convert(key_values(given, "--slo"), Slo, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"--slo: {error}", "--slo") from error
+        raise complaint("--slo", Slo, given, error) from error
 
 
 def require_folder(path: Path | None, flag: str) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
 
 T = TypeVar("T")
@@ -62,30 +63,8 @@ def convert(content: object, to: type[T], at: str) -> T:
     try:
         return msgspec.convert(content, to)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$")
-        place = f"{at}{where.rstrip('`')}"
-        unknown = re.search(r"unknown field `(.*)`", reason)
-        if unknown:
-            place, reason = f"{place}.{unknown[1]}", f"there is no such field here; {_known(to, where)}"
+        place, _, reason = complaint(at, to, content, error).message.partition(": ")
+        if unknown := re.fullmatch("unknown key (.*?); (.*)", reason):
+            place, reason = f"{place}.{unknown[1]}", f"there is no such field here; {unknown[2]}"
         place = place.lstrip(".") or "scheduling"
         raise BadRequest(f"{place}: {reason}", place) from error
-
-
-def _known(top: type[Any], where: str) -> str:
-    """The names of the fields at a path such as ``.plugins[...]``."""
-    found: msgspec.inspect.Type = msgspec.inspect.type_info(top)
-    for step in re.findall(r"\.(\w+)|\[", where):
-        found = _inner(found, step)
-    names = [field.encode_name for field in found.fields] if isinstance(found, msgspec.inspect.StructType) else []
-    return f"known are {', '.join(names)}" if names else "it takes none"
-
-
-def _inner(outer: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
-    """The type of a field, or of an item if ``step`` is empty."""
-    if isinstance(outer, msgspec.inspect.UnionType):
-        outer = next(kind for kind in outer.types if not isinstance(kind, msgspec.inspect.NoneType))
-    if isinstance(outer, msgspec.inspect.StructType):
-        return next(field.type for field in outer.fields if field.encode_name == step)
-    if isinstance(outer, msgspec.inspect.VarTupleType):
-        return outer.item_type
-    return outer

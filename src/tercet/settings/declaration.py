@@ -200,7 +200,9 @@ def _in_words(reason: str, kind: Any, path: str) -> str:
 def near(given: str, known: Sequence[str]) -> str:
     """A hint for a key that nobody knows."""
     found = difflib.get_close_matches(given.replace("_", "-"), known, 1) or difflib.get_close_matches(given, known, 1)
-    return f"did you mean {found[0]}?" if found else f"the keys are {', '.join(known) or 'none'}"
+    if found:
+        return f"did you mean {found[0]}?"
+    return f"the keys are {', '.join(known)}" if known else "it takes none"
 
 
 def _words_of(kind: Any, path: str) -> list[str]:

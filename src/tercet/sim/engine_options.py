@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.settings.declaration import complaint
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +59,7 @@ def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptio
     try:
         return msgspec.convert(merged, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"engine options: {error}", "options") from error
+        raise complaint("engine options", EngineOptions, changes, error, "options") from error
 
 
 def _require(fine: bool, field: str, value: object, rule: str) -> None:

@@ -111,14 +111,14 @@ P = "schedulingProfiles: [{name: p}]"
 @pytest.mark.parametrize(
     ("text", "field", "says"),
     [
-        (f"plugins: []\n{P}\nextra: 1", "extra", "known are plugins, schedulingProfiles"),
-        (f"plugins: [{{type: random-picker, nam: x}}]\n{P}", "plugins[0].nam", "known are type, name, parameters"),
+        (f"plugins: []\n{P}\nextra: 1", "extra", "the keys are plugins, schedulingProfiles"),
+        (f"plugins: [{{type: random-picker, nam: x}}]\n{P}", "plugins[0].nam", "did you mean name?"),
         (f"plugins: [{{name: x}}]\n{P}", "plugins[0]", "type"),
         (f"plugins: [{{type: nope}}]\n{P}", "plugins[0].type", "no plugin 'nope'; choose one of active-request"),
         (
             f"plugins: [{{type: queue-scorer}}, {{type: load-aware-scorer, parameters: {{treshold: 1}}}}]\n{P}",
             "plugins[1].parameters.treshold",
-            "known are threshold",
+            "did you mean threshold?",
         ),
         (
             f"plugins: [{{type: queue-scorer, parameters: {{a: 1}}}}]\n{P}",
@@ -128,11 +128,11 @@ P = "schedulingProfiles: [{name: p}]"
         (
             f"plugins: [{{type: load-aware-scorer, parameters: {{threshold: 0}}}}]\n{P}",
             "plugins[0].parameters.threshold",
-            ">= 1",
+            "must be at least 1",
         ),
         (f"plugins: [{{type: by-label}}]\n{P}", "plugins[0].parameters", "label"),
         (f"plugins: [{{type: queue-scorer}}, {{type: queue-scorer}}]\n{P}", "plugins[1].name", "already"),
-        ("plugins: []\nschedulingProfiles: []", "schedulingProfiles", "length >= 1"),
+        ("plugins: []\nschedulingProfiles: []", "schedulingProfiles", "must not be empty"),
         ("plugins: []", "scheduling", "schedulingProfiles"),
         ("plugins: []\nschedulingProfiles: [{name: p}, {name: p}]", "schedulingProfiles[1].name", "already"),
         ("plugins: []\nschedulingProfiles: [{name: least_loaded}]", "schedulingProfiles[0].name", "something else"),
@@ -146,13 +146,13 @@ P = "schedulingProfiles: [{name: p}]"
             "plugins: [{type: queue-scorer}]\n"
             "schedulingProfiles: [{name: p, plugins: [{pluginRef: queue-scorer, wight: 1}]}]",
             "schedulingProfiles[0].plugins[0].wight",
-            "known are pluginRef, weight",
+            "did you mean weight?",
         ),
         (
             "plugins: [{type: queue-scorer}]\n"
             "schedulingProfiles: [{name: p, plugins: [{pluginRef: queue-scorer, weight: -1}]}]",
             "schedulingProfiles[0].plugins[0].weight",
-            ">= 0",
+            "must be at least 0",
         ),
         (
             "plugins: [{type: queue-scorer}]\n"
@@ -199,10 +199,10 @@ P = "schedulingProfiles: [{name: p}]"
             "plugins[1].type",
             "second profile handler",
         ),
-        ("kind: Pod\nplugins: []\n" + P, "kind", "Pod"),
+        ("kind: Pod\nplugins: []\n" + P, "kind", "must be one of EndpointPickerConfig"),
         (f"plugins: []\n{P}\n{P}", "scheduling", "twice"),
         ("plugins: [", "scheduling", "not YAML"),
-        ("just words", "scheduling", "object"),
+        ("just words", "scheduling", "a mapping of keys to values"),
         (f"plugins: [{{type: 'gone.py:X'}}]\n{P}", "plugins[0].type", "no file gone.py"),
         (f"plugins: [{{type: 'mine.py:Gone'}}]\n{P}", "plugins[0].type", "not a class"),
         (f"plugins: [{{type: 'mine.py:Stranger'}}]\n{P}", "plugins[0].type", "not a class"),
@@ -211,7 +211,7 @@ P = "schedulingProfiles: [{name: p}]"
         (
             f"plugins: [{{type: 'mine.py:Zone', parameters: {{zone: x, zoom: 1}}}}]\n{P}",
             "plugins[0].parameters.zoom",
-            "known are zone",
+            "the keys are zone",
         ),
         (f"plugins: [{{type: 'broken.py:X'}}]\n{P}", "plugins[0].type", "ZeroDivisionError"),
     ],

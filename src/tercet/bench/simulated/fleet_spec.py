@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tercet.protocol import BadRequest, Role
+from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
@@ -76,7 +77,7 @@ def _from_file(path: str) -> FleetSpec:
     try:
         return msgspec.convert(content, FleetSpec)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"fleet: {path}: {error}", "fleet") from error
+        raise complaint(f"fleet: {path}: $", FleetSpec, content, error, "fleet") from error
 
 
 def _checked(spec: FleetSpec) -> FleetSpec:
