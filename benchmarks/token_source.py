@@ -42,23 +42,23 @@ async def source(port: int) -> None:
 
     from tercet.protocol import EngineStatus, Output, Usage
     from tercet.protocol.wire import PREFIX, ConnectCall, Destination, StartGenerateCall, decode_call
-    from tercet.streams import Speaker, Voice
+    from tercet.streams import FrontDoors, SequenceSender
 
-    running: dict[Voice, int] = {}
+    running: dict[SequenceSender, int] = {}
     outputs = [Output((token,)) for token in range(1000, 2000)]
 
     async def connect(http: web.Request) -> web.Response:
         door = decode_call(await http.read(), ConnectCall).door
-        await speaker.connect(door.address, door.key)
+        await front_doors.connect(door.address, door.key)
         return web.json_response({"connected": True})
 
     async def start_generate(call: StartGenerateCall, door: Destination) -> None:
-        connection = await speaker.connect(door.address, door.key)
-        voice = connection.voice(door.number, 0, lambda: running.pop(voice, None))
-        running[voice] = call.sampling_params.get("max_tokens", 16) - 1
-        voice.say(Output((1000,), usage=Usage(computed=len(call.prompt))))
+        connection = await front_doors.connect(door.address, door.key)
+        sender = connection.sender(door.number, 0, lambda: running.pop(sender, None))
+        running[sender] = call.sampling_params.get("max_tokens", 16) - 1
+        sender.send(Output((1000,), usage=Usage(computed=len(call.prompt))))
 
-    speaker = Speaker("source", lambda: None, start_generate)
+    front_doors = FrontDoors("source", lambda: None, start_generate)
 
     async def status(_: web.Request) -> web.Response:
         found = EngineStatus(
@@ -75,13 +75,13 @@ async def source(port: int) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     async for _ in _steps():
-        for voice, left in list(running.items()):
+        for sender, left in list(running.items()):
             if left == 1:
-                del running[voice]
-                voice.say(Output((1000,), "length"))
+                del running[sender]
+                sender.send(Output((1000,), "length"))
             else:
-                running[voice] = left - 1
-                voice.say(outputs[left % 1000])
+                running[sender] = left - 1
+                sender.send(outputs[left % 1000])
 
 
 async def _steps() -> AsyncGenerator[None, None]:

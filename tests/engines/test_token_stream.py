@@ -15,7 +15,7 @@ from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
 from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineUnreachable, Output, Request
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 
 from .conftest import Fleet, settled
 
@@ -48,7 +48,7 @@ class Here:
     """A small front door of this test's own: its fleet and its connections to both engines."""
 
     members: Members
-    listener: Listener
+    listener: StreamListener
     prefill: Engine
     decode: Engine
 
@@ -57,7 +57,7 @@ class Here:
 async def front_door(fleet: Fleet) -> AsyncGenerator[Here]:
     members = Members(())
     urls = {"p": fleet.engine_url("prefill"), "d": fleet.engine_url("decode")}
-    async with Listener() as listener:
+    async with StreamListener() as listener:
         connect = connecting(members, listener)
         async with connect("p", urls["p"]) as prefill, connect("d", urls["d"]) as decode:
             for name, engine in (("p", prefill), ("d", decode)):

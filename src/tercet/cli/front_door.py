@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.client.door import ask_front_door
+from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest
 
 Url = Annotated[str, typer.Option(help="The front door's base URL.")]

@@ -16,7 +16,7 @@ from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, Role, TercetError
 from tercet.settings import EngineAddress
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
 ASK_AGAIN_SECONDS = 0.5
@@ -25,7 +25,7 @@ CLOSE_SECONDS = 10.0
 Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
 
 
-def connecting(fleet: EngineFleet, listener: Listener) -> Connect:
+def connecting(fleet: EngineFleet, listener: StreamListener) -> Connect:
     """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports."""
 
     @asynccontextmanager

@@ -37,7 +37,7 @@ from tercet.router.shared_state import SharedState
 from tercet.router.short_prompts import render_short_prompts_here
 from tercet.router.workers.worker import Shared
 from tercet.settings import RouterConfig
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 from tercet.vllm_plugin.frontend_versions import accept_by_load, parsed_serve_args, structured_outputs_config
 
 
@@ -54,7 +54,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     fleet, metrics, background = EngineFleet(()), Metrics(), TaskSet()
     export(fleet)
     async with (
-        Listener(stream_port(config, shared)) as listener,
+        StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener)) as membership,
     ):
         service = Service(

@@ -138,7 +138,7 @@ async def start_generate(request: Request) -> Response:
 async def connect(request: Request) -> Response:
     """Connect to a front door; token streams and reports of load go there."""
     door = decode_call(await request.body(), ConnectCall).door
-    await _edge(request).speaker.connect(door.address, door.key)
+    await _edge(request).front_doors.connect(door.address, door.key)
     return _json({"connected": True})
 
 

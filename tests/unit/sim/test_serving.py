@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, Tra
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.serving import ServerConfig, serving
 from tercet.sim.step_times import StepTimes
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
@@ -62,7 +62,7 @@ class Pair:
 async def pair(times: StepTimes = QUICK, blocks: int = 1000) -> AsyncGenerator[Pair]:
     async with AsyncExitStack() as stack:
         clients, engines = list[HttpEngine](), list[SimEngine]()
-        listener = await stack.enter_async_context(Listener()) if STREAMED else None
+        listener = await stack.enter_async_context(StreamListener()) if STREAMED else None
         for name, port in zip(("p", "d"), free_ports(HOST, 2), strict=True):
             config = ServerConfig(
                 name=name, profile=profile_of(times, blocks), port=port, url=url_of(HOST, port), model="m"

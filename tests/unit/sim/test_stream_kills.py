@@ -18,7 +18,7 @@ from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.sim import SimEngine
 from tercet.sim.serving import ServerConfig, serving
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 
 from .models import is_empty, profile_of, request_of
 
@@ -47,7 +47,7 @@ def config_of(name: str, port: int) -> ServerConfig:
 
 async def stream_forever(url: str, count: int) -> None:
     """A front door in a process of its own: says on standard output that every sequence has begun, and goes on."""
-    async with Listener() as listener, HttpEngine("e", url, listener=listener) as engine:
+    async with StreamListener() as listener, HttpEngine("e", url, listener=listener) as engine:
         streams = [engine.start_generate(request_of(f"s{index}", 100, MANY)) for index in range(count)]
         await asyncio.gather(*(anext(stream) for stream in streams))
         print("begun", flush=True)
@@ -99,7 +99,7 @@ async def test_the_front_door_is_killed_and_the_engine_stops() -> None:
 async def test_the_engine_is_killed_and_every_caller_hears_of_it_at_once() -> None:
     (port,) = free_ports(HOST, 1)
     url = url_of(HOST, port)
-    async with child(ENGINE, port) as process, Listener() as listener:
+    async with child(ENGINE, port) as process, StreamListener() as listener:
         await up(url)
         async with HttpEngine("e", url, listener=listener) as engine:
             streams = [engine.start_generate(request_of(f"s{index}", 100, MANY)) for index in range(5)]
@@ -116,7 +116,7 @@ async def test_the_engine_is_killed_and_every_caller_hears_of_it_at_once() -> No
 async def test_an_engine_that_comes_back_streams_again() -> None:
     (port,) = free_ports(HOST, 1)
     url = url_of(HOST, port)
-    async with Listener() as listener, HttpEngine("e", url, listener=listener) as engine:
+    async with StreamListener() as listener, HttpEngine("e", url, listener=listener) as engine:
         for name in ("first", "second"):
             async with serving(config_of(name, port)):
                 await up(url)
@@ -132,7 +132,7 @@ async def test_a_program_that_is_cancelled_at_any_moment_leaves_nothing(program:
     async with (
         serving(config_of("p", ports[0])) as p,
         serving(config_of("d", ports[1])) as d,
-        Listener() as listener,
+        StreamListener() as listener,
         HttpEngine("p", url_of(HOST, ports[0]), listener=listener) as prefill,
         HttpEngine("d", url_of(HOST, ports[1]), listener=listener) as decode,
     ):

@@ -25,8 +25,8 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.protocol.wire import Destination, StartGenerateCall
-from tercet.streams import Connection, Hello, Line, Listener, Speaker, Step
-from tercet.streams.messages import LONGEST_HELLO, PROTOCOL, frame_of
+from tercet.streams import EngineConnection, FrontDoorConnection, FrontDoors, OutputBatch, StreamHello, StreamListener
+from tercet.streams.wire_format import LONGEST_HELLO, PROTOCOL, frame_of
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
 ENGINE_URL = "http://127.0.0.1:1"
@@ -51,12 +51,12 @@ async def no_start(call: StartGenerateCall, door: Destination) -> None:
 
 @dataclass
 class Pair:
-    """A front door's line and the engine's connection to it."""
+    """A front door's end of an engine's connection, and the engine's end."""
 
-    listener: Listener
-    line: Line
-    speaker: Speaker
-    connection: Connection
+    listener: StreamListener
+    engine: EngineConnection
+    front_doors: FrontDoors
+    door: FrontDoorConnection
     address: str
     loads: list[EngineLoad] = field(default_factory=list[EngineLoad])
     started: Started = field(default_factory=Started)
@@ -65,15 +65,17 @@ class Pair:
 @asynccontextmanager
 async def connected() -> AsyncGenerator[Pair]:
     loads: list[EngineLoad] = []
-    async with Listener() as listener:
-        line = listener.line("e", loads.append)
+    async with StreamListener() as listener:
+        engine = listener.connection_of("e", loads.append)
         address = await listener.address_for(ENGINE_URL)
         started = Started()
-        speaker = Speaker("e", lambda: LOAD, started.start)
+        front_doors = FrontDoors("e", lambda: LOAD, started.start)
         try:
-            yield Pair(listener, line, speaker, await speaker.connect(address, line.key), address, loads, started)
+            yield Pair(
+                listener, engine, front_doors, await front_doors.connect(address, engine.key), address, loads, started
+            )
         finally:
-            speaker.close()
+            front_doors.close()
 
 
 async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
@@ -91,20 +93,20 @@ def never() -> None:
 
 
 def call_of(pair: Pair, seq_id: str, number: int, output: Sequence[int] = ()) -> StartGenerateCall:
-    door = Destination(address=pair.address, key=pair.line.key, number=number)
+    door = Destination(address=pair.address, key=pair.engine.key, number=number)
     return StartGenerateCall(prompt=[1, 2], seq_id=seq_id, output=list(output), sampling_params={"seed": 3}, door=door)
 
 
-async def test_sequences_are_started_over_the_line() -> None:
+async def test_sequences_are_started_over_the_connection() -> None:
     async with connected() as pair:
         numbers: dict[str, int] = {}
         for name in ("a", "b"):
             outputs = stream_fed_here()
-            with pair.line.sequence(0, outputs) as number:
+            with pair.engine.sequence(0, outputs) as number:
                 numbers[name] = number
-                pair.line.start(call_of(pair, name, number))
+                pair.engine.start(call_of(pair, name, number))
                 await until(lambda: len(pair.started.calls) == len(numbers))
-                pair.connection.voice(number, 0, never).say(Output((5,), "length"))
+                pair.door.sender(number, 0, never).send(Output((5,), "length"))
                 assert (await anext(outputs)).token_ids == (5,)
         assert pair.started.calls == list(numbers.items())
 
@@ -114,18 +116,18 @@ async def test_a_sequence_that_cannot_be_started_ends_in_its_error(error: Except
     async with connected() as pair:
         pair.started.errors["x"] = error
         outputs = stream_fed_here()
-        with pair.line.sequence(2, outputs) as number:
-            pair.line.start(call_of(pair, "x", number, output=(8, 9)))
+        with pair.engine.sequence(2, outputs) as number:
+            pair.engine.start(call_of(pair, "x", number, output=(8, 9)))
             with pytest.raises(type(error) if isinstance(error, NoSpace) else EngineError, match=str(error)):
                 await anext(outputs)
-        assert not pair.line.open_sequences
-        assert pair.line.connected
+        assert not pair.engine.open_sequences
+        assert pair.engine.connected
 
 
 async def test_a_start_that_says_not_where_to_is_no_front_doors(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as pair:
-        pair.line.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
-        await until(lambda: not pair.line.connected)
+        pair.engine.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
+        await until(lambda: not pair.engine.connected)
         assert not pair.started.calls
     assert "without saying where" in caplog.text
 
@@ -139,20 +141,20 @@ async def test_outputs_arrive_as_they_were_said() -> None:
     ]
     outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(2, outputs) as number:
-            voice = pair.connection.voice(number, 2, never)
+        with pair.engine.sequence(2, outputs) as number:
+            sender = pair.door.sender(number, 2, never)
             for output in said:
-                voice.say(output)
+                sender.send(output)
             assert [await anext(outputs) for _ in said] == said
-            assert pair.line.open_sequences == 0
+            assert pair.engine.open_sequences == 0
         assert pair.loads[-1] == LOAD
 
 
 async def test_an_error_arrives_as_what_it_is() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs) as number:
-            pair.connection.voice(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
+        with pair.engine.sequence(0, outputs) as number:
+            pair.door.sender(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
             with pytest.raises(NoSpace, match="no blocks") as caught:
                 await anext(outputs)
             assert caught.value.param == "prompt"
@@ -161,66 +163,66 @@ async def test_an_error_arrives_as_what_it_is() -> None:
 async def test_all_that_is_said_in_one_step_is_one_message() -> None:
     taken: list[bytes] = []
     async with connected() as pair:
-        take = pair.line.take
-        pair.line.take = lambda frame: (taken.append(frame), take(frame))[1]  # type: ignore[method-assign]
+        receive = pair.engine.receive
+        pair.engine.receive = lambda frame: (taken.append(frame), receive(frame))[1]  # type: ignore[method-assign]
         outputs = [stream_fed_here() for _ in range(50)]
         stack = contextlib.ExitStack()
-        numbers = [stack.enter_context(pair.line.sequence(0, each)) for each in outputs]
-        voices = [pair.connection.voice(number, 0, lambda: None) for number in numbers]
+        numbers = [stack.enter_context(pair.engine.sequence(0, each)) for each in outputs]
+        senders = [pair.door.sender(number, 0, lambda: None) for number in numbers]
         await until(lambda: pair.loads)  # an idle engine has reported
         taken.clear()
-        for voice in voices:
-            voice.say(Output((1,)))
+        for sender in senders:
+            sender.send(Output((1,)))
         for each in outputs:
             assert (await anext(each)).token_ids == (1,)
         stack.close()
-        assert [len(msgspec.msgpack.decode(frame, type=Step).items) for frame in taken] == [50]
+        assert [len(msgspec.msgpack.decode(frame, type=OutputBatch).deltas) for frame in taken] == [50]
 
 
 async def test_reports_come_with_nothing_to_say_and_stop_with_the_connection() -> None:
     async with connected() as pair:
         await until(lambda: len(pair.loads) >= 3)
-        pair.speaker.close()
-        await until(lambda: not pair.line.connected)
-        assert len(pair.speaker) == 0
+        pair.front_doors.close()
+        await until(lambda: not pair.engine.connected)
+        assert len(pair.front_doors) == 0
 
 
 async def test_leaving_early_stops_the_sequence_on_the_engine() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
-        with pair.line.sequence(0, stream_fed_here()) as number:
-            pair.connection.voice(number, 0, stopped.set)
+        with pair.engine.sequence(0, stream_fed_here()) as number:
+            pair.door.sender(number, 0, stopped.set)
         await asyncio.wait_for(stopped.wait(), 10)
 
 
 async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
     async with connected() as pair:
-        with pair.line.sequence(0, stream_fed_here()) as number:
+        with pair.engine.sequence(0, stream_fed_here()) as number:
             pass
-        later = pair.line.sequence(0, stream_fed_here())
+        later = pair.engine.sequence(0, stream_fed_here())
         stopped = asyncio.Event()
-        pair.connection.voice(later.__enter__(), 0, stopped.set)
+        pair.door.sender(later.__enter__(), 0, stopped.set)
         later.__exit__(None, None, None)
         await asyncio.wait_for(stopped.wait(), 10)  # orders come in order, so the first is there too
         with pytest.raises(Conflict, match="cancelled before"):
-            pair.connection.voice(number, 0, never)
+            pair.door.sender(number, 0, never)
 
 
 async def test_what_nobody_opened_is_stopped() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
-        pair.connection.voice(99, 0, stopped.set).say(Output((1,)))
+        pair.door.sender(99, 0, stopped.set).send(Output((1,)))
         await asyncio.wait_for(stopped.wait(), 10)
 
 
 async def test_the_engine_goes_and_every_sequence_ends() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs) as number:
-            voice = pair.connection.voice(number, 0, lambda: None)
-            voice.say(Output((1,)))
+        with pair.engine.sequence(0, outputs) as number:
+            sender = pair.door.sender(number, 0, lambda: None)
+            sender.send(Output((1,)))
             await anext(outputs)
-            pair.connection.abort()
+            pair.door.abort()
             with pytest.raises(EngineUnreachable, match="token stream ended"):
                 await anext(outputs)
 
@@ -229,49 +231,49 @@ async def test_the_front_door_goes_and_every_sequence_is_stopped() -> None:
     stopped = [asyncio.Event(), asyncio.Event()]
     async with connected() as pair:
         for number, event in enumerate(stopped):
-            pair.connection.voice(number, 0, event.set)
-        pair.listener.forget(pair.line)
+            pair.door.sender(number, 0, event.set)
+        pair.listener.forget(pair.engine)
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in stopped)), 10)
         with pytest.raises(FrontDoorUnreachable):
-            pair.connection.voice(7, 0, never)
+            pair.door.sender(7, 0, never)
         with pytest.raises(FrontDoorUnreachable):  # its key is void
-            await pair.speaker.connect(pair.address, pair.line.key)
+            await pair.front_doors.connect(pair.address, pair.engine.key)
 
 
 async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs):
-            again = Speaker("e", lambda: LOAD, no_start)
-            await again.connect(pair.address, pair.line.key)
+        with pair.engine.sequence(0, outputs):
+            again = FrontDoors("e", lambda: LOAD, no_start)
+            await again.connect(pair.address, pair.engine.key)
             with pytest.raises(EngineUnreachable, match="connected anew"):
                 await anext(outputs)
-            await until(lambda: len(pair.speaker) == 0)
-            assert pair.line.connected
+            await until(lambda: len(pair.front_doors) == 0)
+            assert pair.engine.connected
             again.close()
 
 
 async def test_two_callers_share_a_connection() -> None:
     async with connected() as pair:
-        speaker = Speaker("e", lambda: LOAD, no_start)
-        line = pair.listener.line("f", lambda _: None)
+        front_doors = FrontDoors("e", lambda: LOAD, no_start)
+        engine = pair.listener.connection_of("f", lambda _: None)
         first, second = await asyncio.gather(
-            speaker.connect(pair.address, line.key), speaker.connect(pair.address, line.key)
+            front_doors.connect(pair.address, engine.key), front_doors.connect(pair.address, engine.key)
         )
         assert first is second
-        assert await speaker.connect(pair.address, line.key) is first
-        speaker.close()
+        assert await front_doors.connect(pair.address, engine.key) is first
+        front_doors.close()
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "a:b", ":80"])
 async def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(BadRequest, match="door"):
-        await Speaker("e", lambda: None, no_start).connect(address, "k")
+        await FrontDoors("e", lambda: None, no_start).connect(address, "k")
 
 
 async def test_a_front_door_that_is_not_there_is_named() -> None:
     with pytest.raises(FrontDoorUnreachable, match=r"127\.0\.0\.1:1"):
-        await Speaker("e", lambda: None, no_start).connect("127.0.0.1:1", "k")
+        await FrontDoors("e", lambda: None, no_start).connect("127.0.0.1:1", "k")
 
 
 @pytest.mark.parametrize(
@@ -281,39 +283,39 @@ async def test_a_front_door_that_is_not_there_is_named() -> None:
         b"\xff" * 64,
         (3).to_bytes(4, "big") + b"abc",
         (LONGEST_HELLO + 1).to_bytes(4, "big"),
-        frame_of(Hello(PROTOCOL, "not a key", "e")),
-        frame_of(Step((), LOAD)),
+        frame_of(StreamHello(PROTOCOL, "not a key", "e")),
+        frame_of(OutputBatch((), LOAD)),
     ],
 )
 async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
-        with pair.line.sequence(0, outputs) as number:
-            voice = pair.connection.voice(number, 0, never)
+        with pair.engine.sequence(0, outputs) as number:
+            sender = pair.door.sender(number, 0, never)
             host, _, port = pair.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
             writer.close()
-            voice.say(Output((4,), "stop"))
+            sender.send(Output((4,), "stop"))
             assert (await anext(outputs)).token_ids == (4,)
 
 
 async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.streams.listener.MOST_STRANGERS", 3)
+    monkeypatch.setattr("tercet.streams.stream_listener.MOST_STRANGERS", 3)
     async with connected() as pair:
         host, _, port = pair.address.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
         for reader, _ in silent[:2]:
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
-        other = pair.listener.line("other", lambda _: None)
-        speaker = Speaker("other", lambda: None, no_start)
-        await speaker.connect(pair.address, other.key)
+        other = pair.listener.connection_of("other", lambda _: None)
+        front_doors = FrontDoors("other", lambda: None, no_start)
+        await front_doors.connect(pair.address, other.key)
         assert other.connected
-        assert pair.line.connected
-        speaker.close()
+        assert pair.engine.connected
+        front_doors.close()
         for _, writer in silent:
             writer.close()
 
@@ -321,27 +323,27 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
 async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
     outputs, others = stream_fed_here(), stream_fed_here()
     async with connected() as pair:
-        bad = pair.listener.line("bad", lambda _: None)
+        bad = pair.listener.connection_of("bad", lambda _: None)
         host, _, port = pair.address.rpartition(":")
-        with bad.sequence(0, outputs), pair.line.sequence(0, others) as number:
+        with bad.sequence(0, outputs), pair.engine.sequence(0, others) as number:
             _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(frame_of(Hello(PROTOCOL, bad.key, "bad")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1")
+            writer.write(frame_of(StreamHello(PROTOCOL, bad.key, "bad")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1")
             with pytest.raises(EngineUnreachable, match="broke the protocol"):
                 await anext(outputs)
-            pair.connection.voice(number, 0, never).say(Output((4,), "stop"))
+            pair.door.sender(number, 0, never).send(Output((4,), "stop"))
             assert (await anext(others)).finished
             writer.close()
 
 
 async def test_an_engine_that_speaks_another_version_is_refused() -> None:
     async with connected() as pair:
-        pair.line.drop("for this test")
+        pair.engine.drop("for this test")
         host, _, port = pair.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(frame_of(Hello("tercet-stream/999", pair.line.key, "e")))
+        writer.write(frame_of(StreamHello("tercet-stream/999", pair.engine.key, "e")))
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
-        assert not pair.line.connected
+        assert not pair.engine.connected
         writer.close()
 
 
@@ -352,10 +354,10 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
 
         async def serve() -> None:
             outputs = stream_fed_here()
-            with pair.line.sequence(0, outputs) as number:
-                voice = pair.connection.voice(number, 0, stopped.set)
+            with pair.engine.sequence(0, outputs) as number:
+                sender = pair.door.sender(number, 0, stopped.set)
                 for token in range(3):
-                    voice.say(Output((token,)))
+                    sender.send(Output((token,)))
                     await anext(outputs)
                 await anext(outputs)
 
@@ -365,6 +367,6 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
         begun = task.cancel() and steps > 0
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert pair.line.open_sequences == 0
+        assert pair.engine.open_sequences == 0
         if begun:
             await asyncio.wait_for(stopped.wait(), 10)

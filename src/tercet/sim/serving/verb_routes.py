@@ -28,7 +28,7 @@ from tercet.protocol.wire import (
 from tercet.sim.prompts import VOCABULARY
 from tercet.sim.serving.http_network import DELIVER, Accepted, Delivery
 from tercet.sim.sim_engine import SimEngine
-from tercet.streams import Relay, Speaker
+from tercet.streams import FrontDoors, StreamRelay
 
 
 def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Verbs:
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
-        self.relay = Relay(Speaker(engine.name, engine.load, self._relay))
+        self.relay = StreamRelay(FrontDoors(engine.name, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
         """Where each verb is found."""
@@ -101,7 +101,7 @@ class Verbs:
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a front door; token streams and reports go there."""
         door = decode_call(await http.read(), ConnectCall).door
-        await self.relay.speaker.connect(door.address, door.key)
+        await self.relay.front_doors.connect(door.address, door.key)
         return json_of({"connected": True})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:

@@ -12,7 +12,7 @@ import msgspec
 from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob, Usage
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
-from tercet.streams import Connection, Voice
+from tercet.streams import FrontDoorConnection, SequenceSender
 from tercet.vllm_plugin.engine.connector_messages import TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
 
@@ -167,33 +167,33 @@ class DecodingSequence:
             self._over = True
             self._on_end(self._begun)
 
-    async def stream(self, connection: Connection, door: DoorDestination, position: int) -> None:
+    async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
         """Send outputs to a front door, until the last one, or until it does not want them any more.
 
         Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
         """
         try:
-            voice = connection.voice(door.number, position, self._stop)
+            sender = connection.sender(door.number, position, self._stop)
             try:
-                await self.request.start(lambda found: self._deliver(voice, found))
+                await self.request.start(lambda found: self._deliver(sender, found))
             except BaseException:
-                voice.close()
+                sender.close()
                 raise
         except BaseException:
             self.end()
             raise
 
-    def _deliver(self, voice: Voice, found: Output | TercetError) -> None:
+    def _deliver(self, sender: SequenceSender, found: Output | TercetError) -> None:
         if self._over:
             return  # stopped; what still comes is nobody's
         if isinstance(found, TercetError):
             self.end()
-            voice.fail(found)
+            sender.fail(found)
             return
         output = self.told(found)
         if output.finished:
             self.end()
-        voice.say(output)
+        sender.send(output)
 
     def _stop(self) -> None:
         self.request.abort()

@@ -38,7 +38,7 @@ from tercet.protocol import (
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
-from tercet.streams import Speaker
+from tercet.streams import FrontDoors
 from tercet.transport import Destination, LeaseFilled, routes
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
@@ -78,7 +78,7 @@ class EngineVerbs:
         self._busy: dict[BusyKey, Callable[[], None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._inbox = AgentReports(self._lease_filled)
-        self.speaker = Speaker(name, LoadMeter(engine_client).load, self.stream_generate)
+        self.front_doors = FrontDoors(name, LoadMeter(engine_client).load, self.stream_generate)
         self._layout: KVLayout | None = None
         self._transports: list[list[str]] = []
         self._lease_ttl = 0.0
@@ -190,7 +190,7 @@ class EngineVerbs:
 
     async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
         """Decode, and send the outputs to a front door; returns once the engine has the request."""
-        connection = await self.speaker.connect(door.address, door.key)
+        connection = await self.front_doors.connect(door.address, door.key)
         decoding = await self._decoding(call)
         await decoding.stream(connection, door, len(call.output))
 

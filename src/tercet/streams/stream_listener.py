@@ -13,10 +13,18 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tercet.aio import TaskSet
 from tercet.protocol import EngineLoad, EngineUnreachable
-from tercet.streams.frames import FrameTooLong, Splitter
-from tercet.streams.line import Line
-from tercet.streams.messages import BEAT_SECONDS, LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, Hello
+from tercet.streams.engine_connection import EngineConnection
+from tercet.streams.wire_format import (
+    HEARTBEAT_SECONDS,
+    LONGEST_FRAME,
+    LONGEST_HELLO,
+    PROTOCOL,
+    FrameSplitter,
+    FrameTooLong,
+    StreamHello,
+)
 
 logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
@@ -24,8 +32,8 @@ HELLO_SECONDS = 10.0
 MOST_STRANGERS = 256
 
 
-class Listener:
-    """The lines of one front-door process, and the ports where engines reach them. Use as an async context manager.
+class StreamListener:
+    """The engines' connections of one front-door process, and the ports where they arrive. An async context manager.
 
     It listens on those of this machine's addresses from which it reaches its engines, and on no others: ``port`` there,
     or any free one if that is 0.
@@ -34,36 +42,35 @@ class Listener:
     def __init__(self, port: int = 0) -> None:
         self._port = port
         self._numbers = itertools.count(1)
-        self._lines: dict[str, Line] = {}
+        self._connections: dict[str, EngineConnection] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
         self._arrivals: dict[_Arrival, None] = {}
-        self._beating: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
 
     async def __aenter__(self) -> Self:
-        self._beating = asyncio.create_task(self._beat())
+        self._tasks.spawn(self._send_heartbeats())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
-        for line in list(self._lines.values()):
-            self.forget(line)
+        self._tasks.cancel()
+        for connection in list(self._connections.values()):
+            self.forget(connection)
         for arrival in list(self._arrivals):
             arrival.abort()
         for server in self._servers.values():
             server.close()
 
-    def line(self, engine: str, on_load: Callable[[EngineLoad], None]) -> Line:
-        """A line for one more engine, until :meth:`forget`."""
-        line = Line(engine, self._numbers, on_load)
-        self._lines[line.key] = line
-        return line
+    def connection_of(self, engine: str, on_load: Callable[[EngineLoad], None]) -> EngineConnection:
+        """The connection of one more engine, which may arrive until :meth:`forget`."""
+        connection = EngineConnection(engine, self._numbers, on_load)
+        self._connections[connection.key] = connection
+        return connection
 
-    def forget(self, line: Line) -> None:
+    def forget(self, connection: EngineConnection) -> None:
         """The engine may not connect any more; what it still runs for this front door is lost."""
-        self._lines.pop(line.key, None)
-        line.drop("the front door has let it go")
+        self._connections.pop(connection.key, None)
+        connection.drop("the front door has let it go")
 
     async def address_for(self, url: str) -> str:
         """Where the engine at ``url`` connects to, as ``host:port``.
@@ -83,32 +90,33 @@ class Listener:
     def _arrival(self) -> _Arrival:
         return _Arrival(self._find, self._arrivals)
 
-    def _find(self, key: str) -> Line | None:
+    def _find(self, key: str) -> EngineConnection | None:
         # Every key is compared, in the same time each, so that the time of an answer tells nothing about any of them.
-        found = [line for known, line in self._lines.items() if secrets.compare_digest(known.encode(), key.encode())]
+        given = key.encode()
+        found = [each for known, each in self._connections.items() if secrets.compare_digest(known.encode(), given)]
         return found[0] if found else None
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            for line in list(self._lines.values()):
-                line.beat()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            for connection in list(self._connections.values()):
+                connection.heartbeat()
 
 
 class _Arrival(asyncio.Protocol):
     """One connection. Nothing of it is believed before a hello with a key that this front door gave out."""
 
-    def __init__(self, find: Callable[[str], Line | None], arrivals: dict[_Arrival, None]) -> None:
+    def __init__(self, find: Callable[[str], EngineConnection | None], arrivals: dict[_Arrival, None]) -> None:
         self._find = find
         self._arrivals = arrivals  # in the order in which they came
-        self._splitter = Splitter(LONGEST_HELLO)
-        self._line: Line | None = None
+        self._splitter = FrameSplitter(LONGEST_HELLO)
+        self._connection: EngineConnection | None = None
         self._why = "the connection was closed"
 
     @property
     def is_stranger(self) -> bool:
         """Whether it has not shown a key yet."""
-        return self._line is None
+        return self._connection is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -121,36 +129,36 @@ class _Arrival(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
         self._arrivals.pop(self, None)
-        if self._line is not None:
-            self._line.detach(self._transport, str(exc) if exc is not None else self._why)
+        if self._connection is not None:
+            self._connection.detach(self._transport, str(exc) if exc is not None else self._why)
 
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._splitter.split(data):
-                if self._line is not None:
-                    self._line.take(frame)
+                if self._connection is not None:
+                    self._connection.receive(frame)
                 elif not self._transport.is_closing():
-                    self._greet(msgspec.msgpack.decode(frame, type=Hello))
+                    self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
         except (msgspec.MsgspecError, FrameTooLong, UnicodeError) as error:
             self._why = f"it broke the protocol: {error}"
-            if self._line is not None:
-                logger.error("%s broke the protocol of token streams: %s", self._line.engine, error)
-                self._line.detach(self._transport, self._why)
+            if self._connection is not None:
+                logger.error("%s broke the protocol of token streams: %s", self._connection.engine, error)
+                self._connection.detach(self._transport, self._why)
             self.abort()
 
     def abort(self) -> None:
         """Close at once."""
         self._transport.abort()
 
-    def _greet(self, hello: Hello) -> None:
-        line = self._find(hello.key)
-        if line is None or hello.protocol != PROTOCOL:
+    def _greet(self, hello: StreamHello) -> None:
+        connection = self._find(hello.key)
+        if connection is None or hello.protocol != PROTOCOL:
             self.abort()
             return
         self._patience.cancel()
         self._splitter.longest = LONGEST_FRAME
-        self._line = line
-        line.attach(self._transport)
+        self._connection = connection
+        connection.attach(self._transport)
 
 
 async def _local_host(url: str) -> str:

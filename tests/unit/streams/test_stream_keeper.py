@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.client import link as link_module
-from tercet.client.link import StreamLink
+from tercet.client import stream_keeper
+from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable, OutputStream
 from tercet.protocol.wire import Destination, Door, StartGenerateCall
-from tercet.streams import Listener, Speaker
+from tercet.streams import FrontDoors, StreamListener
 
 URL = "http://127.0.0.1:1"
 
@@ -23,14 +23,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
         ("CHECK_SECONDS", 0.01), ("STALE_AFTER", 0.4), ("STALLED_AFTER", 1.2), ("ANSWER_SECONDS", 0.2),
     ):  # fmt: skip
-        monkeypatch.setattr(link_module, name, seconds)
+        monkeypatch.setattr(stream_keeper, name, seconds)
 
 
 class FakeEngine:
     """An engine's answers to ``connect`` and ``status``."""
 
     def __init__(self) -> None:
-        self.speaker = Speaker("e", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
+        self.front_doors = FrontDoors("e", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
         self.connect_error: Exception | None = None
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0
@@ -42,7 +42,7 @@ class FakeEngine:
         self.asked += 1
         if self.connect_error is not None:
             raise self.connect_error
-        await self.speaker.connect(door.address, door.key)
+        await self.front_doors.connect(door.address, door.key)
 
     async def _answer(self) -> object:
         return None
@@ -53,19 +53,19 @@ class FakeEngine:
 
     def freeze(self) -> None:
         """Keep the connection and say nothing any more."""
-        for connection in self.speaker._connections.values():  # pyright: ignore[reportPrivateUsage]
+        for connection in self.front_doors._connections.values():  # pyright: ignore[reportPrivateUsage]
             connection.tick = lambda: None  # type: ignore[method-assign]
 
 
 @asynccontextmanager
-async def linked(engine: FakeEngine) -> AsyncGenerator[StreamLink]:
-    async with Listener() as listener:
-        link = StreamLink(listener, "e", URL, engine.connect, lambda: engine.alive(), lambda _: None)
+async def kept(engine: FakeEngine) -> AsyncGenerator[StreamKeeper]:
+    async with StreamListener() as listener:
+        keeper = StreamKeeper(listener, "e", URL, engine.connect, lambda: engine.alive(), lambda _: None)
         try:
-            yield link
+            yield keeper
         finally:
-            await link.close()
-            engine.speaker.close()
+            await keeper.close()
+            engine.front_doors.close()
 
 
 def stream_fed_here() -> OutputStream:
@@ -80,21 +80,21 @@ async def until(true: Callable[[], object]) -> None:
 
 async def test_it_connects_by_itself_and_again_after_a_loss() -> None:
     engine = FakeEngine()
-    async with linked(engine) as link:
-        link.start()
-        await until(lambda: link.line.connected)
-        assert await link.ready() is link.line
-        link.line.drop("for this test")
-        assert not link.line.connected
-        assert await link.ready() is link.line, "even if the engine has not heard of the loss yet"
+    async with kept(engine) as keeper:
+        keeper.start()
+        await until(lambda: keeper.connection.connected)
+        assert await keeper.ready() is keeper.connection
+        keeper.connection.drop("for this test")
+        assert not keeper.connection.connected
+        assert await keeper.ready() is keeper.connection, "even if the engine has not heard of the loss yet"
         assert engine.asked >= 2
 
 
 async def test_many_that_need_it_ask_the_engine_once() -> None:
     engine = FakeEngine()
-    async with linked(engine) as link:
-        found = await asyncio.gather(*(link.ready() for _ in range(20)))
-        assert set(found) == {link.line}
+    async with kept(engine) as keeper:
+        found = await asyncio.gather(*(keeper.ready() for _ in range(20)))
+        assert set(found) == {keeper.connection}
         assert engine.asked == 1
 
 
@@ -102,38 +102,38 @@ async def test_many_that_need_it_ask_the_engine_once() -> None:
 async def test_an_engine_that_cannot_connect_is_served_otherwise_and_that_is_logged_once(
     error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "ASK_AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(stream_keeper, "ASK_AGAIN_SECONDS", 0.02)
     engine = FakeEngine()
     engine.connect_error = error
     with caplog.at_level(logging.WARNING):
-        async with linked(engine) as link:
-            link.start()
-            assert await link.ready() is None
+        async with kept(engine) as keeper:
+            keeper.start()
+            assert await keeper.ready() is None
             await until(lambda: engine.asked > 3)
             assert len(caplog.records) == 1
             assert "server-sent events instead" in caplog.text
             engine.connect_error = None
-            await until(lambda: link.line.connected)
+            await until(lambda: keeper.connection.connected)
             assert "has a token stream now" in caplog.text
 
 
 async def test_an_engine_that_does_not_answer_is_unreachable_and_not_a_fallback() -> None:
     engine = FakeEngine()
     engine.connect_error = EngineUnreachable("nobody there")
-    async with linked(engine) as link:
+    async with kept(engine) as keeper:
         with pytest.raises(EngineUnreachable):
-            await link.ready()
+            await keeper.ready()
         engine.connect_error = None
-        assert await link.ready() is link.line
+        assert await keeper.ready() is keeper.connection
 
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_stream_that_falls_silent_ends_its_sequences(answers: bool) -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
-    async with linked(engine) as link:
-        link.start()
-        await until(lambda: link.line.connected)
-        with link.line.sequence(0, outputs):
+    async with kept(engine) as keeper:
+        keeper.start()
+        await until(lambda: keeper.connection.connected)
+        with keeper.connection.sequence(0, outputs):
             if not answers:
                 engine.alive = engine.hang
             engine.freeze()
@@ -144,10 +144,10 @@ async def test_a_stream_that_falls_silent_ends_its_sequences(answers: bool) -> N
 async def test_an_idle_stream_that_reports_is_left_alone() -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
     engine.alive = engine.hang
-    async with linked(engine) as link:
-        link.start()
-        await until(lambda: link.line.connected)
-        with link.line.sequence(0, outputs):
+    async with kept(engine) as keeper:
+        keeper.start()
+        await until(lambda: keeper.connection.connected)
+        with keeper.connection.sequence(0, outputs):
             waiting = asyncio.create_task(anext(outputs))
             await asyncio.sleep(1.0)
             assert not waiting.done()
@@ -158,10 +158,10 @@ async def test_an_idle_stream_that_reports_is_left_alone() -> None:
 @pytest.mark.parametrize("steps", range(8))
 async def test_giving_up_while_it_connects_leaves_nothing(steps: int) -> None:
     engine = FakeEngine()
-    async with linked(engine) as link:
-        waiting = asyncio.create_task(link.ready())
+    async with kept(engine) as keeper:
+        waiting = asyncio.create_task(keeper.ready())
         for _ in range(steps):
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
-        assert await link.ready() is link.line
+        assert await keeper.ready() is keeper.connection

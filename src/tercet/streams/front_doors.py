@@ -1,19 +1,23 @@
-"""An engine's side of token streams: its connections to front doors."""
+"""An engine's side of token streams: its connections to front doors, and the sequences that it runs for them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
-from tercet.protocol import BadRequest, EngineLoad, FrontDoorUnreachable
-from tercet.streams.connection import Connection, Start
-from tercet.streams.messages import REPORT_SECONDS, Hello
+from tercet.aio import TaskSet
+from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreachable, OutputStream, TercetError
+from tercet.protocol.wire import Destination
+from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender, Start
+from tercet.streams.wire_format import REPORT_SECONDS, StreamHello
 
+logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 MOST_CONNECTIONS = 256
 
 
-class Speaker:
+class FrontDoors:
     """One engine's connections, one for each front door that it has been told of.
 
     ``load`` says how busy the engine is; it is asked for each message, so it must be cheap. ``start`` has the engine
@@ -24,14 +28,14 @@ class Speaker:
         self._engine = engine
         self._load = load
         self._start = start
-        self._connecting: dict[tuple[str, str], asyncio.Task[Connection]] = {}
-        self._connections: dict[tuple[str, str], Connection] = {}
+        self._connecting: dict[tuple[str, str], asyncio.Task[FrontDoorConnection]] = {}
+        self._connections: dict[tuple[str, str], FrontDoorConnection] = {}
         self._tick: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def connect(self, address: str, key: str) -> Connection:
+    async def connect(self, address: str, key: str) -> FrontDoorConnection:
         """The connection to the front door at ``address`` (``host:port``) that gave out ``key``, made if need be.
 
         Raises :class:`~tercet.protocol.FrontDoorUnreachable`, and :class:`~tercet.protocol.BadRequest` for what is no
@@ -55,7 +59,7 @@ class Speaker:
         for connection in list(self._connections.values()):
             connection.abort()
 
-    async def _connect(self, address: str, key: str) -> Connection:
+    async def _connect(self, address: str, key: str) -> FrontDoorConnection:
         host, port = _parsed(address)
         if len(self._connections) >= MOST_CONNECTIONS:
             raise FrontDoorUnreachable(f"door: {len(self._connections)} front doors are connected already", "door")
@@ -65,11 +69,11 @@ class Speaker:
         def lost() -> None:
             self._connections.pop(where, None)
 
-        connection = Connection(self._load, self._start, lost)
+        connection = FrontDoorConnection(self._load, self._start, lost)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)
-                await connection.greet(Hello(connection.protocol, key, self._engine))
+                await connection.greet(StreamHello(connection.protocol, key, self._engine))
         except BaseException as error:
             connection.abort()
             if not isinstance(error, OSError):  # a timeout is one
@@ -80,7 +84,7 @@ class Speaker:
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)
         return connection
 
-    def _connected(self, where: tuple[str, str], made: asyncio.Task[Connection]) -> None:
+    def _connected(self, where: tuple[str, str], made: asyncio.Task[FrontDoorConnection]) -> None:
         self._connecting.pop(where, None)
         if not made.cancelled():
             made.exception()  # those who still wait for it get it; if nobody does, there is nobody to tell
@@ -98,3 +102,41 @@ def _parsed(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadRequest(f"door: {address!r} is not an address such as 127.0.0.1:7001", "door")
     return host.strip("[]"), int(port)
+
+
+class StreamRelay:
+    """What an engine generates for front doors, each sequence in a task that ends when nobody listens any more."""
+
+    def __init__(self, front_doors: FrontDoors) -> None:
+        self.front_doors = front_doors
+        self._tasks = TaskSet()
+
+    async def start(self, door: Destination, position: int, outputs: OutputStream) -> None:
+        """Generate; ``position`` is that of the first token among the sequence's output. Errors go there, too.
+
+        Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it is not to
+        be reached, and :class:`~tercet.protocol.Conflict` if the sequence is over before it began.
+        """
+        connection = await self.front_doors.connect(door.address, door.key)
+        running: list[asyncio.Task[None]] = []
+        sender = connection.sender(door.number, position, lambda: [task.cancel() for task in running])
+        running.append(self._tasks.spawn(_relay(sender, outputs)))
+
+    async def close(self) -> None:
+        """End all that runs, and every connection."""
+        self.front_doors.close()
+        await self._tasks.close()
+
+
+async def _relay(sender: SequenceSender, outputs: OutputStream) -> None:
+    try:
+        await outputs.run(sender.send)
+        if sender.open:
+            sender.fail(EngineError("the engine ended the sequence without a finish reason"))
+    except TercetError as error:
+        sender.fail(error)
+    except Exception as error:  # it fails its own sequence only
+        logger.exception("a sequence failed")
+        sender.fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+    finally:
+        sender.close()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from tercet.protocol import EngineLoad, EngineUnreachable, TercetError
 from tercet.protocol.wire import Door
-from tercet.streams import Line, Listener
+from tercet.streams import EngineConnection, StreamListener
 
 logger = logging.getLogger(__name__)
 CHECK_SECONDS = 0.5
@@ -22,7 +22,7 @@ ATTEMPTS = 5
 ATTEMPT_SECONDS = 0.05
 
 
-class StreamLink:
+class StreamKeeper:
     """Gets an engine to connect to ``listener``, again when the connection is lost.
 
     ``connect`` makes the engine connect to a door, ``alive`` asks it for any answer; both raise
@@ -32,7 +32,7 @@ class StreamLink:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: StreamListener,
         name: str,
         url: str,
         connect: Callable[[Door], Awaitable[object]],
@@ -44,16 +44,16 @@ class StreamLink:
         self._url = url
         self._connect = connect
         self._alive = alive
-        self._line = listener.line(name, on_load)
+        self._connection = listener.connection_of(name, on_load)
         self._falls_back_until = -float("inf")
         self._falls_back = False
         self._connecting: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     @property
-    def line(self) -> Line:
-        """The engine's line."""
-        return self._line
+    def connection(self) -> EngineConnection:
+        """The engine's connection."""
+        return self._connection
 
     def start(self) -> None:
         """Keep the stream up from now on."""
@@ -65,22 +65,22 @@ class StreamLink:
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-        self._listener.forget(self._line)
+        self._listener.forget(self._connection)
 
-    async def ready(self) -> Line | None:
-        """The line, once the engine is connected; None if it has to be served by server-sent events.
+    async def ready(self) -> EngineConnection | None:
+        """The connection, once the engine is connected; None if it has to be served by server-sent events.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
         """
-        if self._line.connected:
-            return self._line
+        if self._connection.connected:
+            return self._connection
         if time.monotonic() < self._falls_back_until:
             return None
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._try())
             self._connecting.add_done_callback(self._tried)
         await asyncio.shield(self._connecting)
-        return self._line if self._line.connected else None
+        return self._connection if self._connection.connected else None
 
     def _tried(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
@@ -89,10 +89,10 @@ class StreamLink:
 
     async def _try(self) -> None:
         try:
-            self._line.address = await self._listener.address_for(self._url)
+            self._connection.address = await self._listener.address_for(self._url)
             for _ in range(ATTEMPTS):
-                await self._connect(Door(address=self._line.address, key=self._line.key))
-                if self._line.connected:
+                await self._connect(Door(address=self._connection.address, key=self._connection.key))
+                if self._connection.connected:
                     break
                 # The engine has not noticed yet that the connection before is lost.
                 await asyncio.sleep(ATTEMPT_SECONDS)
@@ -104,7 +104,7 @@ class StreamLink:
                 logger.warning("%s: no token stream, server-sent events instead: %s", self._name, error)
             self._falls_back = True
             return
-        if not self._line.connected:
+        if not self._connection.connected:
             raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
         if self._falls_back:
             logger.warning("%s: has a token stream now", self._name)
@@ -117,7 +117,7 @@ class StreamLink:
             except EngineUnreachable as error:
                 logger.debug("%s", error)  # it may still be loading, or gone for good; membership says so
             await asyncio.sleep(CHECK_SECONDS)
-            if self._line.connected and self._silence() > STALE_AFTER:
+            if self._connection.connected and self._silence() > STALE_AFTER:
                 await self._check()
 
     async def _check(self) -> None:
@@ -127,11 +127,11 @@ class StreamLink:
                 await self._alive()
         except (EngineUnreachable, TimeoutError):
             if self._silence() > STALE_AFTER:
-                self._line.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
+                self._connection.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
         except TercetError as error:
             logger.debug("%s answers: %s", self._name, error)
-        if self._line.connected and self._silence() > STALLED_AFTER:
-            self._line.drop(f"nothing came for {self._silence():.0f} s")
+        if self._connection.connected and self._silence() > STALLED_AFTER:
+            self._connection.drop(f"nothing came for {self._silence():.0f} s")
 
     def _silence(self) -> float:
-        return time.monotonic() - self._line.heard
+        return time.monotonic() - self._connection.last_heard

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from tercet.client.link import StreamLink
+from tercet.aio import TaskSet
+from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
     EngineLoad,
     EngineStatus,
@@ -38,7 +39,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
 )
-from tercet.streams import Listener
+from tercet.streams import StreamListener
 
 T = TypeVar("T")
 DATA = b"data: "
@@ -63,7 +64,7 @@ class HttpEngine:
         name: str,
         url: str,
         connect_timeout: float = 5.0,
-        listener: Listener | None = None,
+        listener: StreamListener | None = None,
         on_load: Callable[[EngineLoad], None] = lambda _: None,
     ) -> None:
         self._name = name
@@ -72,10 +73,10 @@ class HttpEngine:
         self._session: aiohttp.ClientSession | None = None
         # Leases of sequences whose context is still open here; start_generate takes them over.
         self._held: dict[str, str] = {}
-        self._background: set[asyncio.Task[None]] = set()
-        self._link = None
+        self._releasing = TaskSet()
+        self._keeper = None
         if listener is not None:
-            self._link = StreamLink(listener, name, self._url, self._connect, self.status, on_load)
+            self._keeper = StreamKeeper(listener, name, self._url, self._connect, self.status, on_load)
 
     @property
     def name(self) -> str:
@@ -91,15 +92,14 @@ class HttpEngine:
         self._session = aiohttp.ClientSession(
             timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE
         )
-        if self._link is not None:
-            self._link.start()
+        if self._keeper is not None:
+            self._keeper.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._link is not None:
-            await self._link.close()
-        if self._background:
-            await asyncio.wait(self._background, timeout=5)
+        if self._keeper is not None:
+            await self._keeper.close()
+        await self._releasing.wait(5.0)
         if self._session is not None:
             await self._session.close()
 
@@ -125,17 +125,11 @@ class HttpEngine:
             yield reservation
         finally:
             if self._held.pop(request.seq_id, None) is not None:
-                await asyncio.shield(self._spawn(reservation.lease))
+                await asyncio.shield(self._releasing.spawn(self._release(reservation.lease)))
 
     def _release_answered(self, posting: asyncio.Future[PrepRecvAnswer]) -> None:
         if not posting.cancelled() and posting.exception() is None:
-            self._spawn(posting.result().kv_addr_info.lease)
-
-    def _spawn(self, lease: str) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(self._release(lease))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+            self._releasing.spawn(self._release(posting.result().kv_addr_info.lease))
 
     async def _release(self, lease: str) -> None:
         try:
@@ -181,13 +175,13 @@ class HttpEngine:
                 self._held.pop(call.seq_id, None)  # the running sequence had the blocks by then
 
     async def _receive(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        line = await self._link.ready() if self._link is not None else None
-        if line is None:
+        connection = await self._keeper.ready() if self._keeper is not None else None
+        if connection is None:
             await self._receive_events(call, stream)
             return
-        with line.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
-            door = Destination(address=line.address, key=line.key, number=number)
-            line.start(msgspec.structs.replace(call, door=door))
+        with connection.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
+            door = Destination(address=connection.address, key=connection.key, number=number)
+            connection.start(msgspec.structs.replace(call, door=door))
             await stream.until_over()
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:

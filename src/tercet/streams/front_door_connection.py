@@ -11,21 +11,23 @@ from typing import cast
 
 import msgspec
 
+from tercet.aio import TaskSet
 from tercet.protocol import Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
 from tercet.protocol.wire import Destination, StartGenerateCall
-from tercet.streams.frames import FrameTooLong, Splitter
-from tercet.streams.messages import (
+from tercet.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,
     REPORT_SECONDS,
     SILENCE_SECONDS,
-    Hello,
-    Item,
-    Order,
-    Step,
-    failed_item,
+    FrameSplitter,
+    FrameTooLong,
+    OutputBatch,
+    StreamCommand,
+    StreamHello,
+    TokenDelta,
+    delta_of,
+    failed_delta,
     frame_of,
-    item_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,42 +37,47 @@ Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
 MOST_UNSENT = 16 * 1024 * 1024
 # Cancellations of sequences that are not here: over, or still on their way here by HTTP.
 CANCELLED_KEPT = 4096
-_orders = msgspec.msgpack.Decoder(Order)
+_commands = msgspec.msgpack.Decoder(StreamCommand)
 
 
-class Voice:
-    """What one sequence says to its front door. Use :meth:`Connection.voice`."""
+class SequenceSender:
+    """Sends one sequence's outputs to its front door. Use :meth:`FrontDoorConnection.sender`."""
 
     __slots__ = ("_connection", "number", "position", "stop")
 
-    def __init__(self, connection: Connection, number: int, position: int, stop: Callable[[], object]) -> None:
+    def __init__(self, connection: FrontDoorConnection, number: int, position: int, stop: Callable[[], object]) -> None:
         self._connection = connection
         self.number = number
         self.position = position
         self.stop = stop
 
-    def say(self, output: Output) -> None:
+    def send(self, output: Output) -> None:
         """New tokens; goes out with what else this engine step produced."""
-        item = item_of(self.number, self.position, output)
+        delta = delta_of(self.number, self.position, output)
         self.position += len(output.token_ids)
-        self._connection.send(item)
+        self._connection.send(delta)
         if output.finish_reason is not None:
             self.close()
 
     def fail(self, error: TercetError) -> None:
         """The sequence has ended in an error."""
-        self._connection.send(failed_item(self.number, self.position, error))
+        self._connection.send(failed_delta(self.number, self.position, error))
         self.close()
 
+    @property
+    def open(self) -> bool:
+        """Whether the front door still waits for more."""
+        return self._connection.waits_for(self)
+
     def close(self) -> None:
-        """Nothing more will be said."""
+        """Nothing more will be sent."""
         self._connection.end(self)
 
 
-class Connection(asyncio.Protocol):
-    """Steps go out, orders come in. ``lost`` is called once it is over; every sequence is stopped then.
+class FrontDoorConnection(asyncio.Protocol):
+    """Output batches go out, commands come in. ``lost`` is called once it is over; every sequence is stopped then.
 
-    ``start`` does what orders ask for; what it raises ends the sequence.
+    ``start`` does what commands ask for; what it raises ends the sequence.
     """
 
     protocol = PROTOCOL
@@ -79,15 +86,15 @@ class Connection(asyncio.Protocol):
         self._load = load
         self._start = start
         self._lost = lost
-        self._starting: set[asyncio.Task[None]] = set()
-        self._splitter = Splitter(LONGEST_FRAME)
+        self._starting = TaskSet()
+        self._splitter = FrameSplitter(LONGEST_FRAME)
         self._transport: asyncio.Transport | None = None
         self._accepted = asyncio.Event()
         self._failure: Exception | None = None
-        self._voices: dict[int, Voice] = {}
+        self._senders: dict[int, SequenceSender] = {}
         self._cancelled: OrderedDict[int, None] = OrderedDict()
-        self._items: list[Item] = []
-        self._said = self._heard = time.monotonic()
+        self._deltas: list[TokenDelta] = []
+        self._last_sent = self._last_heard = time.monotonic()
 
     @property
     def open(self) -> bool:
@@ -95,16 +102,16 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
-    async def greet(self, hello: Hello) -> None:
-        """Say who speaks; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
+    async def greet(self, hello: StreamHello) -> None:
+        """Say who connects; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
         if self._transport is not None:
             self._transport.write(frame_of(hello))
         await self._accepted.wait()
         if self._failure is not None:
             raise self._failure
 
-    def voice(self, number: int, position: int, stop: Callable[[], object]) -> Voice:
-        """A sequence begins to speak; ``stop`` is called when nobody listens to it any more, not after its end.
+    def sender(self, number: int, position: int, stop: Callable[[], object]) -> SequenceSender:
+        """A sequence begins to send; ``stop`` is called when nobody waits for it any more, not after its end.
 
         Raises :class:`~tercet.protocol.Conflict` if it was cancelled before it began or runs already, and
         :class:`~tercet.protocol.FrontDoorUnreachable` if the connection is over.
@@ -112,31 +119,35 @@ class Connection(asyncio.Protocol):
         if number in self._cancelled:
             del self._cancelled[number]
             raise Conflict(f"door: sequence {number} was cancelled before it began", "door")
-        if number in self._voices:
+        if number in self._senders:
             raise Conflict(f"door: sequence {number} runs already", "door")
         if not self.open:
             raise FrontDoorUnreachable("door: the front door has gone", "door")
-        voice = self._voices[number] = Voice(self, number, position, stop)
-        return voice
+        sender = self._senders[number] = SequenceSender(self, number, position, stop)
+        return sender
 
-    def end(self, voice: Voice) -> None:
-        """See :meth:`Voice.close`."""
-        self._voices.pop(voice.number, None)
+    def waits_for(self, sender: SequenceSender) -> bool:
+        """See :attr:`SequenceSender.open`."""
+        return self._senders.get(sender.number) is sender
 
-    def send(self, item: Item) -> None:
-        """Goes out with all other items of this pass of the event loop."""
-        if not self._items:
+    def end(self, sender: SequenceSender) -> None:
+        """See :meth:`SequenceSender.close`."""
+        self._senders.pop(sender.number, None)
+
+    def send(self, delta: TokenDelta) -> None:
+        """Goes out with all other deltas of this pass of the event loop."""
+        if not self._deltas:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._items.append(item)
+        self._deltas.append(delta)
 
     def tick(self) -> None:
         """A report, if nothing went out lately; the end, if the front door is silent or does not read."""
         now = time.monotonic()
         transport = self._transport
         stuck = transport is not None and transport.get_write_buffer_size() > MOST_UNSENT
-        if stuck or now - self._heard > SILENCE_SECONDS:
+        if stuck or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
-        elif now - self._said >= REPORT_SECONDS / 2:
+        elif now - self._last_sent >= REPORT_SECONDS / 2:
             self._flush()
 
     def abort(self) -> None:
@@ -145,10 +156,10 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _flush(self) -> None:
-        items, self._items = self._items, []
-        self._said = time.monotonic()
+        deltas, self._deltas = self._deltas, []
+        self._last_sent = time.monotonic()
         if self.open and self._transport is not None:
-            self._transport.write(frame_of(Step(tuple(items), self._load())))
+            self._transport.write(frame_of(OutputBatch(tuple(deltas), self._load())))
 
     # ---- asyncio's protocol ----------------------------------------------------------------------------------
 
@@ -160,43 +171,41 @@ class Connection(asyncio.Protocol):
             self._failure = exc or ConnectionError("it did not accept the key")
             self._accepted.set()
         self._lost()
-        voices, self._voices = self._voices, {}
-        for voice in voices.values():
-            voice.stop()
+        senders, self._senders = self._senders, {}
+        for sender in senders.values():
+            sender.stop()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         try:
             for frame in self._splitter.split(data):
-                self._obey(_orders.decode(frame))
+                self._follow(_commands.decode(frame))
         except (msgspec.MsgspecError, FrameTooLong):
             self.abort()
 
-    def _obey(self, order: Order) -> None:
+    def _follow(self, command: StreamCommand) -> None:
         self._accepted.set()
-        for number in order.cancelled:
-            voice = self._voices.pop(number, None)
-            if voice is not None:
-                voice.stop()
+        for number in command.cancelled:
+            sender = self._senders.pop(number, None)
+            if sender is not None:
+                sender.stop()
             else:
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
-        for call in order.starts:
+        for call in command.starts:
             if call.door is None:
                 logger.error("a front door asks for a sequence without saying where its tokens go")
                 self.abort()
                 return
-            task = asyncio.get_running_loop().create_task(self._begin(call, call.door))
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
+            self._starting.spawn(self._begin(call, call.door))
 
     async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
         try:
             await self._start(call, door)
         except TercetError as error:
-            self.send(failed_item(door.number, len(call.output), error))
+            self.send(failed_delta(door.number, len(call.output), error))
         except Exception as error:  # it fails its own sequence only
             logger.exception("a sequence failed")
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self.send(failed_item(door.number, len(call.output), failure))
+            self.send(failed_delta(door.number, len(call.output), failure))

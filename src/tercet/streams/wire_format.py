@@ -1,0 +1,161 @@
+"""The wire format of token streams: frames of MessagePack, each after its length in four bytes, big-endian.
+
+An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after each step. The front door answers the hello
+with an empty :class:`StreamCommand`, and sends commands from then on; an empty one is a heartbeat. Structs are arrays
+on the wire, but for the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
+
+    StreamHello   = [protocol, key, engine]
+    OutputBatch   = [[delta, ...], load or nil]     load = [waiting, running, kv_usage, tokens or nil, step_time or nil]
+    TokenDelta    = [number, position, [token, ...], details or nil]
+    StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage, from_wire
+from tercet.protocol.types import FinishReason
+from tercet.protocol.wire import StartGenerateCall
+
+PROTOCOL = "tercet-stream/2"
+REPORT_SECONDS = 0.1
+"""An engine with nothing else to say says how busy it is this often."""
+HEARTBEAT_SECONDS = 1.0
+"""How often a front door says that it is still there."""
+SILENCE_SECONDS = 15.0
+"""Silence of the other side past this ends a connection."""
+LENGTH_BYTES = 4
+LONGEST_HELLO = 1024
+# The log probabilities of a long prompt are one delta.
+LONGEST_FRAME = 64 * 1024 * 1024
+
+
+class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a delta may have beside tokens; most have nothing. ``error`` is that of an HTTP answer, and the last."""
+
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...] | None, ...] | None = None
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its sequence ends here."""
+        return self.finish_reason is not None or self.error is not None
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of the sequence that the front door calls ``number``.
+
+    ``position`` is that of the first of them among the sequence's output tokens, those included that were generated
+    elsewhere; it is what the position of the delta before says it must be.
+    """
+
+    number: int
+    position: int
+    token_ids: tuple[int, ...]
+    details: DeltaDetails | None = None
+
+    def to_output(self) -> Output:
+        """The delta in the words of programs; raises the :class:`~tercet.protocol.TercetError` that it carries."""
+        details = self.details
+        if details is None:
+            return Output(self.token_ids)
+        if details.error is not None:
+            raise from_wire(500, details.error)
+        return Output(
+            self.token_ids,
+            details.finish_reason,
+            details.stop_reason,
+            details.logprobs,
+            details.prompt_logprobs,
+            details.usage,
+        )
+
+
+def delta_of(number: int, position: int, output: Output) -> TokenDelta:
+    """An output as a delta."""
+    plain = output.finish_reason is None and output.logprobs is None and output.usage is None
+    if plain and output.prompt_logprobs is None:
+        return TokenDelta(number, position, output.token_ids)
+    details = DeltaDetails(
+        output.finish_reason, output.stop_reason, output.logprobs, output.prompt_logprobs, output.usage
+    )  # fmt: skip
+    return TokenDelta(number, position, output.token_ids, details)
+
+
+def failed_delta(number: int, position: int, error: TercetError) -> TokenDelta:
+    """The last delta of a sequence that failed."""
+    return TokenDelta(number, position, (), DeltaDetails(error=error.to_wire()))
+
+
+class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one engine step produced for one front door, and how busy the engine is now."""
+
+    deltas: tuple[TokenDelta, ...] = ()
+    load: EngineLoad | None = None
+
+
+class StreamHello(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of a connection: ``key`` says which front door's engine speaks, and that it may."""
+
+    protocol: str
+    key: str
+    engine: str
+
+
+class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
+    """What a front door tells an engine: sequences to end and to start. Without any it is a heartbeat.
+
+    Every call in ``starts`` has its ``door``. What becomes of it comes back as the sequence's deltas.
+    """
+
+    cancelled: tuple[int, ...] = ()
+    starts: tuple[StartGenerateCall, ...] = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
+    """The message as it goes onto the wire."""
+    body = _encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+class FrameTooLong(Exception):
+    """The peer announced a frame that nobody sends."""
+
+
+class FrameSplitter:
+    """Collects bytes until frames are whole; refuses frames longer than ``longest`` bytes before they arrive."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._left = bytearray()
+
+    def split(self, data: bytes) -> list[bytes]:
+        """The bodies of the frames that are whole now; raises :class:`FrameTooLong`."""
+        if not self._left and len(data) >= LENGTH_BYTES:
+            # Most of what arrives is exactly one frame.
+            length = int.from_bytes(data[:LENGTH_BYTES], "big")
+            if length == len(data) - LENGTH_BYTES and length <= self.longest:
+                return [data[LENGTH_BYTES:]]
+        left, begin, frames = self._left, 0, list[bytes]()
+        left += data
+        while len(left) - begin >= LENGTH_BYTES:
+            body = begin + LENGTH_BYTES
+            length = int.from_bytes(left[begin:body], "big")
+            if length > self.longest:
+                raise FrameTooLong(f"a frame of {length} bytes; at most {self.longest} are allowed")
+            if len(left) - body < length:
+                break
+            begin = body + length
+            frames.append(bytes(left[body:begin]))
+        del left[:begin]
+        return frames
