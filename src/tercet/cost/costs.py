@@ -39,7 +39,7 @@ class Costs:
         self._works.pop(name, None)
         self.model.arrivals.engines = len(self._works)
 
-    # ---- choosing --------------------------------------------------------------------------------------------
+    # ---- picking a route -------------------------------------------------------------------------------------
 
     def decide(
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float

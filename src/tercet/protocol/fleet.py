@@ -65,7 +65,7 @@ class PrefillRule(Protocol):
 
 
 class Fleet(Protocol):
-    """The engines that a program chooses from.
+    """The engines that a program picks from.
 
     Each program gets a view for its request: what failed the request is not picked for it again while there is another.
     """

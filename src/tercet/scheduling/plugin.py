@@ -48,7 +48,7 @@ class Scorer(Plugin, frozen=True):
 
 
 class Picker(Plugin, frozen=True):
-    """Chooses one of the engines that filters left, by their scores."""
+    """Picks one of the engines that filters left, by their scores."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
         """The index of the engine to take; there is at least one."""

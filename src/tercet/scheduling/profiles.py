@@ -24,7 +24,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class SchedulingProfile:
-    """How to choose an engine for one purpose; filters and scorers run in the order given."""
+    """How to pick an engine for one purpose; filters and scorers run in the order given."""
 
     name: str
     filters: Sequence[Filter]
@@ -74,7 +74,7 @@ SCHEDULED = "scheduled"
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How a fleet chooses engines.
+    """How a fleet picks engines.
 
     ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill.
     """
