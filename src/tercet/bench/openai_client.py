@@ -18,6 +18,11 @@ from tercet.bench.stream_reader import Reading, StreamFailed, StreamReader
 Endpoint = Literal["completions", "chat"]
 PromptAs = Literal["tokens", "text"]
 Message = dict[str, str]
+# Below the 5 s after which servers commonly close idle connections: one that closes as we send is no failure of theirs.
+KEEPALIVE_SECONDS = 2.0
+READ_BUFFER = 1 << 20
+ERROR_LENGTH = 300
+Clock = time.perf_counter
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,13 +71,6 @@ def body_of(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return msgspec.json.encode(body | dict(sampling.extra))
-
-
-# Below the 5 s after which servers commonly close idle connections: one that closes as we send is no failure of theirs.
-KEEPALIVE_SECONDS = 2.0
-READ_BUFFER = 1 << 20
-ERROR_LENGTH = 300
-Clock = time.perf_counter
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,11 @@ COLUMNS = (("mean", "mean"), ("P50", "median"), ("P90", "p90"), ("P99", "p99"))
 LATE_SENDS = 0.05
 LATE_SENDS_SECONDS = 0.005
 LATE_LOOP_MS = 20.0
+PANELS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
+STATISTICS = (("mean", "mean"), ("P99", "p99"))
+MARKERS = "osD^vP*X"
+FORMATS = (".png", ".svg", ".pdf")
+HEADROOM = 1.1
 
 
 @dataclass(frozen=True)
@@ -198,13 +203,6 @@ def _origin(result: BenchResult) -> str:
     where = "simulated" if result.source == "sim" else f"measured from a machine with {cores} cores, {cpu}"
     model = f"model {told(result.target.get('model'))}, " if result.target.get("model") else ""
     return f"{result.created}: {model}{where}, Tercet {told(result.versions.get('tercet'))}, seed {result.seed}."
-
-
-PANELS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
-STATISTICS = (("mean", "mean"), ("P99", "p99"))
-MARKERS = "osD^vP*X"
-FORMATS = (".png", ".svg", ".pdf")
-HEADROOM = 1.1
 
 
 def require_drawing(file: Path) -> None:

@@ -21,6 +21,8 @@ from tercet import __version__
 from tercet.protocol import BadRequest
 
 Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
+FORMAT = 1
+PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "tokenizers", "transformers")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -89,9 +91,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def gaps(self) -> tuple[float, ...]:
         """Inter-token latencies: gaps between successive events that carried tokens (seconds)."""
         return tuple(later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False))
-
-
-FORMAT = 1
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,9 +190,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value
-
-
-PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "tokenizers", "transformers")
 
 
 def versions() -> dict[str, str]:

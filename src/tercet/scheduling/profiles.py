@@ -13,6 +13,9 @@ from tercet.scheduling.decision import Decision
 from tercet.scheduling.engine_columns import Engines, Floats
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 
+SCHEDULED = "scheduled"
+"""As ``by`` of a pick: the profile that the handler has for the role."""
+
 
 @dataclass(frozen=True)
 class Weighted:
@@ -66,10 +69,6 @@ class SchedulingProfile:
     @property
     def _plugins(self) -> Sequence[Plugin]:
         return (*self.filters, *(weighted.scorer for weighted in self.scorers), self.picker)
-
-
-SCHEDULED = "scheduled"
-"""As ``by`` of a pick: the profile that the handler has for the role."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
 
 # Token ids that every vocabulary has, and that mean nothing special in most.
 FIRST_ID, LAST_ID = 1000, 20_000
+TOKENS = 16
+TIMEOUT_SECONDS = 60.0
 
 
 def names_from(chance: random.Random) -> Iterator[str]:
@@ -80,10 +82,6 @@ class Probe:
         if not gaps:
             raise EngineError(f"{len(prompts)} sequences were never decoded together; is max-num-seqs that low?")
         return statistics.mean(gaps), statistics.mean(positions)
-
-
-TOKENS = 16
-TIMEOUT_SECONDS = 60.0
 
 
 async def measure_front_door(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:

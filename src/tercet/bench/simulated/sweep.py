@@ -17,6 +17,7 @@ from tercet.sim import EngineOptions
 
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -155,9 +156,6 @@ def _row(trial: Trial) -> list[str]:
         found = getattr(trial.point.summary, latency)
         cells += [f"{getattr(found, name) * scale:.{digits}f}" if found else "-" for name in ("mean", "p99")]
     return [*cells, f"{trial.point.busy:.0%}", "*" if trial.efficient else ""]
-
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def plot_sweep(report: SweepReport, path: Path) -> None:

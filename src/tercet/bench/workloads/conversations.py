@@ -10,6 +10,12 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+FEW_TRIES = 1000
+Tokens = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Spread = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class Vocabulary(Protocol):
     """Text to token ids and back, in the served model's tokens."""
@@ -67,9 +73,6 @@ def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ..
     return tuple(found)
 
 
-FEW_TRIES = 1000
-
-
 def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> int:
     """A normal deviate rounded to a whole number of tokens, drawn again until it is at least ``least``.
 
@@ -82,12 +85,6 @@ def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> i
         if length >= least:
             return length
     return least
-
-
-Tokens = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Spread = Annotated[float, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)

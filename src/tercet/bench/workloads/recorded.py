@@ -26,6 +26,12 @@ from tercet.bench.workloads.conversations import (
 from tercet.bench.workloads.synthetic import Lines
 from tercet.protocol import BadRequest
 
+T = TypeVar("T")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+PEOPLE = ("human", "user")
+MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
+Exchange = tuple[str, str]
+
 
 def read_text(path: str, kind: str) -> str:
     """The text of a workload's file; raises :class:`~tercet.protocol.BadRequest` naming the workload and the file."""
@@ -44,25 +50,26 @@ def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
     return BadRequest(f"workload {kind}: {path}, line {line}: {why}", "path")
 
 
-T = TypeVar("T")
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
-class Mooncake(Workload, frozen=True, tag="mooncake"):
-    """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
-
-    Each id stands for ``block`` tokens of the prompt, and the same id for the same tokens, so that prefixes are shared
-    as they were recorded. ``max_input_len`` and ``max_output_len`` cut what is longer.
-    """
+class RecordedTrace(Workload, frozen=True):
+    """Requests of a file, as they came; ``max_input_len`` and ``max_output_len`` cut what is longer."""
 
     path: str = ""
-    block: Tokens = 512
     max_input_len: Tokens | None = None
     max_output_len: Tokens | None = None
 
     @property
     def finite(self) -> bool:
         return True
+
+
+class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
+    """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+
+    Each id stands for ``block`` tokens of the prompt, and the same id for the same tokens, so that prefixes are shared
+    as they were recorded.
+    """
+
+    block: Tokens = 512
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         for row in sorted(read_mooncake(self.path), key=lambda row: row.timestamp):
@@ -74,19 +81,8 @@ class Mooncake(Workload, frozen=True, tag="mooncake"):
             yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
 
 
-class Azure(Workload, frozen=True, tag="azure"):
-    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``; prompts are lines of the sonnets.
-
-    ``max_input_len`` and ``max_output_len`` cut what is longer.
-    """
-
-    path: str = ""
-    max_input_len: Tokens | None = None
-    max_output_len: Tokens | None = None
-
-    @property
-    def finite(self) -> bool:
-        return True
+class Azure(RecordedTrace, frozen=True, tag="azure"):
+    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``; prompts are lines of the sonnets."""
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
@@ -164,11 +160,6 @@ def _some(found: list[T], kind: str, path: str) -> list[T]:
     if not found:
         raise BadRequest(f"workload {kind}: {path} has no requests", "path")
     return found
-
-
-PEOPLE = ("human", "user")
-MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
-Exchange = tuple[str, str]
 
 
 class ShareGPT(Workload, frozen=True, tag="sharegpt"):

@@ -27,23 +27,31 @@ from tercet.bench.workloads.conversations import (
 INSTRUCTION = "Recite lines of the verses below in any order, {output_len} tokens of them, and do not stop early.\n\n"
 
 
-class Sonnet(Workload, frozen=True, tag="sonnet"):
-    """LLMPerf's construction: lengths in tokens are normal with mean and deviation, and never below 1.
-
-    A prompt is an instruction that names the length of the answer, followed by lines in random order, cut to the exact
-    length. A prompt that is too short for the instruction has lines only.
-    """
+class MadeUp(Workload, frozen=True):
+    """Lengths in tokens are normal with mean and deviation, and never below 1."""
 
     input_len: Tokens = 512
     input_len_std: Spread = 0.0
     output_len: Tokens = 128
     output_len_std: Spread = 0.0
 
+    def lengths(self, draw: Draw) -> tuple[int, int]:
+        """Tokens of one prompt (or what a request adds to it), and of its answer."""
+        prompt = draw_length(self.input_len, self.input_len_std, draw.shape)
+        return prompt, draw_length(self.output_len, self.output_len_std, draw.shape)
+
+
+class Sonnet(MadeUp, frozen=True, tag="sonnet"):
+    """LLMPerf's construction.
+
+    A prompt is an instruction that names the length of the answer, followed by lines in random order, cut to the exact
+    length. A prompt that is too short for the instruction has lines only.
+    """
+
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
         while True:
-            length = draw_length(self.input_len, self.input_len_std, draw.shape)
-            answer = draw_length(self.output_len, self.output_len_std, draw.shape)
+            length, answer = self.lengths(draw)
             ask = tuple(draw.vocabulary.encode(INSTRUCTION.format(output_len=answer)))
             ask = ask if len(ask) < length else ()
             yield Conversation((ConversationTurn(ask + lines.draw(length - len(ask), draw.content), answer),))
@@ -79,43 +87,33 @@ def sonnet_lines() -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if line)
 
 
-class RandomTokens(Workload, frozen=True, tag="random"):
+class RandomTokens(MadeUp, frozen=True, tag="random"):
     """Token ids drawn uniformly from the vocabulary: nothing is ever found in a prefix cache."""
-
-    input_len: Tokens = 512
-    input_len_std: Spread = 0.0
-    output_len: Tokens = 128
-    output_len_std: Spread = 0.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         while True:
-            length = draw_length(self.input_len, self.input_len_std, draw.shape)
-            answer = draw_length(self.output_len, self.output_len_std, draw.shape)
+            length, answer = self.lengths(draw)
             yield Conversation((ConversationTurn(random_ids(draw.vocabulary, length, draw.content), answer),))
 
 
-class SharedPrefix(Workload, frozen=True, tag="shared_prefix"):
+class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
     """``prefixes`` prefixes of ``prefix_len`` tokens; each request has one, and ``input_len`` tokens of its own."""
 
     prefixes: Count = 8
     prefix_len: Tokens = 1024
     input_len: Tokens = 128
-    input_len_std: Spread = 0.0
-    output_len: Tokens = 128
-    output_len_std: Spread = 0.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
         prefixes = [random_ids(draw.vocabulary, self.prefix_len, draw.content) for _ in range(self.prefixes)]
         while True:
             chosen = draw.shape.randrange(self.prefixes)
-            length = draw_length(self.input_len, self.input_len_std, draw.shape)
-            answer = draw_length(self.output_len, self.output_len_std, draw.shape)
+            length, answer = self.lengths(draw)
             prompt = prefixes[chosen] + lines.draw(length, draw.content)
             yield Conversation((ConversationTurn(prompt, answer),), group=f"prefix-{chosen}")
 
 
-class MultiTurnSessions(Workload, frozen=True, tag="sessions"):
+class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
     """Conversations of ``turns`` requests that carry on what was said, the target's own answers included.
 
     The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
@@ -125,9 +123,6 @@ class MultiTurnSessions(Workload, frozen=True, tag="sessions"):
     turns: Count = 4
     system_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     input_len: Tokens = 128
-    input_len_std: Spread = 0.0
-    output_len: Tokens = 128
-    output_len_std: Spread = 0.0
     think_time: Seconds = 1.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
@@ -140,7 +135,6 @@ class MultiTurnSessions(Workload, frozen=True, tag="sessions"):
             number += 1
 
     def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> ConversationTurn:
-        length = draw_length(self.input_len, self.input_len_std, draw.shape)
-        answer = draw_length(self.output_len, self.output_len_std, draw.shape)
+        length, answer = self.lengths(draw)
         pause = draw.shape.expovariate(1 / self.think_time) if turn and self.think_time else 0.0
         return ConversationTurn(before + lines.draw(length, draw.content), answer, pause)

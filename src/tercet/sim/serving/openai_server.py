@@ -34,6 +34,8 @@ GAUGES = {
     "tercet_sim_leases": ("Reservations.", "leases"),
     "tercet_sim_sends": ("Sends under way.", "sends"),
 }
+# Prompts of a million tokens are a few megabytes of JSON.
+LONGEST_BODY = 64 * 1024 * 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -175,10 +177,6 @@ class _StatusMetrics(Collector):
 
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-# Prompts of a million tokens are a few megabytes of JSON.
-LONGEST_BODY = 64 * 1024 * 1024
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

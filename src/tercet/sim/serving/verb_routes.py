@@ -30,6 +30,11 @@ from tercet.sim.serving.http_network import DELIVER, Accepted, Delivery
 from tercet.sim.sim_engine import SimEngine
 from tercet.streams import FrontDoors, StreamRelay
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+# What a model that only counts cannot answer.
+REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
+
 
 def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
     """Token ids as they are; of text, one for each word."""
@@ -41,12 +46,6 @@ def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
 def text_of(tokens: Sequence[int]) -> str:
     """What these tokens are called."""
     return "".join(f" w{token}" for token in tokens)
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-# What a model that only counts cannot answer.
-REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
 
 class Verbs:
