@@ -12,10 +12,12 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
-from tercet.router.context import ContextMiddleware, current
+from tercet.router.admission import Gate
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
-from tercet.settings import EngineAddress, RetryBudget, RouterConfig
+from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
+from tercet.vllm_plugin.frontend.request_context import current
 
 from .fakes import FakeEngine
 
@@ -125,7 +127,7 @@ class App:
     def __init__(self, content_type: str, *chunks: bytes, metrics: Metrics) -> None:
         self.content_type, self.chunks = content_type, chunks
         self.headers: dict[str, str] = {}
-        self.state = type("State", (), {"tercet": Door(metrics).service})()
+        self.door, self.metrics = Door(metrics), metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         context = current()
@@ -146,7 +148,10 @@ async def get(app: App, **headers: str) -> tuple[int, dict[bytes, bytes], bytes]
         sent.append(message)
 
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    await ContextMiddleware(app)({"type": "http", "headers": raw, "app": app}, lambda: None, send)  # type: ignore[arg-type]
+    gate = Gate(Limits(), app.door.fleet, app.metrics)
+    front = FrontDoor(app, None, gate, (), app.door.service.program_called, 1000)
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": raw}
+    await front(scope, lambda: None, send)  # type: ignore[arg-type]
     body = b"".join(message.get("body", b"") for message in sent[1:])
     return sent[0]["status"], dict(sent[0]["headers"]), body
 

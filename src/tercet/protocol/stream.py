@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Protocol
+from contextlib import aclosing, suppress
+from typing import Any, Protocol
 
 from tercet.protocol.errors import TercetError
 from tercet.protocol.types import Output
@@ -45,8 +45,8 @@ class OutputStream:
     """
 
     __slots__ = (
-        "_begun", "_consume", "_demand", "_failure", "_observers", "_over", "_produce", "_queue", "_stopped", "_task",
-        "_until_consumed", "_until_over", "_waiter", "callback",
+        "_begun", "_consume", "_demand", "_failure", "_interrupted", "_observers", "_over", "_produce", "_queue",
+        "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter", "_was_cancelled", "callback",
     )  # fmt: skip
 
     def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
@@ -61,7 +61,8 @@ class OutputStream:
         self._demand: asyncio.Future[None] | None = None
         self._until_over: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._begun = self._over = self._stopped = False
+        self._runner: asyncio.Task[Any] | None = None
+        self._begun = self._over = self._stopped = self._interrupted = self._was_cancelled = False
 
     @classmethod
     def of(cls, outputs: AsyncGenerator[Output, None]) -> OutputStream:
@@ -109,6 +110,7 @@ class OutputStream:
             except Exception as error:  # raised to the consumer, which is not this caller
                 self._failure = error
                 self._end()
+                self._interrupt()
         elif waiter is None or waiter.done():
             self._queue.append(output)
         # The consumer waits, so it has had everything before this.
@@ -150,12 +152,30 @@ class OutputStream:
         """Produce in this task until the stream is over; ``consume`` is called with each output as it comes.
 
         Producers that can wait do so for ``until_consumed`` after each. Raises what ended the stream, and what
-        ``consume`` raises, which ends it.
+        ``consume`` raises, which ends it, wherever ``produce`` is.
         """
         if not self._over:
             self._consume, self._until_consumed = consume, until_consumed
+            self._runner = asyncio.current_task()
+            cancelled_before = self._runner.cancelling() if self._runner is not None else 0
             await self._run()
+            if self._interrupted:
+                await self._resume(cancelled_before)
             self._raise_failure()
+
+    def _interrupt(self) -> None:
+        """``produce`` runs in the consumer's task, and that is not to be waited for: it is cancelled."""
+        if self._runner is not None:
+            self._interrupted = self._runner.cancel()
+
+    async def _resume(self, cancelled_before: int) -> None:
+        """The consumer's task goes on behind an interruption, unless somebody else has cancelled it as well."""
+        task = self._runner
+        if not self._was_cancelled:  # it is still to come, as ``produce`` did not wait for anything any more
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        if task is not None and task.uncancel() > cancelled_before:
+            raise asyncio.CancelledError
 
     def __aiter__(self) -> AsyncGenerator[Output, None]:
         return self._outputs()
@@ -216,6 +236,7 @@ class OutputStream:
         try:
             await self._produce(self)
         except BaseException as error:
+            self._was_cancelled = isinstance(error, asyncio.CancelledError)
             self._failure = self._failure or error  # the first one is what ended it
         finally:
             self._end()

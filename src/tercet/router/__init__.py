@@ -1,8 +1,8 @@
 """The front door: vLLM's OpenAI server over an engine-core client that runs programs.
 
 Chat templates, detokenisation, stop strings, logprobs, usage, tool and reasoning parsers and the error format are
-vLLM's. :mod:`.core_client` takes the place of the client that would talk to a local engine; :mod:`.service` runs a
-program for each sequence; :mod:`.server` puts it together.
+vLLM's, put together in :mod:`tercet.vllm_plugin.frontend`. :mod:`.front_door` is what every request passes first,
+:mod:`.service` runs a program for each sequence; :mod:`.server` puts it together.
 """
 
 from tercet.settings import RouterConfig

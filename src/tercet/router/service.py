@@ -15,13 +15,13 @@ from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, 
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
 from tercet.router.attempts import Attempt, BrokenOff, ProgramFault, one_engine
-from tercet.router.context import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
 from tercet.router.routing import Chosen, Routing, Version
 from tercet.settings import RetryBudget
 
 logger = logging.getLogger("tercet.router")
+PROGRAM_HEADER = "x-tercet-program"
 ONE_ENGINE = "data_parallel"
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0

@@ -12,6 +12,8 @@ LAUNCHERS = "vllm.entrypoints.launchers"
 DETOKENIZER = "vllm.v1.engine.detokenizer"
 STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
+COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 UVICORN = "uvicorn.protocols.http.httptools_impl"
 
 FRONTEND_HOOKS = (
@@ -72,26 +74,74 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
-        name="results of streams",
+        name="plain streams",
         side="frontend",
-        what="Results of a plain stream are asked for at its program, in the place of AsyncLLM.generate",
-        why="Its tokens need none of the queues and tasks between",
-        until="AsyncLLM.generate costs as little",
-        replaces=("AsyncLLM.generate",),
+        what="Copies of vLLM's serving objects prepare a plain stream, up to where they would generate and write it",
+        why="Its chunks differ in their text alone, and need none of the objects, queues and tasks between",
+        until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
+        replaces=(
+            "OpenAIServingCompletion.engine_client",
+            "OpenAIServingCompletion.completion_stream_generator",
+            "OpenAIServingChat.engine_client",
+            "OpenAIServingChat.chat_completion_stream_generator",
+        ),
         relies_on=(
             Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),
             Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params"),
             Says(
-                "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion",
+                COMPLETIONS,
                 "async def create_completion(",
                 "self.engine_client.generate(",
-                "self.completion_stream_generator(",
+                "return self.completion_stream_generator(",
+            ),
+            Takes(
+                f"{COMPLETIONS}.completion_stream_generator",
+                "request",
+                "engine_inputs",
+                "result_generator",
+                "request_id",
+                "created_time",
+                "model_name",
             ),
             Says(
-                "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+                CHATS,
                 "async def create_chat_completion(",
                 "self.engine_client.generate(",
-                "self.chat_completion_stream_generator(",
+                "return self.chat_completion_stream_generator(",
+            ),
+            Takes(
+                f"{CHATS}.chat_completion_stream_generator",
+                "request",
+                "result_generator",
+                "request_id",
+                "model_name",
+            ),
+            Takes(f"{CHATS}.get_chat_request_role", "request"),
+            Has(COMPLETIONS, "create_streaming_error_response", "_raise_if_error"),
+            Has(COMPLETIONS, "_convert_generation_error_to_streaming_response"),
+            Says(COMPLETIONS, "self.enable_prompt_tokens_details", "self.system_fingerprint"),
+            Says(CHATS, "self.enable_prompt_tokens_details", "self.system_fingerprint"),
+        ),
+    ),
+    Hook(
+        name="chunks of streams",
+        side="frontend",
+        what="Chunks of plain streams are written with the fields that vLLM's stream generators set",
+        why="Making an object of each chunk costs more than all the rest of a token",
+        until="vLLM's own chunks cost as little",
+        relies_on=(
+            Says(
+                COMPLETIONS,
+                "prompt_token_ids=prompt_token_ids_to_return",
+                "chunk.model_dump_json(exclude_unset=True)",
+                "exclude_unset=False, exclude_none=True",
+            ),
+            Says(
+                CHATS,
+                "finish_reason=finish_reason_",
+                "stop_reason=output.stop_reason",
+                "chunk.model_dump_json(exclude_unset=True)",
+                "exclude_unset=True, exclude_none=True",
             ),
         ),
     ),
@@ -111,6 +161,7 @@ FRONTEND_HOOKS = (
                 "self.detokenizer",
                 "self.queue",
                 "self.stats",
+                "self.stream_interval",
             ),
             Has(f"{OUTPUTS}:RequestOutputCollector", "put", "get_nowait", "close"),
         ),
@@ -176,7 +227,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="connections",
         side="frontend",
-        what="uvicorn's protocol lets each request's task know its connection, which chunks are written to",
+        what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
         why="A token goes to the socket without the layers of the application",
         until="uvicorn hands the connection to the application",
         replaces=("HttpToolsProtocol._start_asgi_task", "HttpToolsProtocol.connection_lost"),
@@ -184,7 +235,7 @@ FRONTEND_HOOKS = (
             Takes(f"{UVICORN}:HttpToolsProtocol._start_asgi_task", "cycle", "app"),
             Takes(f"{UVICORN}:HttpToolsProtocol.connection_lost", "exc"),
             Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.transport", "self.flow", "self.disconnected"),
-            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.chunked_encoding"),
+            Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.scope", "self.chunked_encoding"),
         ),
     ),
     Hook(

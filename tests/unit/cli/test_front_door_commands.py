@@ -31,8 +31,7 @@ class Running:
     def __init__(self, metrics: Metrics, *keys: str) -> None:
         self.door = Door(metrics, "disaggregated", return_after=3)
         self.door.engines["http://new"] = Engine("new")
-        self.app = FastAPI(lifespan=self._lifespan)
-        admin.install(self.app, admin.State(self.door.service, self.door.shared, self.door.scheduling, keys))
+        self.app = self.door.application(*keys, lifespan=self._lifespan)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))

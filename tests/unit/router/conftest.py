@@ -19,13 +19,15 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.router import admin
+from tercet.router.admission import Gate
 from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
-from tercet.settings import EngineAddress
+from tercet.settings import EngineAddress, Limits
 
 from ..fakes import FakeEngine
 
@@ -111,6 +113,7 @@ class Door:
         self.fleet = EngineFleet(())
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, program, {}, metrics, return_after)
+        self.metrics = metrics
         self.scheduling = SchedulingFile(self.fleet)
         self.directory = Path(tempfile.mkdtemp(prefix="tercet-test-"))
         self.shared = SharedState(
@@ -158,10 +161,15 @@ class Door:
         tokens = [token async for item in self.service.run(request, trace, model, began) for token in item.token_ids]
         return trace.program, tokens
 
+    def application(self, *keys: str, **options: Any) -> FrontDoor:
+        app = FastAPI(**options)
+        admin.install(app, admin.State(self.service, self.shared, self.scheduling))
+        gate = Gate(Limits(), self.fleet, self.metrics)
+        return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000)
+
     def client(self, *keys: str) -> httpx.AsyncClient:
-        app = FastAPI()
-        admin.install(app, admin.State(self.service, self.shared, self.scheduling, keys))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
+        transport = httpx.ASGITransport(self.application(*keys))
+        return httpx.AsyncClient(transport=transport, base_url="http://door/tercet/v1")
 
     async def has_everything_back(self) -> bool:
         """Python closes generators that a program left in a step of their own, so this takes some steps at most."""

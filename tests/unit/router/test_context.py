@@ -1,4 +1,4 @@
-"""What the entrance found in the body reaches the request's context."""
+"""What the front door found in the body reaches vLLM's handlers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tercet.router.context import ContextMiddleware, current
-from tercet.router.entrance import Entrance
-from tercet.router.gate import Gate
+from tercet.router.admission import Gate
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
+from tercet.vllm_plugin.frontend.request_context import current
 
 from .conftest import Door
 
@@ -18,8 +18,7 @@ from .conftest import Door
 class App:
     """Reads the whole body, as vLLM's handlers do, and notes which model the context says."""
 
-    def __init__(self, door: Door) -> None:
-        self.state = type("State", (), {"tercet": door.service})()
+    def __init__(self) -> None:
         self.model = ""
         self.body = b""
 
@@ -44,9 +43,9 @@ async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
     async def send(_: Any) -> None:
         raise AssertionError("nothing is answered here")
 
-    entrance = Entrance(ContextMiddleware(app), Gate(Limits(), door.fleet, metrics), (), 1000)
+    front = FrontDoor(app, None, Gate(Limits(), door.fleet, metrics), (), door.service.program_called, 1000)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
-    await entrance(scope, receive, send)  # type: ignore[arg-type]
+    await front(scope, receive, send)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
 async def test_the_model_that_the_client_asked_for(
     door: Door, metrics: Metrics, chunks: tuple[bytes, ...], model: str
 ) -> None:
-    app = App(door)
+    app = App()
     await post(app, door, metrics, *chunks)
     assert app.model == model
     assert app.body == b"".join(chunks)

@@ -1,4 +1,4 @@
-"""The whole front door but its socket: the entrance, vLLM's serving layer and the service, over engines in memory."""
+"""The whole front door but its socket: before vLLM, vLLM's serving layer and the service, over engines in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineUnreachable, NoSpace, Request
 from tercet.router import admin
-from tercet.router.entrance import Entrance
-from tercet.router.gate import Gate
+from tercet.router.admission import Gate
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
-from tercet.settings import EngineAddress, Limits, RouterConfig
+from tercet.router.service_programs import ServicePrograms
+from tercet.settings import Limits
 
 from ..fakes import FakeEngine
 from .conftest import shared_over
@@ -48,29 +49,21 @@ class House:
         self.app: Any = None
 
     async def build(self) -> Any:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
+        from tercet.vllm_plugin.frontend import openai_server as vllm
 
-        from tercet.router import server
-
-        config = RouterConfig(
-            model=resolve_model("smollm2", lambda _: None), served_model_name="m",
-            engines=(EngineAddress("p", "http://p"),), vllm_args=("--api-key", "secret"),
-        )  # fmt: skip
-        args = server._vllm_args(config, 512)
-        client = server._engine_client(args, self.service)
-        tasks = await client.get_supported_tasks()
-        self.app = build_app(args, tasks, client.model_config)
+        model = resolve_model("smollm2", lambda _: None)
+        args = vllm.server_args(model, ["m"], "127.0.0.1", 0, 512, ("--api-key", "secret"))
+        client = vllm.engine_client_over(ServicePrograms(self.service), args)
+        server = await vllm.openai_server(args, client)
+        self.app = server.app
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
-        keys = server._api_keys(args)
         admin.install(
             self.app,
-            admin.State(
-                self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet), keys
-            ),
+            admin.State(self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet)),
         )
-        self.app.middleware_stack = Entrance(self.app.middleware_stack, self.gate, keys, 10_000)
-        await init_app_state(client, self.app.state, args, tasks)
+        self.app.middleware_stack = FrontDoor(
+            server.layers, server.fast, self.gate, vllm.api_keys(args), self.service.program_called, 10_000
+        )
         return client
 
     def client(self, key: str = "secret") -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
-"""The short way and vLLM's own, fed with the same outputs: the same events, to the byte."""
+"""The fast path and vLLM's own, fed with the same outputs: the same events, to the byte."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def body(path: str, **more: Any) -> dict[str, Any]:
 
 def both(doors: Doors, path: str, script: Sequence[Step], **more: Any) -> str:
     name = f"same{doors.number}"
-    short, stock = (
-        doors.ask(door, path, body(path, **more), script, **{"x-request-id": name}) for door in ("short", "stock")
+    fast, stock = (
+        doors.ask(door, path, body(path, **more), script, **{"x-request-id": name}) for door in ("fast", "stock")
     )
-    assert short == stock
-    assert short[0] == 200
-    return short[1]
+    assert fast == stock
+    assert fast[0] == 200
+    return fast[1]
 
 
 def text_of(events: str) -> str:
@@ -56,12 +56,12 @@ def test_text_and_chunks_are_the_same(doors: Doors, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_the_short_way_is_the_one_that_was_gone(doors: Doors, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tercet.router.streaming.stream import PlainStream
+def test_the_fast_path_is_the_one_that_was_taken(doors: Doors, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tercet.vllm_plugin.frontend.plain_stream import PlainStream
 
     written: list[Any] = []
-    write = PlainStream.write
-    monkeypatch.setattr(PlainStream, "write", lambda self, out: (written.append(out.token_ids), write(self, out))[1])
+    write = PlainStream._write_text
+    monkeypatch.setattr(PlainStream, "_write_text", lambda self, ids: (written.append(ids), write(self, ids))[1])
     script = [*singly(doors, "one two three four five"), "stop"]
     both(doors, path, script)
     # All but the first and the last output.
@@ -69,7 +69,7 @@ def test_the_short_way_is_the_one_that_was_gone(doors: Doors, path: str, monkeyp
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_usage_counts_the_tokens_that_went_the_short_way(doors: Doors, path: str) -> None:
+def test_usage_counts_the_tokens_of_the_fast_path(doors: Doors, path: str) -> None:
     script = [*singly(doors, "a b c d e f g"), "stop"]
     events = both(doors, path, script, stream_options={"include_usage": True})
     usage = json.loads(events.splitlines()[-2].removeprefix("data: "))["usage"]
@@ -139,15 +139,15 @@ OTHER = [
 def test_what_is_no_plain_stream_goes_vllms_way(
     doors: Doors, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tercet.router.streaming.stream import PlainStream
+    from tercet.vllm_plugin.frontend.plain_stream import PlainStream
 
-    monkeypatch.setattr(PlainStream, "write", lambda *_: pytest.fail("it went the short way"))
+    monkeypatch.setattr(PlainStream, "run", lambda *_: pytest.fail("it took the fast path"))
     both(doors, path, [*singly(doors, "one two three"), "stop"], **more)
 
 
 def test_a_trace_comes_before_the_end(doors: Doors) -> None:
     _, events = doors.ask(
-        "short", COMPLETIONS, body(COMPLETIONS), [*singly(doors, "one two three"), "stop"], **{"x-tercet-trace": "1"}
+        "fast", COMPLETIONS, body(COMPLETIONS), [*singly(doors, "one two three"), "stop"], **{"x-tercet-trace": "1"}
     )
     *_, traced, done = events.splitlines()
     assert json.loads(traced.removeprefix("data: "))["tercet"]["program"] == "data_parallel"

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tercet.router.body import Asked
-from tercet.router.entrance import ASKED, Entrance
-from tercet.router.gate import Gate
+from tercet.router.admission import Gate
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
+from tercet.vllm_plugin.frontend.request_context import Asked, current
 
 from .conftest import Door, counted
 
@@ -29,7 +29,7 @@ class App:
         self.go = asyncio.Event()
         self.go.set()
         self.bodies: list[bytes] = []
-        self.asked: list[Asked | None] = []
+        self.asked: list[Asked] = []
         self.order: list[int] = []
         self.running = 0
         self.fails = False
@@ -43,7 +43,7 @@ class App:
                 body += message["body"]
                 more = message["more_body"]
             self.bodies.append(body)
-            self.asked.append(scope.get(ASKED))
+            self.asked.append(current().asked)
             await self.go.wait()
             if self.fails:
                 raise RuntimeError("the application failed")
@@ -54,13 +54,13 @@ class App:
 
 
 class House:
-    """An application behind the entrance."""
+    """An application behind the front door."""
 
     def __init__(self, door: Door, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000):
         self.app = App()
         self.gate = Gate(limits, door.fleet, metrics)
-        self.entrance = Entrance(self.app, self.gate, keys, size)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.entrance), base_url="http://door")
+        self.front = FrontDoor(self.app, None, self.gate, keys, door.service.program_called, size)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://door")
 
     async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body, headers=headers)
@@ -137,8 +137,8 @@ async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
 
     args = Namespace(allowed_origins=[allowed], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"])
     gate = Gate(Limits(), door.fleet, metrics)
-    entrance = Entrance(App(), gate, ("k",), 1000, lambda app: with_cors(app, args))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(entrance), base_url="http://door") as client:
+    front = FrontDoor(App(), None, gate, ("k",), door.service.program_called, 1000, lambda app: with_cors(app, args))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
         answer = await client.post(PATH, json={}, headers={"origin": "http://browser"})
     assert answer.status_code == 401
     assert answer.headers.get("access-control-allow-origin") == ("http://browser" if "browser" in allowed else None)
@@ -240,7 +240,7 @@ async def test_a_client_that_leaves_while_it_waits_gives_up_its_turn(house: Hous
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
-    waiting = asyncio.create_task(house.entrance(scope, receive, send))  # type: ignore[arg-type]
+    waiting = asyncio.create_task(house.front(scope, receive, send))  # type: ignore[arg-type]
     for _ in range(30):
         await asyncio.sleep(0)
     assert len(house.gate._admission.waiting) == 1
@@ -266,9 +266,9 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
     async def app(_scope: Any, receive: Any, _send: Any) -> None:
         seen.extend([(await receive())["type"], (await receive())["type"]])
 
-    entrance = Entrance(app, house.gate, (), 1000)
+    front = FrontDoor(app, None, house.gate, (), lambda _: None, 1000)
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
-    running = asyncio.create_task(entrance(scope, receive, None))  # type: ignore[arg-type]
+    running = asyncio.create_task(front(scope, receive, None))  # type: ignore[arg-type]
     for _ in range(30):
         await asyncio.sleep(0)
     house.app.go.set()

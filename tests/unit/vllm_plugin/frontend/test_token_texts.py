@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
-from tercet.router.streaming.pieces import Pieces, look_up, pieces_of
+from tercet.vllm_plugin.frontend.token_texts import TokenTexts, look_up, texts_of
 
-from ..vocabulary import SPECIAL, tokenizer
+from .vocabulary import SPECIAL, tokenizer
 
 TOKENIZER = tokenizer()
 VOCABULARY = len(TOKENIZER)
-PIECES = cast(Pieces, pieces_of(TOKENIZER))
+PIECES = cast(TokenTexts, texts_of(TOKENIZER))
 WHALE = "\U0001f40b"  # in none of the texts that the vocabulary was made from
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
 
@@ -81,9 +81,9 @@ def test_pieces_are_whole_or_empty() -> None:
 
 
 def test_where_text_depends_on_neighbours_nothing_is_looked_up() -> None:
-    assert pieces_of(tokenizer(decoders.Metaspace())) is None
-    assert pieces_of(None) is None
-    assert pieces_of(object()) is None
+    assert texts_of(tokenizer(decoders.Metaspace())) is None
+    assert texts_of(None) is None
+    assert texts_of(object()) is None
     assert look_up(detokenizer([]), None, []) is None
     assert look_up(IncrementalDetokenizer(), PIECES, []) is None
     specials = detokenizer([], skip_special_tokens=False, spaces_between_special_tokens=False)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from tercet.router.streaming.connection import Connection
+from tercet.vllm_plugin.frontend.client_connection import ClientConnection
 
 from .conftest import Doors, Step
 
@@ -38,7 +38,7 @@ def connect(doors: Doors, name: str, script: list[Step], receive_buffer: int | N
     client.settimeout(20)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.connect(("127.0.0.1", int(doors.urls["short"].rpartition(":")[2])))
+    client.connect(("127.0.0.1", int(doors.urls["fast"].rpartition(":")[2])))
     client.sendall(head.encode() + body)
     return client
 
@@ -99,7 +99,7 @@ class Cycle:
     """What of uvicorn's cycle a connection uses."""
 
     def __init__(self, full: bool) -> None:
-        self.disconnected, self.chunked_encoding = False, True
+        self.disconnected = False
         self.written, self.aborted = list[bytes](), False
         self.room = asyncio.Event()
         self.flow = SimpleNamespace(write_paused=full, drain=self.room.wait)
@@ -112,7 +112,7 @@ class Cycle:
 
 async def test_a_client_that_never_reads_is_disconnected() -> None:
     cycle = Cycle(full=True)
-    connection = Connection(cast(Any, cycle), unread_seconds=0.01)
+    connection = ClientConnection(cast(Any, cycle), unread_seconds=0.01)
     assert connection.is_full
     await connection.has_room()
     assert cycle.aborted
@@ -120,7 +120,7 @@ async def test_a_client_that_never_reads_is_disconnected() -> None:
 
 async def test_a_client_that_reads_in_time_stays() -> None:
     cycle = Cycle(full=True)
-    waiting = asyncio.create_task(Connection(cast(Any, cycle), unread_seconds=60).has_room())
+    waiting = asyncio.create_task(ClientConnection(cast(Any, cycle), unread_seconds=60).has_room())
     await asyncio.sleep(0)
     cycle.room.set()
     await waiting
@@ -129,7 +129,7 @@ async def test_a_client_that_reads_in_time_stays() -> None:
 
 async def test_frames_are_written_together_soon_and_in_order() -> None:
     cycles = [Cycle(full=False) for _ in range(2)]
-    connections = [Connection(cast(Any, cycle)) for cycle in cycles]
+    connections = [ClientConnection(cast(Any, cycle)) for cycle in cycles]
     for frame in (b"1", b"2"):
         for connection in connections:
             connection.write(frame)
@@ -143,7 +143,7 @@ async def test_frames_are_written_together_soon_and_in_order() -> None:
 
 async def test_what_was_gathered_goes_before_what_follows_a_flush() -> None:
     cycle = Cycle(full=False)
-    connection = Connection(cast(Any, cycle))
+    connection = ClientConnection(cast(Any, cycle))
     connection.write(b"1")
     connection.flush()
     assert cycle.written == [b"1"]
@@ -155,7 +155,7 @@ async def test_what_was_gathered_goes_before_what_follows_a_flush() -> None:
 
 def test_an_event_loop_that_ended_leaves_the_next_one_alone() -> None:
     async def write(cycle: Cycle, patient: bool) -> None:
-        Connection(cast(Any, cycle)).write(b"x")
+        ClientConnection(cast(Any, cycle)).write(b"x")
         if patient:
             await asyncio.sleep(0)
 
@@ -169,7 +169,7 @@ def test_an_event_loop_that_ended_leaves_the_next_one_alone() -> None:
 async def test_nothing_is_written_to_a_client_that_is_gone(how: str) -> None:
     cycle = Cycle(full=False)
     cycle.disconnected, cycle.closing = how == "gone", how == "closing"
-    connection = Connection(cast(Any, cycle))
+    connection = ClientConnection(cast(Any, cycle))
     connection.write(b"x")
     connection.flush()
     assert cycle.written == ([b"x"] if how == "here" else [])

@@ -20,7 +20,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Pieces(dict[int, str]):
+class TokenTexts(dict[int, str]):
     """The text of each token that has one by itself; empty for special tokens, parts of characters and unknown ids.
 
     Filled as tokens are asked for. ``backend`` is a ``tokenizers.Tokenizer``.
@@ -39,30 +39,30 @@ class Pieces(dict[int, str]):
         return found
 
 
-def pieces_of(tokenizer: Any) -> Pieces | None:
-    """The pieces of vLLM's ``tokenizer``; None if the text of its tokens depends on their neighbours."""
+def texts_of(tokenizer: Any) -> TokenTexts | None:
+    """The texts of the tokens of vLLM's ``tokenizer``; None if the text of its tokens depends on their neighbours."""
     backend = getattr(tokenizer, "_tokenizer", None)
-    return Pieces(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
+    return TokenTexts(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
 
 
-def look_up(detokenizer: Any, pieces: Pieces | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
+def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
     """Let ``detokenizer`` look up what it can; ``prompt`` are the tokens before its first.
 
     Returns what gives it the text of its next token, or None, and all stays as it was, where nothing can be looked up:
     other detokenizers, and texts in which special tokens stand without the spaces between them.
     """
-    if pieces is None or type(detokenizer) is not FastIncrementalDetokenizer:
+    if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
         return None
     if not detokenizer.spaces_between_special_tokens:
         return None
-    decode, whole = detokenizer.decode_next, not prompt or bool(pieces[prompt[-1]])
+    decode, whole = detokenizer.decode_next, not prompt or bool(texts[prompt[-1]])
 
     def decode_next(next_token_id: int) -> str:
         nonlocal whole
-        text = pieces[next_token_id]
+        text = texts[next_token_id]
         if text and whole:
             return text
-        whole = bool(text)  # after a piece, whatever was unfinished before it has become text
+        whole = bool(text)  # after such a token, whatever was unfinished before it has become text
         return decode(next_token_id)
 
     detokenizer.decode_next = decode_next

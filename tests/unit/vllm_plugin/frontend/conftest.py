@@ -1,4 +1,4 @@
-"""vLLM's serving layer over an engine that says what it is told to, behind two doors: the short way and vLLM's own."""
+"""vLLM's serving layer over an engine that says what it is told to, behind two doors: the fast path and vLLM's own."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import prometheus_client
 import pytest
 
 from tercet.cluster.model import resolve_model
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, Member
 from tercet.fleet.membership import Membership
-from tercet.protocol import BadRequest, Output, OutputCallback, OutputStream, Request
+from tercet.protocol import BadRequest, Output, OutputStream, Request
 from tercet.router import admin
-from tercet.router.entrance import Entrance
-from tercet.router.gate import Gate
+from tercet.router.admission import Gate
+from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
-from tercet.settings import EngineAddress, Limits, RouterConfig
+from tercet.router.service_programs import ServicePrograms
+from tercet.settings import Limits
 
 from ...fakes import FakeEngine
-from ..conftest import shared_over
+from ...router.conftest import shared_over
 
 CREATED = re.compile(r'"created":\d+')
 Step = list[int] | str
@@ -72,37 +73,8 @@ class ScriptedEngine(FakeEngine):
             self.ended.setdefault(name, threading.Event()).set()
 
 
-class CountedStream(OutputStream):
-    """Counts what its callback takes."""
-
-    taken = 0
-    callbacks = True
-    _given: OutputCallback | None = None
-
-    @property
-    def callback(self) -> OutputCallback | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._take if self._given is not None and self.callbacks else None
-
-    @callback.setter
-    def callback(self, given: OutputCallback | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._given = given
-
-    def _take(self, output: Output) -> bool:
-        taken = self._given is not None and self._given(output)
-        CountedStream.taken += taken
-        return taken
-
-
-class CountedService(Service):
-    """Whose streams are counted."""
-
-    def run(self, request: Request, trace: Trace, model: str = "", began: float | None = None) -> OutputStream:
-        stream = super().run(request, trace, model, began)
-        return CountedStream(lambda counted: stream.run(counted.put, counted.until_asked))
-
-
 class Doors:
-    """Two ports of one front door: ``short`` writes plain streams from templates, ``stock`` has vLLM do everything."""
+    """Two ports of one front door: ``fast`` writes plain streams itself, ``stock`` has vLLM do everything."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, engine: ScriptedEngine, service: Service, metrics: Metrics
@@ -118,8 +90,8 @@ class Doors:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def full(self) -> bool:
-        """Whether a client of the short way reads less than is written."""
-        return any(connection.flow.write_paused for connection in self.servers["short"].server_state.connections)
+        """Whether a client of the fast path reads less than is written."""
+        return any(connection.flow.write_paused for connection in self.servers["fast"].server_state.connections)
 
     def let_go(self, name: str, count: int = 1) -> None:
         gate = self.engine.gate(name)  # of this request: the next one may have the same name
@@ -147,12 +119,12 @@ class Doors:
         return answer.status_code, "\n".join(events)
 
 
-def within(app: Any, entrance: Any) -> Any:
+def within(app: Any, door: Any) -> Any:
     """What Starlette does before its layers."""
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         scope["app"] = app
-        await entrance(scope, receive, send)
+        await door(scope, receive, send)
 
     return serve
 
@@ -160,40 +132,32 @@ def within(app: Any, entrance: Any) -> Any:
 async def _serve(doors: Doors, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
 
-    from tercet.router import server
-    from tercet.router.streaming import StreamingProtocol, StreamStats, short_way
+    from tercet.vllm_plugin.frontend import openai_server as vllm
+    from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 
-    config = RouterConfig(
-        model=resolve_model("smollm2", lambda _: None), served_model_name="say \"text\":1", program="data_parallel",
-        engines=(EngineAddress("scripted", "http://nowhere"),),
-    )  # fmt: skip
-    args = server._vllm_args(config, 512)
-    client = server._engine_client(args, doors.service)
-    app = build_app(args, await client.get_supported_tasks(), client.model_config)
+    model = resolve_model("smollm2", lambda _: None)
+    args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, ())
+    client = vllm.engine_client_over(ServicePrograms(doors.service), args)
+    server = await vllm.openai_server(args, client)
     admin.install(
-        app,
+        server.app,
         admin.State(
             doors.service, shared_over(doors.service, membership, doors.metrics), SchedulingFile(doors.service.fleet)
         ),
     )
-    await init_app_state(client, app.state, args, await client.get_supported_tasks())
-    stock = app.middleware_stack or app.build_middleware_stack()
-    stats = StreamStats(client.logger_manager)
-    short = short_way(stock, app.state, args, client, stats, doors.service.program_called)
-    assert short is not stock
+    assert server.fast is not None
     gate = Gate(Limits(), doors.service.fleet, doors.metrics)
     doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
-        for name, inner, protocol in (("short", short, StreamingProtocol), ("stock", stock, HttpToolsProtocol)):
+        for name, fast, protocol in (("fast", server.fast, StreamingProtocol), ("stock", None, HttpToolsProtocol)):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a client can fall behind
             sock.bind(("127.0.0.1", 0))
             doors.urls[name] = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            door = within(app, Entrance(inner, gate, [], 100_000))
+            front = FrontDoor(server.layers, fast, gate, (), doors.service.program_called, 100_000)
+            door = within(server.app, front)
             web = uvicorn.Server(uvicorn.Config(door, http=protocol, log_level="warning", lifespan="off"))
             doors.servers[name] = web
             running.append((web, asyncio.create_task(web.serve([sock]))))
@@ -207,15 +171,14 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
         client.shutdown()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["at once", "waited for"])
-def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
+@pytest.fixture(scope="module")
+def doors() -> Iterator[Doors]:
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
     engine = ScriptedEngine()
-    CountedStream.taken, CountedStream.callbacks = 0, request.param
     fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
     metrics = Metrics()
-    doors = Doors(loop, engine, CountedService(fleet, "data_parallel", {}, metrics), metrics)
+    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
     membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
     ready, stop = threading.Event(), asyncio.Event()
     failed: list[BaseException] = []
@@ -233,7 +196,6 @@ def doors(request: pytest.FixtureRequest) -> Iterator[Doors]:
     if failed:
         raise failed[0]
     yield doors
-    assert bool(CountedStream.taken) is request.param
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:

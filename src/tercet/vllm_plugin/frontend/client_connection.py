@@ -1,10 +1,10 @@
-"""The client's end of a request: uvicorn's connection, which the short way writes to.
+"""The client's end of a request: uvicorn's connection, which the fast path writes to.
 
 The tokens of one step arrive together, and their frames are written in a row: what a write needs stays in the caches,
 and a client of several streams is woken up once for all of them.
 
 Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
-has ``transport``, ``flow``, ``disconnected`` and ``chunked_encoding``, and whole chunks may be written between its own.
+has ``scope``, ``transport``, ``flow`` and ``disconnected``, and whole chunks may be written between its own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tercet.aio import TaskSet
+
+# The connection's place in an ASGI scope; other servers have none.
+CONNECTION = "tercet.connection"
 # A client that reads nothing for so long, with the socket's buffers full, has its connection closed.
 UNREAD_SECONDS = 60.0
 # Frames: whoever has much to write without a pause shall learn from time to time whether clients read it.
-MOST_GATHERED = 128
+LARGEST_BATCH = 128
 
 
-class Gathered:
+class FrameBatch:
     """Frames to be written as soon as what happens now on the running event loop is over."""
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class Gathered:
         if not self._frames:
             asyncio.get_running_loop().call_soon(self.write)
         self._frames.append((cycle, frame))
-        if len(self._frames) == MOST_GATHERED:
+        if len(self._frames) == LARGEST_BATCH:
             self.write()
 
     def write(self) -> None:
@@ -46,40 +49,45 @@ class Gathered:
                 cycle.transport.write(frame)
 
 
-class Connection:
+class ClientConnection:
     """Where the answer to one request goes, on the running event loop."""
 
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
-        self._gathered = _gathered()
+        self._batch = _batch()
         self._unread_seconds = unread_seconds
         self._on_lost: Callable[[], object] | None = None
-
-    @property
-    def is_chunked(self) -> bool:
-        """Whether the answer has begun, in chunks."""
-        return bool(self._cycle.chunked_encoding)
+        self._reading: asyncio.Task[None] | None = None
 
     def write(self, frame: bytes) -> None:
         """Send one whole chunk, soon, with those of other connections; nothing happens if the client is gone."""
-        self._gathered.add(self._cycle, frame)
+        self._batch.add(self._cycle, frame)
 
     def flush(self) -> None:
         """Send what :meth:`write` was given now: before something else is sent, or asked about."""
-        self._gathered.write()
+        self._batch.write()
 
     @property
     def is_full(self) -> bool:
         """Whether more is waiting for the client than it should."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
+    def require_reader(self) -> None:
+        """Disconnect the client if it does not read soon what it was sent."""
+        if self._reading is None:
+            self._reading = _watches.spawn(self.has_room())
+
     async def has_room(self) -> None:
         """Wait until the client has read enough; a client that does not read is disconnected."""
+        if not self.is_full:
+            return
         try:
             async with asyncio.timeout(self._unread_seconds):
                 await self._cycle.flow.drain()
         except TimeoutError:
             self._cycle.transport.abort()
+        finally:
+            self._reading = None
 
     @contextmanager
     def until_lost(self) -> Generator[None]:
@@ -103,33 +111,23 @@ class Connection:
             self._on_lost()
 
 
-_gathered_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Gathered] = WeakKeyDictionary()
+_watches = TaskSet()
+_batch_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, FrameBatch] = WeakKeyDictionary()
 
 
-def _gathered() -> Gathered:
-    return _gathered_by_loop.setdefault(asyncio.get_running_loop(), Gathered())
-
-
-_current: ContextVar[Connection | None] = ContextVar("tercet_connection", default=None)
-
-
-def current_connection() -> Connection | None:
-    """The connection of the request being served; None under another server."""
-    return _current.get()
+def _batch() -> FrameBatch:
+    return _batch_by_loop.setdefault(asyncio.get_running_loop(), FrameBatch())
 
 
 class StreamingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which lets each request's task know its connection."""
+    """uvicorn's protocol, which has each request's connection in its scope."""
 
-    _connection: Connection | None = None
+    _connection: ClientConnection | None = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._connection = Connection(cycle)
-        token = _current.set(self._connection)
-        try:
-            super()._start_asgi_task(cycle, app)  # the task starts with a copy of this context
-        finally:
-            _current.reset(token)
+        scope: dict[str, Any] = cast(Any, cycle.scope)
+        scope[CONNECTION] = self._connection = ClientConnection(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn's, and the request's task hears of it."""

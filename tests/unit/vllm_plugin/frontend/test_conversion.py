@@ -9,7 +9,7 @@ from vllm.logprobs import append_logprobs_for_next_position
 from vllm.v1.outputs import LogprobsLists
 
 from tercet.protocol import Output, TokenLogprob
-from tercet.router.convert import to_core_output
+from tercet.vllm_plugin.frontend.conversion import to_core_output
 
 VOCABULARY = 40
 

@@ -1,19 +1,51 @@
-"""Tells vLLM's metrics of tokens that its own path did not see.
+"""Tells vLLM's metrics of what its own path did not see: requests that passed its layers, and streamed tokens.
 
-Relies on what ``IterationStats.update_from_output`` does for a token after the first: the request's token count and
-time of last token, the gap between the two, and the iteration's token count.
+Relies on ``PrometheusInstrumentatorMiddleware`` being one of the application's layers, each with the next one as
+``app``, and on its ``instrumentations`` taking what is known of a request as one ``Info``; and on what
+``IterationStats.update_from_output`` does for a token after the first: the request's token count and time of last
+token, the gap between the two, and the iteration's token count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_fastapi_instrumentator.metrics import Info
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 # One "iteration" of vLLM's metrics is what was streamed in this time: recording costs as much as several tokens do.
 RECORD_SECONDS = 0.5
+_STREAM = Response()
+
+
+class HttpMetrics:
+    """Counts requests and observes how long they took, as the layers of ``app`` would have."""
+
+    def __init__(self, app: Any) -> None:
+        self._observers: Sequence[Callable[[Info], None]] = ()
+        layer = app
+        while layer is not None:
+            if isinstance(layer, PrometheusInstrumentatorMiddleware):
+                self._observers = layer.instrumentations
+            layer = getattr(layer, "app", None)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._observers)
+
+    def observe(self, scope: Scope, handler: str, seconds: float) -> None:
+        """A stream of route ``handler`` has ended after so long."""
+        info = Info(Request(scope), _STREAM, "POST", handler, "2xx", seconds, seconds)
+        for observe in self._observers:
+            observe(info)
 
 
 class StreamStats:

@@ -7,26 +7,95 @@ Relies on ``AsyncLLM`` using, for generation, only the methods below and the att
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import logging
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from tercet.router.context import current
-from tercet.router.convert import to_request
-from tercet.router.program_outputs import ProgramOutputs
-from tercet.router.service import Service
-from tercet.router.streaming import current_stream
+from tercet.aio import TaskSet
+from tercet.protocol import EngineError, Output, OutputStream, Request, TercetError, Usage
+from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
+from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
+logger = logging.getLogger(__name__)
+
+
+class ProgramRun(Protocol):
+    """One sequence's program: its outputs, for which it runs as they are asked for."""
+
+    @property
+    def stream(self) -> OutputStream:
+        """The outputs."""
+        ...
+
+    def prompt_usage(self, usage: Usage | None) -> Usage:
+        """What the client's usage shall call cached, from that of the first output: what no engine had to compute."""
+        ...
+
+
+class Programs(Protocol):
+    """What runs programs for vLLM's layer."""
+
+    def run(self, request: Request, context: RequestContext) -> ProgramRun:
+        """The program of one sequence of an HTTP request."""
+        ...
+
+    def failed(self, error: TercetError) -> None:
+        """A sequence has ended in an error."""
+        ...
+
+
+class SequenceOutputs:
+    """One sequence's outputs as vLLM's layer sees them, and its failures in vLLM's words."""
+
+    def __init__(self, programs: Programs, request: Request, context: RequestContext) -> None:
+        self.seq_id = request.seq_id
+        self._num_prompt_tokens = request.num_tokens
+        self._programs = programs
+        self._run = programs.run(request, context)
+        self.stream = self._run.stream
+        self._is_first = True
+
+    def to_core_output(self, output: Output) -> EngineCoreOutput:
+        """vLLM's message for the next output."""
+        usage = self._run.prompt_usage(output.usage) if self._is_first else None
+        self._is_first = False
+        return to_core_output(self.seq_id, self._num_prompt_tokens, output, usage)
+
+    @contextmanager
+    def failures(self) -> Generator[None]:
+        """While entered, what fails is raised as an exception from which vLLM makes the client's error."""
+        try:
+            yield
+        except GenerationError:  # vLLM's own
+            raise
+        except TercetError as error:
+            self._programs.failed(error)
+            raise _http_error(error) from error
+        except Exception as error:  # it fails its own request only
+            logger.exception("request %s failed", self.seq_id)
+            failure = EngineError(f"the front door failed: {type(error).__name__}: {error}")
+            self._programs.failed(failure)
+            raise _http_error(failure) from error
+
+
+def _http_error(error: TercetError) -> Exception:
+    if error.status == HTTPStatus.BAD_REQUEST:
+        return VLLMValidationError(error.message, parameter=error.param)
+    return GracefulHTTPError(error.message, HTTPStatus(error.status))
+
 
 @dataclass
-class Resources:
+class EngineResources:
     """What ``AsyncLLM`` reads to know whether its engine lives."""
 
     engine_dead: bool = False
@@ -35,16 +104,16 @@ class Resources:
 class ProgramClient(EngineCoreClient):
     """Takes requests from ``AsyncLLM``, runs a program for each, and hands its outputs back."""
 
-    def __init__(self, service: Service, vllm_config: Any) -> None:
-        self._service = service
-        self._config = vllm_config
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._tasks = TaskSet()
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
         self._output_processor: OutputProcessor | None = None
         # Set once what get_output_async returned last, or will return next, is in its requests' streams.
         self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
-        self.resources = Resources()
+        self.resources = EngineResources()
 
     def attach(self, output_processor: OutputProcessor) -> None:
         """Where requests' errors go, so that clients get the status and the message."""
@@ -71,19 +140,18 @@ class ProgramClient(EngineCoreClient):
             if self._output_processor is not None:
                 self._output_processor.abort_requests((request.request_id,), internal=True)
             raise
-        stream = current_stream()
-        outputs = ProgramOutputs(self._service, sequence, context)
-        if stream is not None:
-            stream.begin(outputs)
+        outputs = SequenceOutputs(self._programs, sequence, context)
+        if context.stream is not None:
+            context.stream.begin(outputs)
             return
-        task = asyncio.get_running_loop().create_task(self._run(outputs))
-        self._tasks[sequence.seq_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(sequence.seq_id, None))
+        task = self._tasks.spawn(self._run(outputs))
+        self._running[sequence.seq_id] = task
+        task.add_done_callback(lambda _: self._running.pop(sequence.seq_id, None))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""
         for request_id in request_ids:
-            task = self._tasks.get(request_id)
+            task = self._running.get(request_id)
             if task is not None:
                 task.cancel()
 
@@ -96,16 +164,15 @@ class ProgramClient(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel every program."""
-        for task in self._tasks.values():
-            task.cancel()
+        self._tasks.cancel()
 
     def dp_engines_running(self) -> bool:
         """Whether there is work."""
-        return bool(self._tasks)
+        return bool(self._running)
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, outputs: ProgramOutputs) -> None:
+    async def _run(self, outputs: SequenceOutputs) -> None:
         try:
             with outputs.failures():
                 first = True

@@ -1,4 +1,4 @@
-"""What the short way leaves to vLLM's layers, and what it owes them."""
+"""What the fast path leaves to vLLM's layers, and what it owes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 
 from .conftest import Doors, Step
-from .test_connection import connect, until
+from .test_client_connection import connect, until
 
 MODEL = 'say "text":1'
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -27,15 +27,15 @@ def script(doors: Doors) -> list[Step]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The routes of requests that went the short way."""
-    from tercet.router.streaming.http_metrics import HttpMetrics
+    """The routes of requests that took the fast path."""
+    from tercet.vllm_plugin.frontend.stream_metrics import HttpMetrics
 
     found: list[str] = []
     observe = HttpMetrics.observe
 
-    def note(self: Any, scope: Any, handler: str, began: float) -> None:
+    def note(self: Any, scope: Any, handler: str, seconds: float) -> None:
         found.append(handler)
-        observe(self, scope, handler, began)
+        observe(self, scope, handler, seconds)
 
     monkeypatch.setattr(HttpMetrics, "observe", note)
     return found
@@ -46,8 +46,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [(COMPLETIONS, PLAIN), (COMPLETIONS, {**PLAIN, "prompt": [1, 2, 3]}),
      (CHAT, {**PLAIN, "messages": [{"role": "user", "content": "x"}]})],
 )  # fmt: skip
-def test_plain_streams_go_it(doors: Doors, taken: list[str], path: str, body: dict[str, Any]) -> None:
-    status, events = doors.ask("short", path, body, script(doors))
+def test_plain_streams_take_it(doors: Doors, taken: list[str], path: str, body: dict[str, Any]) -> None:
+    status, events = doors.ask("fast", path, body, script(doors))
     assert (status, events.endswith("data: [DONE]")) == (200, True)
     until(lambda: taken == [path])
 
@@ -69,11 +69,11 @@ def test_what_is_more_than_plain_does_not(
     if more.keys() & {"n", "prompt", "logprobs"}:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        from tercet.router.streaming.plain import is_plain_completion
+        from tercet.vllm_plugin.frontend.fast_path import is_plain_completion
 
         assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
         return
-    status, _ = doors.ask("short", COMPLETIONS, {**PLAIN, **more}, script(doors), **headers)
+    status, _ = doors.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(doors), **headers)
     assert status == 200
     assert not taken
 
@@ -104,17 +104,17 @@ def test_refusals_are_vllms(doors: Doors, path: str, body: Any, headers: dict[st
             headers={"content-type": "application/json", **headers},
             timeout=30,
         )
-        for door in ("short", "stock")
+        for door in ("fast", "stock")
     ]
-    short, stock = ((answer.status_code, IDS.sub("", answer.text)) for answer in answers)
-    assert short == stock
-    assert short[0] >= 400
+    fast, stock = ((answer.status_code, IDS.sub("", answer.text)) for answer in answers)
+    assert fast == stock
+    assert fast[0] >= 400
     assert not doors.processor.request_states
 
 
 def test_headers_are_vllms(doors: Doors) -> None:
     found: list[dict[str, str]] = []
-    for door in ("short", "stock"):
+    for door in ("fast", "stock"):
         doors.engine.expect("headers", script(doors))
         doors.let_go("headers", 10)
         answer = httpx.post(doors.urls[door] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=30)
@@ -138,7 +138,7 @@ def test_it_counts_in_vllms_http_metrics(doors: Doors) -> None:
         until(idle)
         return total() - before
 
-    assert counted("short") == counted("stock") == 1.0
+    assert counted("fast") == counted("stock") == 1.0
 
 
 def test_a_client_that_leaves_before_the_first_token(doors: Doors) -> None:
@@ -157,6 +157,6 @@ def test_a_connection_is_used_again(doors: Doors) -> None:
             name = f"again{number}"
             doors.engine.expect(name, script(doors))
             doors.let_go(name, 10)
-            answer = client.post(doors.urls["short"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
+            answer = client.post(doors.urls["fast"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
             assert answer.text.endswith("data: [DONE]\n\n")
     until(lambda: not doors.processor.request_states)

@@ -1,0 +1,198 @@
+"""The front door's ASGI application: what every request passes, once, before it is served.
+
+Its key, its size, the program that it names, and a place if the fleet has room for it. Then a plain stream takes the
+fast path; the routes of our own and all the rest are in vLLM's application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tercet.protocol import RequestTooLarge, Saturated, TercetError, Unauthorized
+from tercet.router.admission import ClientLeft, Gate
+from tercet.router.service import PROGRAM_HEADER
+from tercet.router.trace_answers import TRACE_HEADER, TracingSend
+from tercet.vllm_plugin.frontend.client_connection import CONNECTION
+from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
+
+if TYPE_CHECKING:
+    from tercet.vllm_plugin.frontend.fast_path import FastPath
+
+# Where refusals are on their way through the layers around them.
+ERROR = "tercet.error"
+# As on a vLLM server, for probes and for those who scrape metrics; they tell nothing of what clients send.
+OPEN = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/metrics/"})
+# Of vLLM's routes those that generate; the others cost engines nothing.
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
+     "/v1/systemone", "/inference/v1/generate", "/cohere/v2/chat", "/generative_scoring", "/invocations"}
+)  # fmt: skip
+
+
+class FrontDoor:
+    """Refuses what may not come in, with OpenAI's error JSON, and has the rest served: by ``fast`` or by ``app``.
+
+    ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals need to reach a browser.
+    """
+
+    def __init__(
+        self, app: ASGIApp, fast: FastPath | None, gate: Gate, keys: Sequence[str],
+        check_program: Callable[[str], object], max_bytes: int,
+        around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    ) -> None:  # fmt: skip
+        self._app = app
+        self._fast = fast
+        self._gate = gate
+        self._keys = [_digest(key) for key in keys]
+        self._check_program = check_program
+        self._max_bytes = max_bytes
+        self._refusals = around_refusals(_refused)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        context = context_of(scope)
+        async with AsyncExitStack() as held:
+            try:
+                receive = await self._enter(context, scope, receive, held)
+            except TercetError as error:
+                await self._refusals({**scope, ERROR: error}, receive, send)
+                return
+            except ClientLeft:
+                return
+            with serving(context):
+                await self._serve(context, scope, receive, send)
+
+    async def _enter(self, context: RequestContext, scope: Scope, receive: Receive, held: AsyncExitStack) -> Receive:
+        """What the application receives from; what the request takes is in ``held``."""
+        self._require_key(context)
+        if PROGRAM_HEADER in context.headers:
+            self._check_program(context.headers[PROGRAM_HEADER])
+        if scope["method"] != "POST":
+            return receive
+        body = await read_body(context, receive, self._max_bytes)
+        if context.path in GENERATING and not self._gate.is_open:
+            held.callback(body.close)
+            await held.enter_async_context(self._gate.place(context.asked.priority, body.left))
+        return body.receive
+
+    async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._fast is not None and await self._fast.serve(context, scope, send):
+            return
+        context.fields = None  # vLLM reads the body by itself
+        if context.headers.get(TRACE_HEADER) == "1":
+            send = TracingSend(send, context.traces)
+        await self._app(scope, receive, send)
+
+    def _require_key(self, context: RequestContext) -> None:
+        if not self._keys or context.path in OPEN:
+            return
+        scheme, _, shown = context.headers.get("authorization", "").partition(" ")
+        # Hashes have one length, so that the time of a comparison tells nothing about a key.
+        fits = [secrets.compare_digest(_digest(shown), key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(fits):
+            raise Unauthorized("this front door asks for its API key: Authorization: Bearer KEY", "authorization")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """What is known of a request before its body."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return RequestContext(path, headers, connection=scope.get(CONNECTION))
+
+
+# ---- bodies --------------------------------------------------------------------------------------------------
+
+
+class ReceivedBody:
+    """A body that was read whole, for the application to receive again."""
+
+    def __init__(self, content: bytes, receive: Receive) -> None:
+        self._content: bytes | None = content
+        self._receive = receive
+        self._next: asyncio.Future[Message] | None = None
+
+    async def receive(self) -> Message:
+        """ASGI's ``receive``: the body, then whatever comes."""
+        if self._content is not None:
+            content, self._content = self._content, None  # vLLM has its own copy from now on
+            return {"type": "http.request", "body": content, "more_body": False}
+        return await (self._receive() if self._next is None else asyncio.shield(self._next))
+
+    def left(self) -> asyncio.Future[Message]:
+        """Done once the client has closed its connection."""
+        self._next = self._next or asyncio.ensure_future(self._receive())
+        return self._next
+
+    def close(self) -> None:
+        """Nobody waits for the client any more."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+async def read_body(context: RequestContext, receive: Receive, limit: int) -> ReceivedBody:
+    """The body, of which ``context`` gets what it asks for.
+
+    Raises :class:`~tercet.protocol.RequestTooLarge`, and :class:`ClientLeft` if that happens before its end.
+    """
+    announced = context.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientLeft
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise _too_large(limit)
+        more = message.get("more_body", False)
+    content = b"".join(chunks)
+    context.fields, context.asked = parsed(content)
+    return ReceivedBody(content, receive)
+
+
+def parsed(content: bytes) -> tuple[dict[str, Any] | None, Asked]:
+    """The fields of a body and what it asks for; nothing of what vLLM is going to refuse."""
+    try:
+        fields = msgspec.json.decode(content, type=dict[str, Any])
+        return fields, msgspec.convert(fields, Asked)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None, NOTHING
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the request's body has more than {limit} bytes, which is all that this front door takes")
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
+    await refuse(scope[ERROR], send)
+
+
+async def refuse(error: TercetError, send: Send) -> None:
+    """Answer with an error."""
+    body = msgspec.json.encode(error.to_wire())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if isinstance(error, Saturated):
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

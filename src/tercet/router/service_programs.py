@@ -1,0 +1,40 @@
+"""The service, as vLLM's layer asks for its programs."""
+
+from __future__ import annotations
+
+from tercet.fleet import Trace
+from tercet.protocol import Request, TercetError, Usage
+from tercet.router.service import Service
+from tercet.vllm_plugin.frontend.request_context import RequestContext
+
+
+class ServicePrograms:
+    """Runs the programs of ``service`` for the sequences of HTTP requests, each of which keeps their traces."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def run(self, request: Request, context: RequestContext) -> TracedRun:
+        """See :class:`~tercet.vllm_plugin.frontend.program_client.Programs`."""
+        return TracedRun(self._service, request, context)
+
+    def failed(self, error: TercetError) -> None:
+        """A sequence has ended in an error."""
+        self._service.failed(error)
+
+
+class TracedRun:
+    """One sequence's program; ``stream`` are its outputs."""
+
+    def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
+        self._trace = Trace()
+        context.traces.append(self._trace)
+        self.stream = service.run(request, self._trace, context.asked.model, context.began)
+
+    def prompt_usage(self, usage: Usage | None) -> Usage:
+        """What no engine had to compute, where it was not the last engine that found it."""
+        if usage is not None:
+            return usage
+        sent = next((event for event in reversed(self._trace.events) if event.verb == "remote_send"), None)
+        cached_there = sum(event.cached for event in self._trace.events if event.verb == "prep_recv")
+        return Usage(cached=max(cached_there, sent.cached if sent is not None else 0))

@@ -1,0 +1,63 @@
+"""The traces of a request's programs, in the answer to it, for clients that ask with ``x-tercet-trace: 1``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+TRACE_HEADER = "x-tercet-trace"
+DONE = b"data: [DONE]"
+
+
+class TracingSend:
+    """Passes an answer on: a stream with one more event before ``[DONE]``, a JSON answer with the key ``tercet``."""
+
+    def __init__(self, send: Send, traces: Sequence[Any]) -> None:
+        self._send = send
+        self._traces = traces
+        self._start: Message | None = None
+        self._body = b""
+        self._is_json = False
+
+    async def __call__(self, message: Message) -> None:
+        """ASGI's ``send``."""
+        if message["type"] == "http.response.start":
+            self._is_json = _content_type(message).startswith(b"application/json")
+            self._start = message
+            if not self._is_json:
+                await self._send(message)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._is_json:
+            await self._hold_json(message)
+        else:
+            body: bytes = message.get("body", b"")
+            if DONE in body:
+                body = body.replace(DONE, b"data: " + self._payload() + b"\n\n" + DONE)
+            await self._send({**message, "body": body})
+
+    async def _hold_json(self, message: Message) -> None:
+        self._body += message.get("body", b"")
+        if message.get("more_body") or self._start is None:
+            return
+        body = self._with_trace(self._body)
+        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _with_trace(self, body: bytes) -> bytes:
+        try:
+            answer = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return body
+        return msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
+
+    def _payload(self) -> bytes:
+        return msgspec.json.encode({"tercet": self._traces[0] if len(self._traces) == 1 else self._traces})
+
+
+def _content_type(message: Message) -> bytes:
+    return next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")

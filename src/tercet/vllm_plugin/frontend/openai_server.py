@@ -1,0 +1,151 @@
+"""vLLM's OpenAI server, put together from its own parts over the client that runs programs.
+
+Relies on ``AsyncLLM.__init__`` getting its client from ``EngineCoreClient.make_async_mp_client``, on ``build_app``
+leaving the application's layers to be put on, and on the launcher functions ``init_app_state`` and ``serve_http``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
+from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
+from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
+from tercet.vllm_plugin.frontend_versions import accept_by_load, parsed_serve_args, structured_outputs_config
+
+
+@dataclass(frozen=True)
+class OpenAIServer:
+    """vLLM's application: what it answers is ``layers``; plain streams may take the ``fast`` path instead, if any.
+
+    What is to be around all of it takes the place of ``app.middleware_stack``.
+    """
+
+    app: FastAPI
+    layers: ASGIApp
+    fast: FastPath | None
+
+
+async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
+    """The server of ``engine_client``, under vLLM's options ``args``."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    tasks = await engine_client.get_supported_tasks()
+    app = build_app(args, tasks, engine_client.model_config)
+    await init_app_state(engine_client, app.state, args, tasks)
+    # vLLM's SageMaker layer may have closed the stack to further middleware.
+    layers = app.middleware_stack or app.build_middleware_stack()
+    return OpenAIServer(app, layers, fast_path(layers, app.state, args, engine_client))
+
+
+def import_vllm() -> None:
+    """Load what the server needs, which takes seconds."""
+    # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
+        importlib.import_module(module)
+
+
+def server_args(
+    model: str, names: Sequence[str], host: str, port: int, max_model_len: int, more: Sequence[str]
+) -> argparse.Namespace:
+    """vLLM's options, parsed and checked by vLLM; ``more`` are the user's."""
+    argv = [
+        "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
+        "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", *more,
+    ]  # fmt: skip
+    return parsed_serve_args(argv)
+
+
+def api_keys(args: argparse.Namespace) -> list[str]:
+    """The keys that vLLM's own check accepts, by the same rule."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
+    """vLLM's ``AsyncLLM``, whole, over the client that runs ``programs``."""
+    from vllm import AsyncEngineArgs, envs
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    from tercet.vllm_plugin.hooks import require_hooks
+
+    require_hooks("frontend")
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    # As vLLM's own render server does: no inference happens here, so no weights' format and no KV memory matter.
+    model_config.quantization = None
+    envs.VLLM_CPU_KVCACHE_SPACE = 0
+    config = VllmConfig(
+        model_config=model_config,
+        logging_config=engine_args.create_logging_config(),
+        structured_outputs_config=structured_outputs_config(engine_args),
+    )
+    client = ProgramClient(programs)
+    original = EngineCoreClient.make_async_mp_client
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
+    try:
+        engine_client = AsyncLLM(
+            config, executor_class=Executor, log_stats=not args.disable_log_stats, log_requests=False
+        )  # fmt: skip
+    finally:
+        EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
+    client.attach(engine_client.output_processor)
+    render_short_prompts_here(engine_client.renderer)
+    return engine_client
+
+
+def listening_socket(args: argparse.Namespace, shared: socket.socket | None = None) -> socket.socket:
+    """The socket to serve on, a new one or the ``shared`` one, with the rest of what vLLM does along with it."""
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    if shared is None:
+        return setup_server(args, reuse_port=False)[1]
+    elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
+    setup_server(elsewhere, reuse_port=False)[1].close()
+    return shared
+
+
+async def accept(
+    app: FastAPI, args: argparse.Namespace, sock: socket.socket, peer_loads: tuple[memoryview[int], int] | None = None
+) -> None:
+    """Serve until told to stop; of several workers the one with the fewest connections takes the next.
+
+    ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's.
+    """
+    from vllm.entrypoints.launchers.launcher import serve_http
+
+    from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+
+    _settle()
+    shutdown = await serve_http(
+        app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
+        **({} if peer_loads is None else accept_by_load(cast(Any, peer_loads[0]), peer_loads[1])),
+        log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
+    )  # fmt: skip
+    await shutdown
+
+
+def _settle() -> None:
+    """From now on the process serves, and its environment stays as it is."""
+    from vllm.envs import enable_envs_cache
+
+    # vLLM looks up dozens of variables for each request.
+    enable_envs_cache()
+    # Cycles are rare here, and looking for them took 5% of the time that tokens need, in pauses of 10 ms.
+    gc.set_threshold(20_000, 20, 20)

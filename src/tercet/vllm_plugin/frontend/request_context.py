@@ -1,0 +1,70 @@
+"""What belongs to one HTTP request: found out once, when it comes in, and passed on from there.
+
+The handlers of vLLM call its engine client without our context, in the request's task or in tasks that they start. For
+them, and for nobody else, there is :func:`current`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tercet.vllm_plugin.frontend.client_connection import ClientConnection
+    from tercet.vllm_plugin.frontend.plain_stream import PlainStream
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the front door itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
+
+    model: str = ""
+    priority: int = 0
+    user: str | None = None
+    stream: Any = None
+
+
+NOTHING = Asked()
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
+
+    ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
+    started (``n``, or several prompts).
+    """
+
+    path: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    fields: dict[str, Any] | None = None
+    asked: Asked = NOTHING
+    began: float = field(default_factory=time.monotonic)
+    connection: ClientConnection | None = None
+    traces: list[Any] = field(default_factory=list[Any])
+    # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
+    add_request: Callable[[], Awaitable[Any]] | None = None
+    stream: PlainStream | None = None
+
+
+_current: ContextVar[RequestContext | None] = ContextVar("tercet_request", default=None)
+
+
+def current() -> RequestContext:
+    """The context of the HTTP request being served; an empty one outside of any."""
+    return _current.get() or RequestContext()
+
+
+@contextmanager
+def serving(context: RequestContext) -> Generator[None]:
+    """While entered, this is the HTTP request being served."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,89 @@
+"""Chunks against those that vLLM's own classes make of the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice, CompletionStreamResponse
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
+
+from tercet.vllm_plugin.frontend.sse_chunks import CHAT, COMPLETION, ChunkWriter, framed
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(['"text":""', '\\"a\\"', "\n\n", "data: "])
+REASON = st.sampled_from(["stop", "length", "abort"])
+STOP = st.none() | st.integers(0, 2**31) | TEXT
+FINGERPRINT = st.none() | TEXT
+
+
+def event(chunk: Any, **options: bool) -> bytes:
+    return f"data: {chunk.model_dump_json(exclude_unset=True, **options)}\n\n".encode()
+
+
+def completion(request_id: str, created: int, model: str, **choice: Any) -> CompletionStreamResponse:
+    made = CompletionResponseStreamChoice(index=0, logprobs=None, prompt_token_ids=None, token_ids=None, **choice)
+    return CompletionStreamResponse(
+        id=request_id, object="text_completion", created=created, model=model, choices=[made]
+    )
+
+
+def chat(request_id: str, created: int, model: str, delta: DeltaMessage, **choice: Any) -> Any:
+    made = ChatCompletionResponseStreamChoice(index=0, delta=delta, logprobs=None, **choice)
+    return ChatCompletionStreamResponse(
+        id=request_id, object="chat.completion.chunk", created=created, model=model, choices=[made]
+    )
+
+
+@given(request_id=TEXT, created=st.integers(0, 2**40), model=TEXT, text=TEXT)
+def test_text(request_id: str, created: int, model: str, text: str) -> None:
+    own = ChunkWriter(COMPLETION, request_id, created, model).text(text)
+    assert own == framed(event(completion(request_id, created, model, text=text, finish_reason=None, stop_reason=None)))
+    own = ChunkWriter(CHAT, request_id, created, model).text(text)
+    delta = DeltaMessage(content=text)
+    assert own == framed(event(chat(request_id, created, model, delta, finish_reason=None, token_ids=None)))
+
+
+@given(model=TEXT, text=TEXT, reason=REASON, stop=STOP, fingerprint=FINGERPRINT)
+def test_the_last_chunk(model: str, text: str, reason: str, stop: int | str | None, fingerprint: str | None) -> None:
+    stock: Any = completion("c", 1, model, text=text, finish_reason=reason, stop_reason=stop)
+    if fingerprint is not None:
+        stock.system_fingerprint = fingerprint
+    assert ChunkWriter(COMPLETION, "c", 1, model).last(text, reason, stop, fingerprint) == event(stock)
+    delta = DeltaMessage(content=text)
+    stock = chat("c", 1, model, delta, finish_reason=reason, stop_reason=stop, token_ids=None)
+    if fingerprint is not None:
+        stock.system_fingerprint = fingerprint
+    assert ChunkWriter(CHAT, "c", 1, model).last(text, reason, stop, fingerprint) == event(stock)
+
+
+@given(model=TEXT, role=TEXT)
+def test_the_role(model: str, role: str) -> None:
+    stock = chat("c", 1, model, DeltaMessage(role=role, content=""), finish_reason=None)
+    stock.prompt_token_ids = stock.prompt_text = None
+    assert ChunkWriter(CHAT, "c", 1, model).role(role) == framed(event(stock))
+
+
+@pytest.mark.parametrize("details", [None, {"cached_tokens": 3}, {"cached_tokens": 0, "created_cache_tokens": 7}])
+@given(prompt=st.integers(0, 2**40), completion=st.integers(0, 2**40), fingerprint=FINGERPRINT)
+def test_usage(details: dict[str, int] | None, prompt: int, completion: int, fingerprint: str | None) -> None:
+    usage = UsageInfo(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    if details is not None:
+        usage.prompt_tokens_details = PromptTokenUsageInfo.model_validate(details)
+    shared: dict[str, Any] = {"id": "c", "created": 1, "model": "m", "choices": [], "usage": usage}
+    stock: Any = CompletionStreamResponse(
+        **shared, object="text_completion", system_fingerprint=fingerprint, metrics=None
+    )  # fmt: skip
+    own = ChunkWriter(COMPLETION, "c", 1, "m").usage(prompt, completion, details, fingerprint)
+    assert own == event(stock, exclude_none=True)
+    stock = ChatCompletionStreamResponse(
+        **shared, object="chat.completion.chunk", system_fingerprint=fingerprint, metrics=None
+    )
+    own = ChunkWriter(CHAT, "c", 1, "m").usage(prompt, completion, details, fingerprint)
+    assert own == event(stock, exclude_none=True)
