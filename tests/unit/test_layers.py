@@ -149,6 +149,8 @@ def test_engine_libraries_stay_in_their_rooms() -> None:
         ("client/http.py", "from tercet.transport import Receiver", True),
         ("transport/tcp.py", "from tercet.vllm_plugin import config", True),
         ("router/server.py", "from tercet.cluster import model", True),
+        ("router/server.py", "from tercet.bench import load", True),
+        ("sim/fit.py", "from tercet.bench import load", True),
         ("cli/main.py", "from tercet.bench import load", False),
         ("cli.py", "from tercet.bench import load", False),
         ("attic/old.py", "from tercet.protocol import Request", True),

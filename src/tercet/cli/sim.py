@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -94,30 +95,7 @@ def sim(
     if context.invoked_subcommand is not None:
         return
     require_folder(json, "--json")
-    workload = SyntheticWorkload(
-        rate=1.0,
-        requests=requests,
-        warm_up=warm_up,
-        input_mean=input_mean,
-        input_dev=input_dev,
-        output_mean=output_mean,
-        output_dev=output_dev,
-        arrivals=arrivals,
-        burstiness=burstiness,
-        prefixes=prefixes,
-        prefix=prefix,
-    )
-    simulation = Simulation(
-        program=program,
-        program_args=key_values(program_arg, "--program-arg"),
-        fleet=fleet,
-        profile=profile,
-        options=key_values(option, "--option"),
-        workload=workload,
-        seed=seed,
-        slo=slo_of(slo),
-        scheduling=scheduling,
-    )
+    simulation = simulation_of(locals())
     report = simulation.report(rates_of(rate), label or program, note)
     write_out(json, report.to_json())
     if str(json) != "-":
@@ -166,24 +144,7 @@ def sweep_command(
     if plot is not None:
         require_folder(plot, "--plot")
         require_suffix(plot)
-    simulation = Simulation(
-        program=program,
-        program_args=key_values(program_arg, "--program-arg"),
-        fleet=fleet,
-        profile=profile,
-        options=key_values(option, "--option"),
-        workload=SyntheticWorkload(
-            rate=1.0,
-            requests=requests,
-            warm_up=warm_up,
-            input_mean=input_mean,
-            input_dev=input_dev,
-            output_mean=output_mean,
-            output_dev=output_dev,
-        ),
-        seed=seed,
-        scheduling=scheduling,
-    )
+    simulation = simulation_of(locals())
     axes = [parse_axis(given) for given in over]
     report = sweep(simulation, rate, axes, x, y, note)
     write_out(json, report.to_json())
@@ -191,6 +152,22 @@ def sweep_command(
         plot_sweep(report, plot)
     if str(json) != "-":
         show(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
+
+
+def simulation_of(given: Mapping[str, Any]) -> Simulation:
+    """The simulation that a command's parameters describe; those that it does not have are left at their defaults."""
+    traffic: dict[str, Any] = {name: given[name] for name in SyntheticWorkload.__struct_fields__ if name in given}
+    return Simulation(
+        program=given["program"],
+        program_args=key_values(given["program_arg"], "--program-arg"),
+        fleet=given["fleet"],
+        profile=given["profile"],
+        options=key_values(given["option"], "--option"),
+        workload=SyntheticWorkload(**traffic | {"rate": 1.0}),
+        seed=given["seed"],
+        slo=slo_of(given.get("slo")),
+        scheduling=given["scheduling"],
+    )
 
 
 def note(line: str) -> None:
