@@ -157,13 +157,14 @@ def sweep_command(
 def simulation_of(given: Mapping[str, Any]) -> Simulation:
     """The simulation that a command's parameters describe; those that it does not have are left at their defaults."""
     traffic: dict[str, Any] = {name: given[name] for name in SyntheticWorkload.__struct_fields__ if name in given}
+    traffic["rate"] = 1.0  # each run has its own
     return Simulation(
         program=given["program"],
         program_args=key_values(given["program_arg"], "--program-arg"),
         fleet=given["fleet"],
         profile=given["profile"],
         options=key_values(given["option"], "--option"),
-        workload=SyntheticWorkload(**traffic | {"rate": 1.0}),
+        workload=SyntheticWorkload(**traffic),
         seed=given["seed"],
         slo=slo_of(given.get("slo")),
         scheduling=given["scheduling"],
