@@ -49,9 +49,7 @@ class TercetEndpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
         name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
-        edge = EngineVerbs(engine_client, name)  # type: ignore[arg-type]
-        await edge.start()
-        state.tercet = edge
+        state.tercet = await EngineVerbs.attach(engine_client, name)  # type: ignore[arg-type]
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
@@ -64,7 +62,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _edge(request: Request) -> EngineVerbs:
+def _verbs(request: Request) -> EngineVerbs:
     return request.app.state.tercet
 
 
@@ -109,14 +107,14 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = decode_call(await request.body(), PrepRecvCall)
-    return _json(await _edge(request).prep_recv(call))
+    return _json(await _verbs(request).prep_recv(call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
 async def remote_send(request: Request) -> Response:
     """Have the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = decode_call(await request.body(), RemoteSendCall)
-    return _json(await _unless_disconnected(request, _edge(request).remote_send(call)))
+    return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
@@ -124,9 +122,9 @@ async def start_generate(request: Request) -> Response:
     """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `door`'s stream."""
     call = decode_call(await request.body(), StartGenerateCall)
     if call.door is not None:
-        await _edge(request).stream_generate(call, call.door)
+        await _verbs(request).stream_generate(call, call.door)
         return _json({"accepted": True})
-    outputs = _edge(request).start_generate(call)
+    outputs = _verbs(request).start_generate(call)
     if not call.stream:
         return _json(await _unless_disconnected(request, _collect(outputs)))
     # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
@@ -138,7 +136,7 @@ async def start_generate(request: Request) -> Response:
 async def connect(request: Request) -> Response:
     """Connect to a front door; token streams and reports of load go there."""
     door = decode_call(await request.body(), ConnectCall).door
-    await _edge(request).front_doors.connect(door.address, door.key)
+    await _verbs(request).front_doors.connect(door.address, door.key)
     return _json({"connected": True})
 
 
@@ -146,20 +144,20 @@ async def connect(request: Request) -> Response:
 async def abort(request: Request) -> Response:
     """End whatever this engine does for a sequence; unknown ids are fine."""
     call = decode_call(await request.body(), AbortCall)
-    return _json({"aborted": await _edge(request).abort(call.seq_id)})
+    return _json({"aborted": await _verbs(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
     """End a lease; what arrived under it stays behind as prefix cache."""
     call = decode_call(await request.body(), ReleaseCall)
-    return _json(ReleaseAnswer(valid_end=await _edge(request).release(call.lease)))
+    return _json(ReleaseAnswer(valid_end=await _verbs(request).release(call.lease)))
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
     """This engine's load, and what it holds for others."""
-    return _json(await _edge(request).status())
+    return _json(await _verbs(request).status())
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,27 +60,24 @@ class SendInFlight:
 
 
 class AgentReports:
-    """Receives the reports of this engine's agents and gives each to whoever waits for it."""
+    """Receives the reports of this engine's agents and gives each to whoever waits for it.
 
-    def __init__(self, on_filled: Callable[[LeaseFilled, int], None]) -> None:
+    ``ranks`` agents report on each send and each lease; ``on_filled`` gets the reports on leases.
+    """
+
+    def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None]) -> None:
+        self._ranks = ranks
         self._on_filled = on_filled
         self._sends: dict[str, SendInFlight] = {}
-        self._filled: dict[str, dict[int, int]] = {}
-        self._ranks = 1
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.linger = 0
         self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._task: asyncio.Task[None] | None = None
+        self._task = asyncio.get_running_loop().create_task(self._receive())
 
     @property
     def address(self) -> str:
         """Where agents report."""
         return f"tcp://127.0.0.1:{self._port}"
-
-    def start(self, ranks: int) -> None:
-        """Begin to receive; ``ranks`` agents report on each send and lease."""
-        self._ranks = ranks
-        self._task = asyncio.get_running_loop().create_task(self._receive())
 
     @contextmanager
     def sending(self) -> Generator[SendInFlight]:
@@ -92,21 +89,11 @@ class AgentReports:
         finally:
             del self._sends[sending.send_id]
 
-    def expect(self, lease: str) -> None:
-        """Listen for reports on a lease, until :meth:`forget`."""
-        self._filled[lease] = {}
-
-    def forget(self, lease: str) -> None:
-        """The lease is over."""
-        self._filled.pop(lease, None)
-
     async def _receive(self) -> None:
         while True:
             message = await self._socket.recv()
-            try:
+            with suppress(msgspec.MsgspecError):  # not from an agent of ours
                 self._take(message)
-            except msgspec.MsgspecError:
-                continue  # not from an agent of ours
 
     def _take(self, message: bytes) -> None:
         kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])
@@ -116,12 +103,4 @@ class AgentReports:
             if sending is not None:
                 sending.take(done)
         elif kind == LeaseFilled.__name__:
-            self._take_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
-
-    def _take_filled(self, filled: LeaseFilled) -> None:
-        ends = self._filled.get(filled.lease)
-        if ends is None:
-            return  # the lease is over
-        ends[filled.rank] = filled.valid_end
-        if len(ends) == self._ranks:
-            self._on_filled(filled, min(ends.values()))
+            self._on_filled(msgspec.msgpack.decode(body, type=LeaseFilled))

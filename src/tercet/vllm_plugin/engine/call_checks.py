@@ -1,13 +1,66 @@
-"""What the edge refuses before it reaches a connection that others share."""
+"""What the edge refuses before it reaches the engine's core, or a connection that others share."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from tercet.protocol import BadRequest, KVAddrInfo
+from tercet.protocol import BadRequest, KVAddrInfo, KVLayout
+from tercet.protocol.wire import RemoteSendCall
 
 LEASE = re.compile(r"[0-9a-f]{32}")
 ADDRESS = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the engine's model takes: token ids below ``vocab_size``, and ``max_model_len`` tokens at most."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def check_prompt(self, tokens: list[int]) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for a prompt that the model cannot take."""
+        if not tokens:
+            raise BadRequest("prompt: is empty", "prompt")
+        if max(tokens) >= self.vocab_size:
+            raise BadRequest(f"prompt: token id {max(tokens)} is outside the vocabulary of {self.vocab_size}", "prompt")
+        if len(tokens) > self.max_model_len:
+            raise BadRequest(
+                f"prompt: {len(tokens)} tokens exceed the model's maximum of {self.max_model_len}", "prompt"
+            )  # fmt: skip
+
+    def check_output(self, tokens: list[int], output: list[int]) -> None:
+        """As :meth:`check_prompt`, for output that there is already."""
+        if output and max(output) >= self.vocab_size:
+            raise BadRequest(f"output: token id {max(output)} is outside the vocabulary", "output")
+        if output and len(tokens) + len(output) >= self.max_model_len:
+            raise BadRequest(
+                f"output: {len(tokens)} + {len(output)} tokens leave no room in the model's {self.max_model_len}",
+                "output",
+            )
+
+
+def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: KVLayout) -> None:
+    """Refuse a send of ``[begin, end)`` of ``length`` tokens that the receiver's reservation has no place for.
+
+    Raises :class:`~tercet.protocol.BadRequest`, or :class:`~tercet.protocol.LayoutMismatch`.
+    """
+    info = call.kv_addr_info
+    check_address(info)
+    layout.require_mappable(info.layout, info.engine)
+    if begin < info.begin:
+        raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
+    if end > info.end:
+        raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
+    if call.recv_rank + info.layout.tp_size > len(info.ranks):
+        raise BadRequest(
+            f"recv_rank: from {call.recv_rank} on the receiver has fewer ranks than its layout's "
+            f"{info.layout.tp_size}; it has {len(info.ranks)} in all",
+            "recv_rank",
+        )
+    if call.sample and end != length:
+        raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
 
 
 def check_address(info: KVAddrInfo) -> None:

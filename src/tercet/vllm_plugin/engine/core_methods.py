@@ -67,7 +67,6 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
         "layout": msgspec.to_builtins(connector.layout),
         "token": connector.token,
         "lease_ttl": connector.config.lease_ttl,
-        "total_blocks": _scheduler(core).kv_cache_manager.block_pool.num_gpu_blocks - 1,
         "kv_events": _published_at(_scheduler(core)),
     }
 

@@ -1,0 +1,70 @@
+"""What the verbs ask of the engine's core: calls of the methods that :mod:`.core_methods` adds to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tercet.protocol import KVLayout, from_wire
+from tercet.vllm_plugin.engine.connector_messages import SendParams
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """What the core says of itself, once.
+
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent. ``token`` marks
+    requests as this engine's own. ``lease_ttl`` is in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
+    """
+
+    transports: list[list[str]]
+    agents: list[tuple[str, str]]
+    layout: KVLayout
+    token: str
+    lease_ttl: float
+    kv_events: dict[str, Any] | None
+
+
+class CoreCalls:
+    """Calls to the core, each answered between two engine steps; expected failures are raised as Tercet's errors."""
+
+    def __init__(self, client: AsyncLLM) -> None:
+        self._client = client
+
+    async def describe(self) -> EngineDescription:
+        """Attach to the scheduler. Raises :class:`~tercet.protocol.EngineError` if it runs without the connector."""
+        return msgspec.convert(await self._call("tercet_describe"), EngineDescription)
+
+    async def reserve(self, lease: str, tokens: list[int], cache_salt: str | None, notify: str) -> int:
+        """Reserve blocks for ``tokens``; returns the matched length. Raises :class:`~tercet.protocol.NoSpace`."""
+        return await self._call("tercet_reserve", lease, tokens, cache_salt, notify)
+
+    async def commit(self, lease: str, valid_end: int) -> None:
+        """Make received KV below ``valid_end`` findable."""
+        await self._call("tercet_commit", lease, valid_end)
+
+    async def release(self, lease: str) -> int:
+        """End a lease; its valid end. Raises :class:`~tercet.protocol.UnknownSequence`."""
+        return await self._call("tercet_release", lease)
+
+    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> bool:
+        """Push KV with no forward pass, if all of it is cached; whether it is."""
+        return await self._call("tercet_push_cached", tokens, cache_salt, msgspec.to_builtins(send))
+
+    async def end_send(self, send_id: str) -> None:
+        """Stop a send. Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet."""
+        await self._call("tercet_end_send", send_id)
+
+    async def status(self) -> dict[str, Any]:
+        """Load and holdings, as fields of :class:`~tercet.protocol.EngineStatus`."""
+        return await self._call("tercet_status")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        result, error = await self._client.engine_core.call_utility_async(method, *args)
+        if error is not None:
+            code, message, param = error
+            raise from_wire(500, {"error": {"code": code, "message": message, "param": param}})
+        return result

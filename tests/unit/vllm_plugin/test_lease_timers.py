@@ -1,0 +1,186 @@
+"""The edge's ledger of leases over the scheduler's own one: on every exit both are empty."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tercet.aio import TaskSet
+from tercet.protocol import BadRequest, LeaseEnded, NoSpace, UnknownSequence, from_wire
+from tercet.transport import LeaseFilled
+from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.core_calls import CoreCalls
+from tercet.vllm_plugin.engine.lease_timers import LeaseTimers
+
+from .tiny_engine import BLOCK, TinyEngine, tokens_of
+
+NOTIFY = "tcp://127.0.0.1:1"
+METHODS = {method.__name__: method for method in core_methods.METHODS}
+
+
+class TinyCore(CoreCalls):
+    """Calls of a tiny engine's core; each waits until ``open`` before and after it is carried out."""
+
+    def __init__(self, engine: TinyEngine) -> None:
+        self.engine = engine
+        self.before, self.after = asyncio.Event(), asyncio.Event()
+        self.before.set()
+        self.after.set()
+        self.called: list[str] = []
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        self.called.append(method)
+        await self.before.wait()
+        result, error = METHODS[method](self.engine.core, *args)
+        # Once the core has a call it carries it out, whether or not the caller still waits.
+        await self.after.wait()
+        if error is not None:
+            raise from_wire(500, {"error": dict(zip(("code", "message", "param"), error, strict=True))})
+        return result
+
+
+class Edge:
+    def __init__(self, engine: TinyEngine) -> None:
+        self.engine = engine
+        self.core = TinyCore(engine)
+        self.tasks = TaskSet()
+        self.leases = LeaseTimers(self.core, self.tasks)
+
+    async def reserve(self, seq_id: str = "s", length: int = 40, ttl: float = 60.0) -> Any:
+        return await self.leases.reserve(seq_id, tokens_of(length), None, ttl, NOTIFY)
+
+    async def settled(self) -> None:
+        assert await self.tasks.wait(5)
+        assert not self.leases._leases
+        assert not self.leases._of_seq
+        self.engine.assert_nothing_held()
+
+
+@pytest.fixture
+async def edge(engine: TinyEngine) -> Edge:
+    return Edge(engine)
+
+
+def expired() -> float:
+    return REGISTRY.get_sample_value("tercet_leases_expired_total") or 0
+
+
+async def test_a_lease_belongs_to_its_sequence_until_it_is_released(edge: Edge) -> None:
+    held = await edge.reserve()
+    assert edge.leases.holds("s")
+    assert await edge.leases.release(held.lease) == 0
+    assert not edge.leases.holds("s")
+    with pytest.raises(UnknownSequence, match="not held here"):
+        await edge.leases.release(held.lease)
+    await edge.settled()
+
+
+async def test_a_lease_ends_by_itself(edge: Edge) -> None:
+    before = expired()
+    await edge.reserve(ttl=0.01)
+    await asyncio.sleep(0.05)
+    assert expired() == before + 1
+    assert not edge.leases.holds("s")
+    await edge.settled()
+
+
+async def test_no_space_leaves_nothing(edge: Edge) -> None:
+    with pytest.raises(NoSpace):
+        await edge.reserve(length=500)
+    await edge.settled()
+
+
+@pytest.mark.parametrize("gate", ["before", "after"])
+async def test_a_caller_that_goes_away_while_blocks_are_reserved_gets_none(edge: Edge, gate: str) -> None:
+    getattr(edge.core, gate).clear()
+    reserving = asyncio.ensure_future(edge.reserve())
+    await asyncio.sleep(0)
+    reserving.cancel()
+    with suppress(asyncio.CancelledError):
+        await reserving
+    getattr(edge.core, gate).set()
+    await edge.settled()
+
+
+async def test_an_abort_while_blocks_are_reserved_wins(edge: Edge) -> None:
+    edge.core.after.clear()
+    reserving = asyncio.ensure_future(edge.reserve())
+    await asyncio.sleep(0)
+    aborting = asyncio.ensure_future(edge.leases.abort("s"))
+    await asyncio.sleep(0)
+    edge.core.after.set()
+    with pytest.raises(LeaseEnded):
+        await reserving
+    assert await aborting
+    await edge.settled()
+
+
+async def test_a_lease_that_expires_while_blocks_are_reserved_is_over(edge: Edge) -> None:
+    edge.core.after.clear()
+    reserving = asyncio.ensure_future(edge.reserve(ttl=0.01))
+    await asyncio.sleep(0.05)
+    edge.core.after.set()
+    with pytest.raises(LeaseEnded):
+        await reserving
+    await edge.settled()
+
+
+async def test_a_release_goes_on_without_its_caller(edge: Edge) -> None:
+    held = await edge.reserve()
+    edge.core.before.clear()
+    releasing = asyncio.ensure_future(edge.leases.release(held.lease))
+    await asyncio.sleep(0)
+    releasing.cancel()
+    with suppress(asyncio.CancelledError):
+        await releasing
+    edge.core.before.set()
+    await edge.settled()
+
+
+async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -> None:
+    held = await edge.reserve(length=2 * BLOCK, ttl=0.02)
+    engine.agents.received[held.lease] = 2 * BLOCK
+    claimed = edge.leases.claim("s", tokens_of(2 * BLOCK + 5))
+    assert claimed is held
+    await asyncio.sleep(0.05)
+    assert edge.core.called == ["tercet_reserve"], "its timer has no part in it any more"
+    engine.run(engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease))
+    await edge.settled()
+
+
+async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) -> None:
+    held = await edge.reserve()
+    edge.leases.claim("s", tokens_of(40))
+    edge.leases.release_soon(held.lease)
+    await edge.settled()
+
+
+@pytest.mark.parametrize(("tokens", "position"), [(tokens_of(30), 30), ([9, *tokens_of(39, start=11)], 0)])
+async def test_other_tokens_cannot_claim(edge: Edge, tokens: list[int], position: int) -> None:
+    held = await edge.reserve()
+    with pytest.raises(BadRequest, match=f"first at position {position}"):
+        edge.leases.claim("s", tokens)
+    assert edge.leases.claim("t", tokens) is None
+    await edge.leases.release(held.lease)
+    await edge.settled()
+
+
+async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    held = await edge.reserve(length=3 * BLOCK)
+    edge.leases.note(LeaseFilled(held.lease, 0, 3 * BLOCK), ranks=2)
+    assert len(edge.tasks) == 0
+    edge.leases.note(LeaseFilled(held.lease, 1, 2 * BLOCK), ranks=2)
+    await edge.tasks.wait(5)
+    assert engine.cached(tokens) == 2 * BLOCK
+    await edge.leases.release(held.lease)
+    edge.leases.note(LeaseFilled(held.lease, 1, 3 * BLOCK), ranks=2)
+    await edge.settled()
+
+
+async def test_an_abort_of_what_has_no_lease_is_fine(edge: Edge) -> None:
+    assert not await edge.leases.abort("nobody")
