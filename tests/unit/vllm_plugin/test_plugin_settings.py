@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.engine.plugin_settings import MAX_CPUS, parse_settings
+from tercet.settings import declared
+from tercet.vllm_plugin.engine.plugin_settings import MAX_CPUS, PluginSettings, parse_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"lease": 3}, "lease"),
@@ -33,11 +35,38 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"agent_cpus": f"0-{10**12}"}, "agent_cpus"),
 ]
 
+# Those that are wrong by their value, and not as a key or a type.
+BAD_AS_THEY_ARE = [(extra, named) for extra, named in BAD if extra.keys() != {"lease"}]
+
 
 @pytest.mark.parametrize(("extra", "named"), BAD, ids=str)
 def test_a_wrong_setting_is_refused_by_name(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         parse_settings(extra)
+
+
+@pytest.mark.parametrize(("wrong", "named"), BAD_AS_THEY_ARE, ids=str)
+def test_bounds_hold_on_direct_construction(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        PluginSettings(**wrong)
+
+
+def test_what_is_wrong_is_said_in_plain_english() -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_settings({"lease_ttl": -1})
+    assert caught.value.message == "kv_connector_extra_config: lease_ttl: must be greater than 0, is -1"
+    with pytest.raises(BadRequest) as caught:
+        parse_settings({"lease_tll": 1})
+    assert caught.value.message == "kv_connector_extra_config: unknown key lease_tll; did you mean lease_ttl?"
+
+
+def test_the_page_has_every_setting_with_its_default() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "verbs.md").read_text()
+    rows = [line for line in page.partition("## Settings of the plugin")[2].splitlines() if line.startswith("| `")]
+    keys = [each.key for each in declared(PluginSettings)]
+    assert [row.split("`")[1] for row in rows] == keys
+    for row, each in zip(rows, declared(PluginSettings), strict=True):
+        assert row.split("|")[2].strip().strip("`") == each.shown_default
 
 
 def test_the_limit_is_given_in_gigabytes_per_second() -> None:

@@ -7,59 +7,67 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
+from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.settings import Setting, Settings, Source, decode_settings
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SECRET_VARIABLE = "TERCET_SECRET"
+ORIGIN = "kv_connector_extra_config: "
 MAX_PORT = 65535
 MAX_CPUS = 8192  # what Linux can be built for
 # With one port given, the ranks of this machine take the next ones; so many are tried.
 PORTS_TRIED = 64
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
-class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one engine's Tercet plugin.
+class PluginSettings(Settings, frozen=True, rename=lambda name: name):
+    """Settings of one engine's Tercet plugin; those of the transport as people write them.
 
-    ``lease_ttl``: seconds until an unused reservation ends by itself. ``max_lease_share``: share of the block pool
-    that reservations may pin together, since they cannot be preempted.
-
-    The transport: ``transport`` is how KV travels, ``auto`` or the name of one way. ``host``: addresses that it listens
-    on, several separated by commas; a peer spreads its connections over them. ``port``: the first port that it tries,
-    or a range ``first-last``; 0 picks free ones. ``streams``: connections per peer when KV travels through them.
-    ``secret``, or better the environment variable ``TERCET_SECRET``: what every engine of the fleet knows, so that no
-    other process can push. ``send_timeout``: seconds without progress after which a push fails.
-
-    ``agent_cpus``: CPUs on which the process that moves KV runs, such as ``3`` or ``0-1,6``; empty lets it use all that
-    the engine may. Give it one that does not compute, and decode steps do not share a core with what is received.
-    ``receive_limit``: 10^9 bytes per second that each rank takes in at most, 0 for any number. Cores share the way to
-    memory; a limit keeps decode steps even where that is narrow.
+    Cores share the way to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
+    while KV arrives.
     """
 
-    lease_ttl: Seconds = 60.0
-    max_lease_share: Share = 0.8
-    transport: str = AUTO
-    host: str = "127.0.0.1"
-    port: str | int = 0
-    streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
-    secret: str = ""
-    send_timeout: Seconds = 30.0
-    agent_cpus: str | int = ""
-    receive_limit: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    lease_ttl: Annotated[Seconds, Setting("Until an unused reservation ends by itself.", unit="seconds")] = 60.0
+    max_lease_share: Annotated[
+        Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
+    ] = 0.8
+    transport: Annotated[str, Setting("How KV travels: auto, or one way and no other.")] = AUTO
+    host: Annotated[
+        str, Setting("IP addresses that the KV transport listens on, with commas; streams are spread over them.")
+    ] = "127.0.0.1"
+    port: Annotated[str, Setting("The first port that it tries, or a range first-last; 0 picks free ones.")] = "0"
+    streams: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_STREAMS)], Setting("Connections per peer when KV travels through them.")
+    ] = 2
+    secret: Annotated[str, Setting("What all engines of the fleet know.", env=SECRET_VARIABLE, default="none")] = ""
+    send_timeout: Annotated[Seconds, Setting("Without progress, until a push fails.", unit="seconds")] = 30.0
+    agent_cpus: Annotated[
+        str, Setting("CPUs of the process that moves KV, such as 3 or 0-1,6.", default="all of the engine's")
+    ] = ""
+    receive_limit: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Setting("What each rank takes in at most, 0 for any number.", unit="10^9 bytes per second", default="0"),
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transport not in TRANSPORTS:
+            raise _wrong("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
+        _hosts(self.host)
+        _ports(self.port)
+        self.cpus()
 
     def cpus(self) -> frozenset[int]:
-        """``agent_cpus`` as numbers; raises ``ValueError`` for what is no list of CPUs."""
-        return _cpus(str(self.agent_cpus))
+        """``agent_cpus`` as numbers; none for all that the engine may use."""
+        return _cpus(self.agent_cpus)
 
     def transport_settings(self) -> TransportSettings:
-        """These settings as the transport takes them; raises ``ValueError`` naming the one that is wrong."""
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport is {self.transport!r}; choose {', '.join(TRANSPORTS)}")
+        """These settings as the transport takes them."""
         secret = self.secret or os.environ.get(SECRET_VARIABLE, "")
-        hosts, ports = _hosts(self.host), _ports(str(self.port))
+        hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
             self.transport, hosts, ports, self.streams, secret, self.send_timeout, self.receive_limit * 1e9
         )  # fmt: skip
@@ -67,13 +75,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
     """Validate ``kv_connector_extra_config``; raises :class:`~tercet.protocol.BadRequest` naming the key."""
-    try:
-        config = msgspec.convert(dict(extra), PluginSettings, strict=False)
-        config.transport_settings()
-        config.cpus()
-    except (msgspec.ValidationError, ValueError) as error:
-        raise BadRequest(f"kv_connector_extra_config: {error}", "kv_connector_extra_config") from error
-    return config
+    return decode_settings(PluginSettings, Source(extra, ORIGIN))
 
 
 def _hosts(text: str) -> tuple[str, ...]:
@@ -82,9 +84,9 @@ def _hosts(text: str) -> tuple[str, ...]:
         try:
             unspecified = ipaddress.ip_address(host).is_unspecified
         except ValueError:
-            raise ValueError(f"host is {text!r}; give IP addresses of this machine, separated by commas") from None
+            raise _wrong("host", text, "must be IP addresses of this machine, separated by commas") from None
         if unspecified:
-            raise ValueError(f"host is {text!r}; give addresses that peers can connect to, not {host}")
+            raise _wrong("host", text, f"must be addresses that peers can connect to, which {host} is not")
     return hosts
 
 
@@ -93,11 +95,11 @@ def _ports(text: str) -> tuple[int, ...]:
     if text == "0":
         return ()
     if not (first.isdecimal() and (last.isdecimal() or not dash)):
-        raise ValueError(f"port is {text!r}; give a port, or a range first-last")
+        raise _wrong("port", text, "must be a port, or a range first-last")
     begin = int(first)
     end = int(last) + 1 if dash else min(begin + PORTS_TRIED, MAX_PORT + 1)
     if not 1 <= begin < end <= MAX_PORT + 1:
-        raise ValueError(f"port is {text!r}; give one from 1 to {MAX_PORT}, or a range first-last of these")
+        raise _wrong("port", text, f"must be from 1 to {MAX_PORT}, or a range first-last of these")
     return tuple(range(begin, end))
 
 
@@ -108,6 +110,10 @@ def _cpus(text: str) -> frozenset[int]:
         bounds = first, last if dash else first
         numbers = [int(bound) for bound in bounds if bound.isascii() and bound.isdecimal()]
         if len(numbers) < 2 or not numbers[0] <= numbers[1] < MAX_CPUS:
-            raise ValueError(f"agent_cpus is {text!r}; give numbers of CPUs and ranges, such as 0-1,6")
+            raise _wrong("agent_cpus", text, "must be numbers of CPUs and ranges of them, such as 0-1,6")
         found.update(range(numbers[0], numbers[1] + 1))
     return frozenset(found)
+
+
+def _wrong(name: str, value: str, rule: str) -> BadRequest:
+    return BadRequest(f"{name}: {rule}, is {value!r}", name)
