@@ -26,9 +26,7 @@ from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHan
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
-from tercet.vllm_plugin.engine.reservations import Reservations
-from tercet.vllm_plugin.engine.resume import ResumedRequests
-from tercet.vllm_plugin.engine.send_planner import SendPlanner
+from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 from tercet.vllm_plugin.engine.worker_side import WorkerSide
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 
@@ -52,20 +50,17 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_hooks("engine")
         _require_one_cache_group(kv_cache_config)
         _require_one_replica(vllm_config)
-        self._config = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
         self._handshakes: list[WorkerHandshake] = []
-        self.reservations: Reservations | None = None
-        self.sends: SendPlanner | None = None
-        self.resumed: ResumedRequests | None = None
         self._agents: ControlClient | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_tp_group
 
-            self._worker = WorkerSide(get_tp_group().rank_in_group, self._config)
+            self._worker = WorkerSide(get_tp_group().rank_in_group, self.settings)
 
     # ---- worker ----------------------------------------------------------------------------------------------
 
@@ -118,21 +113,13 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
         self._agents = ControlClient(self.control_endpoints)
 
-    def attach(self, scheduler: Scheduler) -> None:
-        """Take hold of the scheduler, whose thread all of the following runs on."""
-        if self._agents is None:
-            raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
-        self._scheduler = scheduler
-        total = self._kv_cache_config.num_blocks
-        self.reservations = Reservations(scheduler, self._agents, int(total * self._config.max_lease_share))
-        self.sends = SendPlanner(scheduler, self._agents)
-        self.resumed = ResumedRequests(scheduler)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler that this connector is attached to."""
+    def attach(self, scheduler: Scheduler) -> SchedulerSide:
+        """What is held for others at the scheduler, of which the first call takes hold."""
         if self._scheduler is None:
-            raise UnsupportedVLLM("the connector is not attached to a scheduler yet")
+            if self._agents is None:
+                raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
+            max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
+            self._scheduler = SchedulerSide(scheduler, self._agents, max_blocks)
         return self._scheduler
 
     @property
@@ -150,43 +137,20 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """The layout of every rank of this engine."""
         return msgspec.json.decode(self._handshakes[0].layout, type=KVLayout)
 
-    @property
-    def config(self) -> Any:
-        """The plugin's settings."""
-        return self._config
-
-    @property
-    def agents(self) -> ControlClient:
-        """The control channel to every rank's agent."""
-        if self._agents is None:
-            raise UnsupportedVLLM("the workers' endpoints have not arrived")
-        return self._agents
-
     def on_new_request(self, request: VLLMRequest) -> None:
-        """A request arrived: it may send its KV, stand on a reservation, or go on with output from elsewhere."""
+        """A request arrived; of ours are those that bear this engine's token."""
         params = params_of(request.kv_transfer_params, self.token)
-        if params is None or self.reservations is None or self.sends is None or self.resumed is None:
-            return
-        if params.send is not None:
-            self.sends.begin(request, params.send)
-        if params.seq is not None:
-            if params.seq.output:
-                self.resumed.begin(request, params.seq.output)
-            if params.seq.lease is not None:
-                self.reservations.adopt(params.seq.lease, request)
+        if params is not None and self._scheduler is not None:
+            self._scheduler.begin(request, params)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """A step's orders for the workers."""
-        metadata = StepMetadata()
-        if self.sends is not None and self.resumed is not None:
-            self.sends.plan(scheduler_output, metadata)
-            self.resumed.plan(scheduler_output, metadata)
-        return metadata
+        return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are freed by vLLM as usual; those on their way to a peer are pinned by :class:`SendPlanner`."""
-        if self.resumed is not None:
-            self.resumed.forget(request.request_id)
+        """Blocks are freed by vLLM as usual."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -109,7 +109,7 @@ class TinyEngine:
         self.connector = connector
         self.agents = FakeAgents()
         connector._agents = self.agents  # type: ignore[assignment]
-        connector.attach(self.scheduler)
+        self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)
         self.core: Any = SimpleNamespace(
             scheduler=self.scheduler, request_block_hasher=get_request_block_hasher(BLOCK, sha256)
@@ -215,8 +215,7 @@ class TinyEngine:
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
         assert not self.agents.granted
-        assert self.connector.resumed is not None
-        assert len(self.connector.resumed) == 0
+        assert len(self.side.resumed) == 0
 
 
 def tokens_of(length: int, start: int = 10) -> list[int]:

@@ -19,6 +19,7 @@ from tercet.transport import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.connector_messages import SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
+from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -52,21 +53,24 @@ def _connector(core: EngineCore) -> TercetConnector:
     connector = core.scheduler.get_kv_connector()
     if not isinstance(connector, TercetConnector):
         raise EngineError("this engine runs without TercetConnector: start it with the documented --kv-transfer-config")
-    if connector.reservations is None:
-        connector.attach(_scheduler(core))
     return connector
+
+
+def _side(core: EngineCore) -> SchedulerSide:
+    return _connector(core).attach(_scheduler(core))
 
 
 @_answers
 def tercet_describe(core: EngineCore) -> dict[str, Any]:
     """Attach to the scheduler; say what the edge must know about this engine."""
     connector = _connector(core)
+    connector.attach(_scheduler(core))
     return {
         "transports": connector.transports,
         "agents": connector.control_endpoints,
         "layout": msgspec.to_builtins(connector.layout),
         "token": connector.token,
-        "lease_ttl": connector.config.lease_ttl,
+        "lease_ttl": connector.settings.lease_ttl,
         "kv_events": _published_at(_scheduler(core)),
     }
 
@@ -74,22 +78,21 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
 @_answers
 def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, notify: str) -> int:
     """Reserve blocks for ``tokens``; returns the matched length."""
-    connector = _connector(core)
     owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return connector.reservations.reserve(lease, owner, len(tokens), notify)  # type: ignore[union-attr]
+    return _side(core).reservations.reserve(lease, owner, len(tokens), notify)
 
 
 @_answers
 def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
     """Make received KV findable in the prefix cache."""
-    _connector(core).reservations.commit(lease, valid_end)  # type: ignore[union-attr]
+    _side(core).reservations.commit(lease, valid_end)
     _publish_now(_scheduler(core))
 
 
 @_answers
 def tercet_release(core: EngineCore, lease: str) -> int:
     """End a lease; returns how far its KV was valid."""
-    valid_end = _connector(core).reservations.release(lease)  # type: ignore[union-attr]
+    valid_end = _side(core).reservations.release(lease)
     _publish_now(_scheduler(core))
     return valid_end
 
@@ -99,19 +102,19 @@ def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | No
     """Push cached KV with no forward pass; whether all of it was cached."""
     params = msgspec.convert(send, SendParams)
     probe = _probe(core, f"tercet-probe-{params.send_id}", tokens, cache_salt)
-    return _connector(core).sends.push_cached(probe, params)  # type: ignore[union-attr]
+    return _side(core).sends.push_cached(probe, params)
 
 
 @_answers
 def tercet_end_send(core: EngineCore, send_id: str) -> None:
     """Stop a send and unpin its blocks."""
-    _connector(core).sends.end(send_id)  # type: ignore[union-attr]
+    _side(core).sends.end(send_id)
 
 
 @_answers
 def tercet_status(core: EngineCore) -> dict[str, Any]:
     """Load and holdings of this engine."""
-    connector = _connector(core)
+    side = _side(core)
     pool = _scheduler(core).kv_cache_manager.block_pool
     running, waiting = core.scheduler.get_request_counts()
     return {
@@ -120,9 +123,9 @@ def tercet_status(core: EngineCore) -> dict[str, Any]:
         "running": running,
         "waiting": waiting,
         "kv_cache_usage": pool.get_usage(),
-        "leases": len(connector.reservations or ()),
-        "sends": len(connector.sends or ()),
-        "counters": _sum(connector.agents.call_all(ReadCounters())),
+        "leases": len(side.reservations),
+        "sends": len(side.sends),
+        "counters": _sum(side.agents.call_all(ReadCounters())),
     }
 
 

@@ -1,0 +1,49 @@
+"""The scheduler's half: what requests of ours become, and what each step orders the workers to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tercet.transport import ControlClient
+from tercet.vllm_plugin.engine.connector_messages import StepMetadata, TercetParams
+from tercet.vllm_plugin.engine.reservations import Reservations
+from tercet.vllm_plugin.engine.resume import ResumedRequests
+from tercet.vllm_plugin.engine.send_planner import SendPlanner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+
+class SchedulerSide:
+    """What one scheduler holds for others. Everything here runs on the scheduler's thread.
+
+    ``max_lease_blocks`` caps what leases pin together.
+    """
+
+    def __init__(self, scheduler: Scheduler, agents: ControlClient, max_lease_blocks: int) -> None:
+        self.agents = agents
+        self.reservations = Reservations(scheduler, agents, max_lease_blocks)
+        self.sends = SendPlanner(scheduler, agents)
+        self.resumed = ResumedRequests(scheduler)
+
+    def begin(self, request: VLLMRequest, params: TercetParams) -> None:
+        """A request arrived that sends its KV, stands on a reservation, or goes on with output from elsewhere."""
+        if params.send is not None:
+            self.sends.begin(request, params.send)
+        if params.seq is not None and params.seq.output:
+            self.resumed.begin(request, params.seq.output)
+        if params.seq is not None and params.seq.lease is not None:
+            self.reservations.adopt(params.seq.lease, request)
+
+    def plan(self, output: SchedulerOutput) -> StepMetadata:
+        """The orders of the step that ``output`` describes."""
+        metadata = StepMetadata()
+        self.sends.plan(output, metadata)
+        self.resumed.plan(output, metadata)
+        return metadata
+
+    def finished(self, request_id: str) -> None:
+        """A request is over. Its blocks are vLLM's to free; those on their way to a peer stay pinned by its send."""
+        self.resumed.forget(request_id)
