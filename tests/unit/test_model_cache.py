@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster import model
-from tercet.cluster.directory_cache import MANIFEST, cached_directory, is_complete
+from tercet.cluster.model import MANIFEST, cached_directory, is_complete
 from tercet.protocol import BadRequest, TercetError
 
 Build = Callable[[Path], None]
@@ -154,7 +154,7 @@ def start_builder(cache: Path, seconds: float) -> subprocess.Popen[bytes]:
     script = f"""
         import time
         from pathlib import Path
-        from tercet.cluster.directory_cache import cached_directory
+        from tercet.cluster.model import cached_directory
 
         def build(directory):
             (directory / "half").write_text("x")

@@ -12,12 +12,10 @@ import typer
 from tercet import __version__
 from tercet.cli.bench import bench
 from tercet.cli.demo import demo
-from tercet.cli.engine import engine
-from tercet.cli.engines import engines
+from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.profile import app as profile
 from tercet.cli.program import program
-from tercet.cli.router import router
-from tercet.cli.scheduling import scheduling
+from tercet.cli.servers import engine, router
 from tercet.cli.sim import app as sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 
 from rich.console import Console
 
-from tercet.cluster.addresses import require_free
+from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
-from tercet.cluster.process import GRACE_SECONDS
+from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
 from tercet.programs import load_program
 

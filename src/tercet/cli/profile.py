@@ -19,7 +19,7 @@ from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Me
 from tercet.cli.sim import require_folder, show
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
-from tercet.settings.front_door import engine_address
+from tercet.settings.router_config import engine_address
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.sim.step_times import Transfer, pairs_of
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast
 import typer
 import yaml
 
-from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
-from tercet.cli.options import ProgramArg
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, say
+from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 

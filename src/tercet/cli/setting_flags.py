@@ -1,16 +1,16 @@
-"""Commands whose flags are settings: each declared once, in :mod:`tercet.settings`."""
+"""Commands whose flags are settings, each declared once in :mod:`tercet.settings`, and flags that others have."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.options import VLLMArgs
+from tercet.cluster.engine_command import check_flags
 from tercet.settings import (
     Declared,
     Settings,
@@ -22,6 +22,31 @@ from tercet.settings import (
     read_yaml,
 )
 from tercet.settings.settings_table import said_of
+
+Model = Annotated[
+    str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="As vLLM's. float32 for token-exact comparisons.",
+        show_default="bfloat16; float32 on CPUs without instructions for that",
+    ),
+]
+ServedModelName = Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+ProgramArg = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
+]
+VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
+
+
+def vllm_flags(given: Sequence[str] | None) -> tuple[str, ...]:
+    """What stood after ``--``; raises :class:`~tercet.protocol.BadRequest` for what cannot be passed on."""
+    flags = tuple(given or ())
+    check_flags(flags, "vLLM flags after --")
+    return flags
+
 
 Config = Annotated[
     Path | None, typer.Option(help="A YAML file with the same keys; flags and TERCET_ variables win over it.")

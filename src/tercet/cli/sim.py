@@ -16,7 +16,7 @@ from tercet.bench.simulated import Simulation, SyntheticWorkload, table
 from tercet.bench.simulated.simulation import HEADINGS
 from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
 from tercet.bench.summary import Slo
-from tercet.cli.options import ProgramArg
+from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint

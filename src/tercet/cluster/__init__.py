@@ -1,1 +1,1 @@
-"""Engines and the front door as running processes: on this machine, on Ray, on Kubernetes."""
+"""Engines and a front door as processes of this machine."""

@@ -1,4 +1,7 @@
-"""The command of an engine, vLLM's or a simulated one's: a pure function from its description to what is run."""
+"""The command of an engine, vLLM's or a simulated one's: a pure function from its description to what is run.
+
+And the flags that callers pass on to vLLM: which are set, and which are not theirs to set.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,75 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tercet.cluster.dtype import default_dtype
-from tercet.cluster.pinning import as_cpu_list, split_cores
-from tercet.cluster.vllm_flags import KV_TRANSFER, value_of, without
+from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
 from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
+
+KV_TRANSFER = "--kv-transfer-config"
+# Tercet finds the server under these; as vLLM flags they would move it to where nobody looks.
+_TERCETS_OWN = {
+    "--model": "--model",
+    "--served-model-name": "--served-model-name",
+    "--host": "--host",
+    "--port": "--port",
+}
+
+
+def check_flags(args: Sequence[str], where: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for what cannot be passed on; ``where`` says what they were given as.
+
+    Everything else is vLLM's to judge.
+    """
+    if args and not args[0].startswith("-"):
+        raise BadRequest(f"{where}: {args[0]!r} is not a flag; vLLM's own flags begin with one", where)
+    for flag, _ in _flags(args):
+        if flag in _TERCETS_OWN:
+            raise BadRequest(f"{where}: {flag} is Tercet's own; give it before the --, or as a key of its own", where)
+
+
+def value_of(args: Sequence[str], *names: str) -> str | None:
+    """The last value that ``args`` give to a flag under any of its ``names``; ``""`` if it has none."""
+    found = None
+    for flag, value in _flags(args):
+        if flag in names:
+            found = value
+    return found
+
+
+def without(args: Sequence[str], name: str) -> list[str]:
+    """``args`` less one flag that takes a value."""
+    kept: list[str] = []
+    skip = False
+    for arg in args:
+        if skip:
+            skip = False
+        elif _spelling(arg) == name:
+            skip = "=" not in arg
+        else:
+            kept.append(arg)
+    return kept
+
+
+def _flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag with its value, whether written ``--flag value`` or ``--flag=value``."""
+    for index, arg in enumerate(args):
+        if not arg.startswith("-"):
+            continue
+        _, equals, value = arg.partition("=")
+        following = args[index + 1] if index + 1 < len(args) else ""
+        yield _spelling(arg), value if equals else "" if following.startswith("-") else following
+
+
+def _spelling(arg: str) -> str:
+    """A flag's name as vLLM documents it; ``--max_model_len`` is accepted too."""
+    return arg.split("=", 1)[0].replace("_", "-") if arg.startswith("--") else arg.split("=", 1)[0]
+
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 PLUGIN = "tercet"
@@ -38,7 +99,7 @@ BUILT_IN_MAX_LEN = "2048"
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
 
-    ``dtype`` is :func:`~tercet.cluster.dtype.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
+    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
     engine. ``built_in``: the model is the small one that Tercet brings.
     ``simulate``: the profile of a simulated engine, and ``options`` its own.
     """

@@ -15,11 +15,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tercet.cluster.addresses import free_ports, require_free, url_of
+from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.compute import split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
 from tercet.cluster.model import BUILT_IN, cache_root
-from tercet.cluster.pinning import split_cores, split_devices, visible_devices
-from tercet.cluster.process import Process, StartFailed, describe_exit
+from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Role
 from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
@@ -53,7 +53,7 @@ class RunningFleet:
     async def until_broken(self, on_event: OnEvent) -> None:
         """Wait for the end of the front door or of the last engine, reporting engines that end before.
 
-        Raises :class:`~tercet.cluster.process.StartFailed` then; it does not return.
+        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return.
         """
         processes = [self.router, *(engine.process for engine in self.engines)]
         waiting = {asyncio.ensure_future(process.ended()): process for process in processes}
@@ -77,7 +77,7 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
     ``on_event(process, state)`` is told how each process gets on. Raises
-    :class:`~tercet.cluster.process.StartFailed` when one does not become ready, and
+    :class:`~tercet.cluster.child_process.StartFailed` when one does not become ready, and
     :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
     """
     if config.port:

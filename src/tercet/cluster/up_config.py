@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.cluster.vllm_flags import check_flags
+from tercet.cluster.engine_command import check_flags
 from tercet.protocol import BadRequest, Role
 from tercet.settings import FrontDoorConfig, Setting
 

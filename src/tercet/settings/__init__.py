@@ -2,7 +2,7 @@
 
 from tercet.settings.declaration import Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
-from tercet.settings.front_door import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 
 __all__ = [
     "Declared",

@@ -41,7 +41,7 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
     from tercet.cli import fleet_run
     from tercet.cli import main as tercet
     from tercet.cluster import local
-    from tercet.cluster.process import Process
+    from tercet.cluster.child_process import Process
 
     def argv(port: int) -> list[str]:
         return [sys.executable, "-m", "tests.unit.cli.fake_fleet", mark, mode, "serve", str(port)]

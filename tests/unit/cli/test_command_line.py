@@ -14,7 +14,7 @@ from tercet import __version__
 from tercet.cli import app
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import key_values
-from tercet.settings.front_door import engine_address
+from tercet.settings.router_config import engine_address
 
 
 @pytest.mark.parametrize(

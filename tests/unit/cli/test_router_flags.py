@@ -12,8 +12,8 @@ import typer
 
 from tercet.cli import app
 from tercet.cluster import local
+from tercet.cluster.child_process import Process
 from tercet.cluster.local import RunningEngine, router_argv, router_config
-from tercet.cluster.process import Process
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.server import stream_port
@@ -29,14 +29,14 @@ from tercet.settings import (
     decode_settings,
     read_yaml,
 )
-from tercet.settings.front_door import engine_address
+from tercet.settings.router_config import engine_address
 
 
 def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> RouterConfig:
     """The configuration that the front door of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
-    monkeypatch.setattr("tercet.cli.router.serve", found.append)
-    monkeypatch.setattr("tercet.cli.router.resolve_model", lambda name, _: name)
+    monkeypatch.setattr("tercet.cli.servers.serve", found.append)
+    monkeypatch.setattr("tercet.cli.servers.resolve_model", lambda name, _: name)
     engine = RunningEngine("e", "decode", "http://127.0.0.1:1", Process("e", [], {}, tmp_path / "log"))
 
     def start(config: UpConfig, _: object) -> None:
@@ -122,8 +122,8 @@ def test_variables_were_heard_when_the_file_was_made(monkeypatch: pytest.MonkeyP
 def test_bad_flags_end_with_one_line_and_exit_code_2(
     flags: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tercet.cli.router.serve", lambda _: pytest.fail("it was served"))
-    monkeypatch.setattr("tercet.cli.router.resolve_model", lambda name, _: name)
+    monkeypatch.setattr("tercet.cli.servers.serve", lambda _: pytest.fail("it was served"))
+    monkeypatch.setattr("tercet.cli.servers.resolve_model", lambda name, _: name)
     assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", "18765", *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.cluster.compute import as_cpu_list, split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of
 from tercet.cluster.local import engine_specs
-from tercet.cluster.pinning import as_cpu_list, split_cores, split_devices, visible_devices
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings import decode_settings, read_yaml

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster.process import Process
+from tercet.cluster.child_process import Process
 
 # A command with a child of its own; both ignore SIGTERM when told to.
 COMMAND = """
@@ -30,7 +30,7 @@ time.sleep(600)
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tercet.cluster.process import Process
+from tercet.cluster.child_process import Process
 async def main():
     process = Process("p", [sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, Path(sys.argv[3]), grace=3)
     await process.start()

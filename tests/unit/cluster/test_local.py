@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tercet.cluster import local
-from tercet.cluster.addresses import free_ports, require_free, url_of
+from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.local import RunningFleet, local_fleet
-from tercet.cluster.process import Process, StartFailed, describe_exit
+from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.cluster.addresses import free_ports, url_of
+from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
@@ -255,7 +255,7 @@ def test_as_an_openai_server() -> None:
 def test_no_engine_library_is_loaded() -> None:
     """The command's own modules, in a process that has nothing else."""
     code = (
-        "import sys; import tercet.cli.engine; "
+        "import sys; import tercet.cli.servers; "
         "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.cluster.addresses import free_ports, url_of
+from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output

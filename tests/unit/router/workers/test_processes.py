@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.cluster.addresses import free_ports
 from tercet.cluster.model import resolve_model
+from tercet.cluster.ports import free_ports
 from tercet.sim import load_profile
 from tercet.sim.serving.openai_server import ServerConfig, serving
 

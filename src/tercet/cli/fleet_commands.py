@@ -1,15 +1,37 @@
-"""``tercet engines``: the members of a running front door's fleet."""
+"""``tercet engines`` and ``tercet scheduling``: a running front door's fleet, shown and changed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from tercet.cli.front_door import HERE, ApiKey, Json, Url, ask, say
-from tercet.protocol import Role
+from tercet.client.ask_front_door import ask_front_door
+from tercet.protocol import BadRequest, Role
+
+Url = Annotated[str, typer.Option(help="The front door's base URL.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="TERCET_API_KEY", help="Its API key, if it was started with `-- --api-key`.")
+]
+Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
+HERE = "http://127.0.0.1:8000"
+
+
+def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
+    """The front door's answer; raises :class:`~tercet.protocol.TercetError`."""
+    if not url.startswith(("http://", "https://")):
+        raise BadRequest(f"--url: {url!r} is not a URL such as {HERE}", "--url")
+    return asyncio.run(ask_front_door(url, method, path, body, api_key))
+
+
+def say(text: str) -> None:
+    """A line on standard output."""
+    typer.echo(text)
+
 
 engines = typer.Typer(no_args_is_help=True, help="Show and change the engines of a running front door.")
 Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
@@ -88,3 +110,40 @@ def _report(report: dict[str, Any] | None) -> str:
         return "no report"
     busy = f"{report['running']} running, {report['waiting']} waiting"
     return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
+
+
+scheduling = typer.Typer(no_args_is_help=True, help="Show and change how a running front door chooses engines.")
+
+
+@scheduling.command()
+def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """The file in use and its profiles."""
+    _print(ask(url, api_key, "GET", "/scheduling"), as_json)
+
+
+@scheduling.command("set")
+def set_file(
+    file: Annotated[str, typer.Argument(help="A scheduling file on the front door's machine.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Use another file for picks from now on, or the same one anew; what does not load changes nothing.
+
+    Example: `tercet scheduling set scheduling.yaml`
+    """
+    here = Path(file).expanduser()
+    path = str(here.absolute()) if here.is_file() else file
+    _print(ask(url, api_key, "PUT", "/scheduling", {"file": path}), as_json)
+
+
+def _print(state: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(state, indent=2))
+        return
+    say(state["file"] or "no scheduling file")
+    for name, profile in state["profiles"].items():
+        roles = [role for role, used in state["by_role"].items() if used == name]
+        scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
+        parts = [*profile["filters"], *scorers, profile["picker"]]
+        say(f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}")

@@ -1,4 +1,4 @@
-"""``tercet engine``: one vLLM server with Tercet's plugin, or a simulated engine in its place."""
+"""``tercet engine`` and ``tercet router``: one server each, in the foreground."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.options import Dtype, Host, Model, ServedModelName, VLLMArgs, vllm_flags
-from tercet.cluster.addresses import require_free, url_of
-from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, engine_argv, engine_env
+from tercet.cli.setting_flags import Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command, vllm_flags
+from tercet.cluster.compute import visible_devices
+from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, check_flags, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
-from tercet.cluster.pinning import visible_devices
+from tercet.cluster.ports import require_free, url_of
+from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet.settings import key_values
+from tercet.router import serve
+from tercet.router.workers import supervise
+from tercet.scheduling import load_scheduling
+from tercet.settings import RouterConfig, key_values
 from tercet.sim import EngineOptions, load_profile, options_from
-from tercet.sim.serving import ServerConfig, serve
+from tercet.sim.serving import ServerConfig
+from tercet.sim.serving import serve as serve_simulated
 
 
 def engine(
@@ -56,7 +61,9 @@ def engine(
     if simulate is not None:
         if vllm_args or print_only:
             raise BadRequest("--simulate: there is no vLLM that flags could go to", "--simulate")
-        serve(_simulated(simulate, key_values(option, "--option"), model, served_model_name, host, port, name))
+        serve_simulated(
+            _simulated(simulate, key_values(option, "--option"), model, served_model_name, host, port, name)
+        )
         return
     cores = () if visible_devices() else tuple(sorted(os.sched_getaffinity(0)))
     spec = EngineSpec(
@@ -112,3 +119,30 @@ def _positions(checkpoint: Path) -> int | None:
     """The model's longest sequence, past which vLLM refuses to serve it; None if it is not on this machine."""
     file = checkpoint / "config.json"
     return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None
+
+
+@settings_command(RouterConfig, rest="router-args")
+def router(config: RouterConfig) -> None:
+    """Run the front door: one OpenAI endpoint over engines that run already.
+
+    It waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
+    parsers, API keys, ...).
+
+    Examples:
+    - `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
+    - `tercet router --engine http://10.0.0.5:8001,name=a --program data_parallel -- --api-key secret`
+    - `tercet router --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --program mine.py:split --dev`
+    - `tercet router --engine http://127.0.0.1:8001,label.zone=a --scheduling my.yaml --program-arg pick=scheduled`
+    - `tercet router --engine http://127.0.0.1:8001 --max-in-flight-per-engine 64 --max-queued 200 --queue-timeout 10`
+    - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
+    """
+    check_flags(config.vllm_args, "vLLM flags after --")
+    model = resolve_model(config.model, lambda line: typer.echo(line, err=True))
+    config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
+    load_program(config.program, config.program_args)
+    if config.scheduling is not None:
+        load_scheduling(Path(config.scheduling).expanduser())
+    require_free(config.host, config.port)
+    if config.workers > 1:
+        raise typer.Exit(supervise(config))
+    serve(config)
