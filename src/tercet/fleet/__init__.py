@@ -1,15 +1,14 @@
 """The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
 
 from tercet.fleet.engine_fleet import EngineFleet, Member
-from tercet.fleet.hearing import Hearing
-from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.knowledge import EngineObserver, FleetKnowledge
 from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
 from tercet.fleet.trace import Trace, TraceEvent
 
 __all__ = [
     "EngineFleet",
+    "EngineObserver",
     "FleetKnowledge",
-    "Hearing",
     "Member",
     "Retry",
     "RunningSequence",

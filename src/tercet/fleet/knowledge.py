@@ -227,3 +227,28 @@ class FleetKnowledge:
         self._turn += 1
         self._cold.pop(row, None)
         self._cold[row] = self._turn
+
+
+class EngineObserver:
+    """A simulated engine's observer that passes on what it is told."""
+
+    def __init__(self, knowledge: FleetKnowledge, name: str, block_size: int) -> None:
+        self._knowledge = knowledge
+        self._name = name
+        self._block_size = block_size
+
+    def load(self, load: EngineLoad) -> None:
+        """How busy the engine is."""
+        self._knowledge.loads.report(self._name, load)
+
+    def stored(self, hashes: Sequence[int]) -> None:
+        """Blocks that it holds now."""
+        self._knowledge.hold(self._name, self._block_size, hashes)
+
+    def dropped(self, hashes: Sequence[int]) -> None:
+        """Blocks that it holds no more."""
+        self._knowledge.unstore(self._name, hashes)
+
+    def cleared(self) -> None:
+        """It holds nothing."""
+        self._knowledge.cleared(self._name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import msgspec
 
@@ -53,6 +54,13 @@ class RunningSequence:
         self.ended = False
         self.began = self._first_at = self._last_at = now
         self._budget = budget
+
+    @property
+    def state(self) -> Literal["waiting", "running", "ended"]:
+        """It waits until its client has a token."""
+        if self.ended:
+            return "ended"
+        return "running" if self.tokens else "waiting"
 
     @property
     def answered(self) -> bool:

@@ -1,7 +1,8 @@
-"""The front door's own routes: which engines there are and which programs run, and how to change both."""
+"""The front door's own routes: its engines, its programs and what they run, and how to change the first two."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
 from tercet import protocol
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
@@ -153,6 +154,30 @@ async def move_context(request: Request) -> Response:
     if sent is None:
         return _json({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
     return _json({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})
+
+
+# ---- sequences -----------------------------------------------------------------------------------------------
+
+
+@router.get("/sequences")
+async def sequences(request: Request) -> Response:
+    """What this process runs now; with ``?engine=NAME`` only what that engine generates."""
+    running, engine = _state(request).service.sequences, request.query_params.get("engine")
+    now = time.monotonic()
+    return _json([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
+
+
+def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
+    return {
+        "seq_id": sequence.request.seq_id,
+        "program": sequence.program,
+        "engine": sequence.engine,
+        "state": sequence.state,
+        "attempt": sequence.attempt,
+        "prompt_tokens": sequence.request.num_tokens,
+        "tokens": len(sequence.tokens),
+        "seconds": now - sequence.began,
+    }
 
 
 # ---- engines -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One attempt at a sequence: its program, or after a failure one engine that goes on from the tokens so far."""
+"""Attempts at a sequence: its program, and after a failure one engine that goes on from the tokens so far."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class BrokenOff(EngineError):
         self.output = Output((), output.finish_reason, output.stop_reason)
 
 
-class Attempt:
-    """Passes outputs on to ``stream``, up to the sequence's end, or to what is none of its outputs."""
+class Attempts:
+    """Runs programs for a sequence, one after another: each passes outputs on to ``stream`` until it ends or fails."""
 
     def __init__(self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None]) -> None:
         self._sequence = sequence
@@ -40,7 +40,8 @@ class Attempt:
         self._fault: ProgramFault | BrokenOff | None = None
 
     async def run(self, program: Callable[[], Answer]) -> BaseException | None:
-        """Run it to its end; returns what failed, if the sequence may still be served by another attempt."""
+        """Run one to its end; returns what failed, if the sequence may still be served by another attempt."""
+        self._fault = None
         try:
             await run_program(program(), self)
             failure: BaseException = self._fault or ProgramFault("it ended before its sequence did")
@@ -51,7 +52,7 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether the program is to go no further."""
+        """Whether the program that runs is to go no further."""
         return self._fault is not None or self._stream.over
 
     def put(self, output: Any) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
-from tercet.router.attempts import Attempt, BrokenOff, ProgramFault, one_engine
+from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.plan import Plan, as_text
 from tercet.router.routing import Chosen, Routing, Version
@@ -103,24 +103,16 @@ class Service:
         sequence = RunningSequence(request, chosen.name, self._retries, time.monotonic())
         fleet = self.fleet.traced(trace, sequence.runs_on)
         program = partial(chosen.program, request, fleet)
-        with self._counted(sequence), self._deadline(began, stream):
-            while True:
-                attempt = Attempt(sequence, stream, partial(self._finished, chosen, sequence, trace))
-                failure = await attempt.run(program)
-                if failure is None:
-                    return
+        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace))
+        with self.sequences.running(sequence), self._metrics.sequence(), self._deadline(began, stream):
+            while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence)
                 if retry is None:
-                    attempt.finish(_last_output(failure))
+                    attempts.finish(_last_output(failure))
                     return
                 await asyncio.sleep(retry.pause)
-                trace.program = chosen.name if chosen.name == ONE_ENGINE else f"{chosen.name} -> {ONE_ENGINE}"
+                trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
-
-    @contextmanager
-    def _counted(self, sequence: RunningSequence) -> Generator[None]:
-        with self.sequences.running(sequence), self._metrics.sequence():
-            yield
 
     @contextmanager
     def _deadline(self, began: float, stream: OutputStream) -> Generator[None]:
@@ -153,6 +145,8 @@ class Service:
             self._failed(chosen, error)
         retry = sequence.next_attempt(time.monotonic()) if _one_engine_may_help(chosen, error) else None
         if retry is not None:
+            if chosen.name != ONE_ENGINE:
+                sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
             code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
             self._metrics.retried(code, sequence.answered)
             if sequence.attempt == 1:

@@ -295,3 +295,24 @@ async def test_a_scheduling_file_that_does_not_load_changes_nothing(
         answer = await client.put("/scheduling", json={"file": str(tmp_path / "scheduling.yaml")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert door.fleet.scheduling is before
+
+
+async def test_running_sequences_are_listed_with_their_engine(door: Door) -> None:
+    door.engine("d").pause.clear()
+    asking = asyncio.ensure_future(door.ask({"x-tercet-program": "data_parallel"}))
+    while not door.engine("d").calls and not door.engine("p").calls:
+        await asyncio.sleep(0)
+    async with door.client() as client:
+        (shown,) = (await client.get("/sequences")).json()
+        engine = shown["engine"]
+        assert shown.pop("seconds") >= 0
+        assert shown == {
+            "seq_id": "s1", "program": "data_parallel", "engine": engine, "state": "waiting", "attempt": 0,
+            "prompt_tokens": 100, "tokens": 0,
+        }  # fmt: skip
+        assert len((await client.get("/sequences", params={"engine": engine})).json()) == 1
+        assert (await client.get("/sequences", params={"engine": "another"})).json() == []
+        for name in "pd":
+            door.engine(name).pause.set()
+        await asking
+        assert (await client.get("/sequences")).json() == []

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 
-from tercet.fleet import EngineFleet, Hearing, Member
+from tercet.fleet import EngineFleet, EngineObserver, Member
 from tercet.scheduling import Scheduling, SchedulingProfile
 from tercet.scheduling.pickers import MaxScorePicker
 from tercet.sim import Network, SimEngine, run_virtual
@@ -19,7 +19,7 @@ from .models import BLOCK, profile_of, request_of, tokens_of
 def observed(blocks: int = 1000) -> tuple[EngineFleet, SimEngine]:
     engine = SimEngine("e", profile_of(blocks=blocks), Network(), EngineOptions())
     fleet = EngineFleet([Member("e", "sim://e", "both", engine)], stale_after=math.inf)
-    fleet.knowledge.hear_from(lambda: engine.observe(Hearing(fleet, "e", BLOCK)))
+    fleet.knowledge.hear_from(lambda: engine.observe(EngineObserver(fleet.knowledge, "e", BLOCK)))
     return fleet, engine
 
 
@@ -46,13 +46,13 @@ def test_load_is_reported_at_most_once_in_a_while_and_not_at_rest() -> None:
         fleet, engine = observed()
         times: list[float] = []
         loop = asyncio.get_running_loop()
-        report = fleet.report
+        report = fleet.knowledge.loads.report
 
         def noted(name: str, load: object) -> None:
             times.append(loop.time())
             report(name, load)  # type: ignore[arg-type]
 
-        fleet.report = noted  # type: ignore[method-assign]
+        fleet.knowledge.loads.report = noted  # type: ignore[method-assign]
         fleet.knowledge.needed()
         works = [asyncio.ensure_future(tokens_of(engine, request_of(f"s{i}", 100, 50, i * 1000))) for i in range(3)]
         await asyncio.sleep(0.3)

@@ -16,7 +16,7 @@ import numpy as np
 from tercet.bench.simulated.fleet_spec import Fault, FleetSpec, members_of
 from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
 from tercet.bench.summary import Samples
-from tercet.fleet import EngineFleet, Hearing, Member
+from tercet.fleet import EngineFleet, EngineObserver, Member
 from tercet.programs import Program, data_parallel, outputs_of
 from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
 from tercet.scheduling import Scheduling
@@ -170,7 +170,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
 
     def listen() -> None:
         for name, engine in engines.items():
-            engine.observe(Hearing(fleet, name, engine.profile.block_size))
+            engine.observe(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
     fleet.knowledge.hear_from(listen)  # programs that never ask need not pay for it
     # A fleet has one front door: that of the profile that its engines have unless they have another one.
