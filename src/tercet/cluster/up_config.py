@@ -39,7 +39,7 @@ class UpConfig(FrontDoorConfig, frozen=True):
         Mapping[str, str],
         Setting("With --simulate: an option of the simulated engines; repeatable.", flag="--option"),
     ] = {}
-    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine.", flag="")] = ()
+    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -109,7 +109,7 @@ class Declared:
         """The default in words; empty if there is nothing to say."""
         if self.setting.default:
             return self.setting.default
-        if self.is_required or self.default is None or self.default in ((), {}, False):
+        if self.is_required or self.default is None or self.default is False or self.default in ((), {}):
             return ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 

@@ -161,15 +161,8 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
-    state: Annotated[
-        str | None,
-        Setting(
-            "Where engines, programs and scheduling are kept; front doors given the same file share them.",
-            metavar="FILE", default="of this front door alone",
-        ),
-    ] = None  # fmt: skip
     vllm_args: Annotated[
-        tuple[str, ...], Setting("Flags of the front door's vLLM layer, as on its command line.", flag="")
+        tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
 
     def __post_init__(self) -> None:
@@ -197,6 +190,13 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
     ] = 8000
+    state: Annotated[
+        str | None,
+        Setting(
+            "Where engines, programs and scheduling are kept; front doors given the same file share them.",
+            metavar="FILE", default="of this front door alone",
+        ),
+    ] = None  # fmt: skip
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ def settings_table(kind: type[msgspec.Struct], but: Iterable[type[msgspec.Struct
 def _row(of: Declared) -> str:
     default = of.shown_default or ("needed" if of.is_required else "")
     cells = (
-        f"`{of.flag} {of.shown_kind}`".replace(" `", "`") if of.flag else "after `--`",
+        f"`{of.flag} {of.shown_kind}`".replace(" `", "`") if of.flag else "",
         f"`{of.key}`",
         f"`{of.env}`",
     )
