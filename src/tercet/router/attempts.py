@@ -60,11 +60,12 @@ class Attempts:
         if not isinstance(output, Output):
             self._fault = ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
         elif output.finish_reason is None:
-            self._pass_on(output)
+            self._sequence.record(output, time.monotonic())
+            self._stream.put(output)
         elif output.broken_off:
             self._fault = BrokenOff(output)
             if output.token_ids:
-                self._pass_on(self._fault.begun)
+                self.put(self._fault.begun)
         else:
             self.finish(output)
 
@@ -78,10 +79,6 @@ class Attempts:
     async def until_asked(self) -> None:
         """See :meth:`tercet.protocol.OutputStream.until_asked`."""
         await self._stream.until_asked()
-
-    def _pass_on(self, output: Output) -> None:
-        self._sequence.record(output, time.monotonic())
-        self._stream.put(output)
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
