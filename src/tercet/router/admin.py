@@ -17,8 +17,7 @@ from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
-from tercet.router.plan import Plan
-from tercet.router.routing import Version
+from tercet.router.routing import Plan, Version
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -103,7 +102,7 @@ async def program(request: Request) -> Response:
 
 @router.put("/program")
 async def set_program(request: Request) -> Response:
-    """Other programs for requests from now on; the body is a :class:`~tercet.router.plan.Plan`."""
+    """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
     state = _state(request)
     behind = await state.shared.use_program(decode_call(await request.body(), Plan))
     return _json(_programs(state.service), behind=behind)

@@ -17,7 +17,7 @@ import msgspec
 
 from tercet.fleet.membership import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RouterConfig
 
 LOCK_SECONDS = 10.0

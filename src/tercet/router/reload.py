@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
 from tercet.protocol import TercetError
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState

@@ -16,8 +16,7 @@ from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
 from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
-from tercet.router.plan import Plan, as_text
-from tercet.router.routing import Chosen, Routing, Version
+from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
 from tercet.settings import RetryBudget
 
 logger = logging.getLogger("tercet.router")

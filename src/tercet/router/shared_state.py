@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest, Role, TercetError
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tercet.router.scheduling_file import LoadedScheduling, SchedulingFile, load_scheduling_file
 from tercet.router.service import Service
 from tercet.settings import EngineAddress

@@ -23,7 +23,7 @@ from tercet.router.admission import Gate
 from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState

@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, Unkn
 from tercet.router import fleet_state
 from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
-from tercet.router.plan import Plan, Share
+from tercet.router.routing import Plan, Share
 from tercet.settings import EngineAddress, RouterConfig
 
 FIRST = FleetState(
@@ -30,7 +30,7 @@ FIRST = FleetState(
 WRITER = """
 import sys
 from pathlib import Path
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tests.unit.router.test_fleet_state import FIRST, StateFile
 for number in range(int(sys.argv[2])):
     StateFile(Path(sys.argv[1])).update(lambda state: state.with_program(Plan(program=f"p{number}" * 200)), FIRST)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tercet.programs import load_program
-from tercet.router.plan import Plan, Rule, Share
 from tercet.router.reload import FileWatch, files_of, reload_on_change
+from tercet.router.routing import Plan, Rule, Share
 
 from .conftest import Door
 

@@ -15,7 +15,7 @@ from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineUnreachable
 from tercet.router import shared_state
 from tercet.router.metrics import Metrics
-from tercet.router.plan import Plan
+from tercet.router.routing import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState

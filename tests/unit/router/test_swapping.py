@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.router.plan import Plan, Rule, Share
+from tercet.router.routing import Plan, Rule, Share
 
 from .conftest import Door, counted
 
