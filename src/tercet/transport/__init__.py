@@ -1,16 +1,15 @@
 """Moving KV between engines: from one rank's KV cache straight into another's reserved blocks.
 
-:class:`KVTransport` is what the vLLM plugin uses; :class:`RankTransport` is the one there is. Decisions are pure state
-machines (:mod:`.grants`: what may be written where; :mod:`.inbound`: what a connection may say), sockets and threads
-are thin shells around them (:mod:`.receiver`, :mod:`.peer`). :mod:`.backends` are ways to read another rank's memory
-without a socket.
+Three concepts. The *agent* (:mod:`.agent`) is the process that moves one rank's KV, beside the worker that computes it.
+The *transport* (:class:`RankTransport`) is one rank's, both ways. A *peer* (:mod:`.peer`) is a receiver as its sender
+sees it. Receivers read: a sender says where its blocks are, and a receiver copies them into blocks that it has reserved
+under a lease, by one of the :mod:`.backends`. Decisions are state machines without I/O (:mod:`.grants`: what may be
+written where; :mod:`.inbound`: what a sender may say), sockets and threads are thin shells around them.
 """
 
 from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
-from tercet.transport.agent.messages import (
+from tercet.transport.agent.agent_messages import (
     CancelSend,
-    Completion,
-    Destination,
     GrantLease,
     LayersDone,
     LeaseFilled,
@@ -18,19 +17,23 @@ from tercet.transport.agent.messages import (
     PushCached,
     ReadCounters,
     RevokeLease,
+    SendComplete,
     SendDone,
     SendOpening,
     StepBegins,
     StepEnds,
 )
 from tercet.transport.backends import AUTO, TRANSPORTS
-from tercet.transport.base import KVTransport, SendReport, Target
+from tercet.transport.backends.tcp import MAX_STREAMS
+from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import Grant, GrantTable
-from tercet.transport.mapping import HeadSlice, routes
-from tercet.transport.rank import RankTransport, TransportSettings
-from tercet.transport.recut import BlockShape
+from tercet.transport.head_slices import HeadSlice, routes
+from tercet.transport.local_rank import TransportSettings
+from tercet.transport.peer import SendReport
+from tercet.transport.rank import RankTransport
 from tercet.transport.region import PAGE_BYTES, TAIL_BYTES, KVRegion, RegionShape, create_file
-from tercet.transport.session import MAX_STREAMS
+from tercet.transport.sender import SendDestination
+from tercet.transport.sockets import is_address
 
 __all__ = [
     "AUTO",
@@ -41,15 +44,12 @@ __all__ = [
     "AgentProcess",
     "BlockShape",
     "CancelSend",
-    "Completion",
     "ControlClient",
-    "Destination",
     "Grant",
     "GrantLease",
     "GrantTable",
     "HeadSlice",
     "KVRegion",
-    "KVTransport",
     "LayersDone",
     "LeaseFilled",
     "Push",
@@ -58,14 +58,16 @@ __all__ = [
     "ReadCounters",
     "RegionShape",
     "RevokeLease",
+    "SendComplete",
+    "SendDestination",
     "SendDone",
     "SendOpening",
     "SendReport",
     "SharedKV",
     "StepBegins",
     "StepEnds",
-    "Target",
     "TransportSettings",
     "create_file",
+    "is_address",
     "routes",
 ]

@@ -4,8 +4,9 @@ The invariant that everything rests on: once :meth:`GrantTable.revoke` has retur
 lease. Whoever writes is inside :meth:`GrantTable.writing` meanwhile, never waits for a peer there for more than a few
 milliseconds, and is waited for.
 
-A claim (FIN) and the pieces that it covers may arrive in any order, over several connections. It holds once every
-block of every layer of its range is in place, and is refused once all frames are here and something is missing.
+This is the transport's one ledger of leases: what is granted, and what of each send has arrived. A send's end and the
+chunks that it covers may come in any order. It holds once every block of every layer of its range is in place, and is
+refused once all chunks are here and something is missing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
-from tercet.transport.recut import Move, first_token, moves
+from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.region import Numbers
+from tercet.transport.wire import ReadDescriptors, SendEnd
 
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
@@ -41,44 +43,16 @@ class Grant:
     block_size: int
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one frame fills: part ``part`` of ``parts`` of the slots ``[begin, end)`` of ``layers`` layers.
-
-    ``layer`` is the first of them. ``unit`` is how many tokens the sender's slots have, 0 if as many as the grant's.
-    """
-
-    layer: int
-    begin: int
-    end: int
-    part: int = 0
-    parts: int = 1
-    unit: int = 0
-    layers: int = 1
-
-
-@dataclass(frozen=True)
-class Claim:
-    """That ``frames`` pieces hold part ``part`` of ``parts`` of all blocks of the tokens ``[begin, end)``."""
-
-    begin: int
-    end: int
-    frames: int
-    part: int = 0
-    parts: int = 1
-    unit: int = 0
-
-
 @dataclass
-class _Send:
-    """One send under a lease: what has arrived, by layer and slot, and its claim once that is here."""
+class _Arrival:
+    """One send under a lease: what has arrived, by layer and slot, and its end once that is here."""
 
     part: int
     parts: int
     unit: int
     arrived: NDArray[np.bool_]
-    frames: int = 0
-    claim: Claim | None = None
+    chunks: int = 0
+    ended: SendEnd | None = None
 
 
 # Who sends, and that one's number for the send.
@@ -88,10 +62,10 @@ Ranges = list[tuple[int, int]]
 
 
 @dataclass
-class _Open:
+class _Lease:
     grant: Grant
     numbers: Numbers  # the grant's blocks
-    sends: dict[SendKey, _Send] = field(default_factory=dict[SendKey, _Send])
+    sends: dict[SendKey, _Arrival] = field(default_factory=dict[SendKey, _Arrival])
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
     writers: int = 0
@@ -102,7 +76,7 @@ class GrantTable:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _Lease] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._changed = threading.Condition()
 
@@ -114,85 +88,84 @@ class GrantTable:
         needed = -(-(grant.end - grant.begin) // grant.block_size)
         if needed != len(grant.blocks) or grant.begin % grant.block_size:
             raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
-        opened = _Open(grant, np.array(grant.blocks, dtype=np.int64))
+        opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
             self._open[grant.lease] = opened
 
-    def locate(self, lease: str, piece: Piece) -> Numbers:
-        """The blocks that a piece goes to, in slot order.
+    def locate(self, chunk: ReadDescriptors) -> Numbers:
+        """The blocks that a chunk goes to, in slot order.
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
-        return self._open_for(lease, piece).numbers[piece.begin : piece.end]
+        return self._open_for(chunk).numbers[chunk.begin : chunk.end]
 
-    def locate_tokens(self, lease: str, piece: Piece) -> list[Move]:
+    def locate_tokens(self, chunk: ReadDescriptors) -> list[Move]:
         """As :meth:`locate`, for a sender whose blocks have another size."""
-        grant, slots = self._open_for(lease, piece).grant, range(piece.begin, piece.end)
-        return moves(slots, piece.unit, grant.begin, grant.blocks, grant.block_size)
+        grant, slots = self._open_for(chunk).grant, range(chunk.begin, chunk.end)
+        return moves(slots, chunk.unit, grant.begin, grant.blocks, grant.block_size)
 
-    def _open_for(self, lease: str, piece: Piece) -> _Open:
+    def _open_for(self, chunk: ReadDescriptors) -> _Lease:
         with self._changed:
-            opened = self._find(lease)
-        num_slots = _num_slots(opened.grant, piece.unit)
+            opened = self._find(chunk.lease)
+        num_slots = _num_slots(opened.grant, chunk.unit)
         inside = (
-            0 <= piece.layer < piece.layer + piece.layers <= self._num_layers
-            and 0 <= piece.begin < piece.end <= num_slots
+            0 <= chunk.layer < chunk.layer + chunk.layers <= self._num_layers
+            and 0 <= chunk.begin < chunk.end <= num_slots
         )
-        if not (inside and 0 <= piece.part < piece.parts <= MAX_PARTS):
+        if not (inside and 0 <= chunk.part < chunk.parts <= MAX_PARTS):
             raise BadRequest(
-                f"part {piece.part} of {piece.parts} of slots [{piece.begin}, {piece.end}) of layers [{piece.layer}, "
-                f"{piece.layer + piece.layers}) is outside the lease's {num_slots} slots and {self._num_layers} layers"
+                f"part {chunk.part} of {chunk.parts} of slots [{chunk.begin}, {chunk.end}) of layers [{chunk.layer}, "
+                f"{chunk.layer + chunk.layers}) is outside the lease's {num_slots} slots and {self._num_layers} layers"
             )
         return opened
 
-    def writing(self, lease: str) -> Writing:
+    def writing(self, lease: str) -> LeaseFence:
         """While inside, the lease's blocks may be written: a revocation waits.
 
         Entering raises :class:`~tercet.protocol.LeaseEnded`. Never wait long for a peer inside.
         """
-        return Writing(self, lease)
+        return LeaseFence(self, lease)
 
-    def begin_writing(self, lease: str) -> _Open:
-        """See :class:`Writing`."""
+    def begin_writing(self, lease: str) -> _Lease:
+        """See :class:`LeaseFence`."""
         with self._changed:
             opened = self._find(lease)
             opened.writers += 1
             return opened
 
-    def end_writing(self, opened: _Open) -> None:
-        """See :class:`Writing`."""
+    def end_writing(self, opened: _Lease) -> None:
+        """See :class:`LeaseFence`."""
         with self._changed:
             opened.writers -= 1
             if not opened.writers:
                 self._changed.notify_all()
 
-    def arrived(self, lease: str, send: SendKey, piece: Piece) -> int | None:
-        """A piece, which :meth:`locate` has found right, is in place; returns as :meth:`claim` does."""
+    def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
+        """A chunk, which :meth:`locate` has found right, is in place; returns as :meth:`ended` does."""
         with self._changed:
-            opened = self._find(lease)
-            found = self._send_of(opened, send, piece.part, piece.parts, piece.unit)
-            found.frames += 1
-            found.arrived[piece.layer : piece.layer + piece.layers, piece.begin : piece.end] = True
+            opened = self._find(chunk.lease)
+            found = self._arrival_of(opened, send, chunk.part, chunk.parts, chunk.unit)
+            found.chunks += 1
+            found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
             return self._settle(opened, send, found)
 
-    def claim(self, lease: str, send: SendKey, claim: Claim) -> int | None:
-        """Take a sender's claim; its ``begin`` counts from its block's start.
+    def ended(self, send: SendKey, end: SendEnd) -> int | None:
+        """Take a send's end; its ``begin`` counts from its block's start.
 
-        Returns the lease's valid end once the claim holds, ``None`` while
-        pieces are on their way. Raises :class:`~tercet.protocol.TransferFailed` if one is missing for good; nothing
-        becomes valid then.
+        Returns the lease's valid end once everything is in place, ``None`` while chunks are on their way. Raises
+        :class:`~tercet.protocol.TransferFailed` if one is missing for good; nothing becomes valid then.
         """
         with self._changed:
-            opened = self._find(lease)
+            opened = self._find(end.lease)
             grant = opened.grant
-            if not grant.begin <= claim.begin < claim.end <= grant.end:
-                raise BadRequest(f"[{claim.begin}, {claim.end}) is outside the lease's [{grant.begin}, {grant.end})")
-            found = self._send_of(opened, send, claim.part, claim.parts, claim.unit)
-            if found.claim is not None:
-                raise BadRequest("a send makes one claim")
-            found.claim = claim
+            if not grant.begin <= end.begin < end.end <= grant.end:
+                raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
+            found = self._arrival_of(opened, send, end.part, end.parts, end.unit)
+            if found.ended is not None:
+                raise BadRequest("a send ends once")
+            found.ended = end
             return self._settle(opened, send, found)
 
     def forget(self, lease: str, send: SendKey) -> None:
@@ -231,14 +204,14 @@ class GrantTable:
             self._changed.wait_for(lambda: not opened.writers)
             return _valid_end(opened)
 
-    def _find(self, lease: str) -> _Open:
+    def _find(self, lease: str) -> _Lease:
         opened = self._open.get(lease)
         if opened is None:
             how = "has ended" if lease in self._ended else "was never granted or ended long ago"
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
-    def _send_of(self, opened: _Open, send: SendKey, part: int, parts: int, unit: int) -> _Send:
+    def _arrival_of(self, opened: _Lease, send: SendKey, part: int, parts: int, unit: int) -> _Arrival:
         found = opened.sends.get(send)
         same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
         if not (same and 0 <= part < parts <= MAX_PARTS):
@@ -247,20 +220,20 @@ class GrantTable:
             if len(opened.sends) >= MAX_SENDS:
                 raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
             arrived = np.zeros((self._num_layers, _num_slots(opened.grant, unit)), dtype=np.bool_)
-            found = opened.sends[send] = _Send(part, parts, unit, arrived)
+            found = opened.sends[send] = _Arrival(part, parts, unit, arrived)
         return found
 
-    def _settle(self, opened: _Open, send: SendKey, found: _Send) -> int | None:
-        if found.claim is None or found.frames < found.claim.frames:
+    def _settle(self, opened: _Lease, send: SendKey, found: _Arrival) -> int | None:
+        if found.ended is None or found.chunks < found.ended.chunks:
             return None
         del opened.sends[send]
-        grant, end = opened.grant, found.claim.end
+        grant, end = opened.grant, found.ended.end
         unit = found.unit or grant.block_size
-        begin, origin = first_token(found.claim.begin, unit), first_token(grant.begin, unit)
+        begin, origin = first_token(found.ended.begin, unit), first_token(grant.begin, unit)
         first = (begin - origin) // unit
-        claimed = found.arrived[:, first : -(-(end - origin) // unit)]
-        if not claimed.all():
-            layers = claimed.sum(axis=0)
+        covered = found.arrived[:, first : -(-(end - origin) // unit)]
+        if not covered.all():
+            layers = covered.sum(axis=0)
             at = int((layers < self._num_layers).argmax())
             missing = self._num_layers - int(layers[at])
             raise TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
@@ -269,7 +242,7 @@ class GrantTable:
         return _valid_end(opened)
 
 
-class Writing:
+class LeaseFence:
     """What :meth:`GrantTable.writing` gives; a class, since this is entered for every few bytes that arrive."""
 
     __slots__ = ("_grants", "_lease", "_opened")
@@ -291,7 +264,7 @@ def _num_slots(grant: Grant, unit: int) -> int:
     return -(-(end - first_token(grant.begin, unit)) // unit)
 
 
-def _valid_end(opened: _Open) -> int:
+def _valid_end(opened: _Lease) -> int:
     """How far the KV is valid from the lease's beginning: in all parts, for some way to cut blocks into parts."""
     begin = opened.grant.begin
     ends = [begin]

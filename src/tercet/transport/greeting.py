@@ -1,61 +1,93 @@
-"""The first words of a connection: who the sender is, and how KV is to travel from it."""
+"""The first words of a connection: both sides prove that they know the secret, and agree on how KV is to travel."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends import TCP, Backend, BackendUnavailable, Reader, Sender
-from tercet.transport.frames import (
-    Greeting,
-    Header,
-    Kind,
-    ProtocolViolation,
-    Welcome,
-    frame,
-    receiver_proof,
-    sender_proof,
-)
-from tercet.transport.recut import BlockShape
-from tercet.transport.rules import Rules
-from tercet.transport.session import Answer, Session
+from tercet.transport.backends.reading import Backend, Reader, SendingPeer, require_word
+from tercet.transport.block_sizes import BlockShape
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.region import RegionShape
+from tercet.transport.wire import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome
+from tercet.transport.wire import receiver_proof as proof_of_receiver
+from tercet.transport.wire import sender_proof as proof_of_sender
 
 logger = logging.getLogger(__name__)
-Holds = Callable[[int], bool]
 
 
-def greet(rules: Rules, greeting: Greeting, challenge: bytes, answer: Answer, holds: Holds) -> tuple[Session, bytes]:
-    """Let a connection begin a session, or join one; returns it, and what to answer, if anything.
+# ---- the sender's side -----------------------------------------------------------------------------------------------
 
-    Raises :class:`~tercet.transport.frames.ProtocolViolation`; no session has a connection more then.
+
+def greet(
+    rank: LocalRank, challenge: Challenge, session: str, stream: int, offers: dict[str, bytes], word: int
+) -> Greeting:
+    """Prove who we are; the session's first connection also says by ``offers`` how our memory can be read.
+
+    ``word`` is the number of a generation word that is set.
     """
-    _require_ours(rules, greeting, challenge)
-    if greeting.stream:
-        return rules.sessions.join(greeting.session), b""
-    block = _other_block(rules.block, greeting.block)
-    transport, reader = _choose(rules, greeting, block, holds)
-    session = Session(greeting.session, answer, reader, greeting.shape, block)
-    try:
-        # Last, since further connections may join from now on, and find all of it.
-        rules.sessions.begin(session)
-    except BaseException:
-        if reader is not None:
-            reader.close()
-        raise
-    proof = receiver_proof(rules.secret, challenge, greeting.nonce, greeting.session)
-    return session, frame(Header(Kind.WELCOME), msgspec.msgpack.encode(Welcome(transport, proof)))
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    proof = proof_of_sender(rank.settings.secret, challenge.nonce, nonce, session)
+    greeting = Greeting(rank.fingerprint, session, stream, nonce, proof)
+    if stream:
+        return greeting
+    return msgspec.structs.replace(greeting, shape=rank.region.shape, word=word, offers=offers, block=rank.block)
 
 
-def _require_ours(rules: Rules, greeting: Greeting, challenge: bytes) -> None:
-    expected = sender_proof(rules.secret, challenge, greeting.nonce, greeting.session)
+def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
+    """The receiver's choice; raises :class:`ProtocolViolation` if the receiver is not one of ours."""
+    expected = proof_of_receiver(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    if not secrets.compare_digest(expected, welcome.proof):
+        raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
+    if welcome.transport not in greeting.offers:
+        raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
+    return welcome.transport
+
+
+# ---- the receiver's side ---------------------------------------------------------------------------------------------
+
+
+class Agreement(NamedTuple):
+    """What a receiver knows of a sender: its session, its region, and how that is read.
+
+    ``block`` is set if the sender's blocks have another size than ours.
+    """
+
+    session: str
+    shape: RegionShape
+    reader: Reader
+    block: BlockShape | None
+    welcome: Welcome
+
+
+def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> None:
+    """Raise :class:`ProtocolViolation` unless a sender knows the secret and has KV of our layout."""
+    expected = proof_of_sender(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
     if not secrets.compare_digest(expected, greeting.proof):
         raise ProtocolViolation("secret: the sender does not know this fleet's secret")
-    if greeting.fingerprint != rules.fingerprint:
+    if greeting.fingerprint != rank.fingerprint:
         raise ProtocolViolation("layout: the sender's KV layout is another one")
+
+
+def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int | None) -> Agreement:
+    """Choose how KV travels from a sender, which gave a descriptor of its ``memory``, or none.
+
+    Raises :class:`ProtocolViolation` if no transport that both have works.
+    """
+    if greeting.shape is None:
+        raise ProtocolViolation("the sender does not say how its region lies")
+    block = _other_block(rank.block, greeting.block)
+    try:
+        greeting.shape.require_sane()
+    except TransferFailed as error:
+        raise ProtocolViolation(error.message) from error
+    backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
+    proof = proof_of_receiver(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
 
 
 def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockShape | None:
@@ -71,39 +103,37 @@ def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockSha
     return theirs
 
 
-def _choose(rules: Rules, greeting: Greeting, block: BlockShape | None, holds: Holds) -> tuple[str, Reader | None]:
-    """The first backend that both have and that passes its check, or ``tcp``."""
+def _choose(
+    rank: LocalRank, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
+) -> tuple[Backend, Reader]:
+    """The first backend that both have and that passes its check."""
     reasons: list[str] = []
-    backends = rules.backends
-    if block is not None:
-        backends, reasons = (), ["blocks of another size are put together from what comes over tcp"]
-    for backend in backends:
-        offer = greeting.offers.get(backend.name)
-        if offer is None or greeting.shape is None:
-            reasons.append(f"{backend.name}: the sender does not offer it")
-            continue
+    for backend in rank.backends:
+        reader = _connect(rank, backend, greeting, sender, block, reasons)
+        if reader is not None:
+            if reasons:
+                logger.info("KV of this sender comes over %s: %s", backend.name, "; ".join(reasons))
+            return backend, reader
+    raise ProtocolViolation("no transport that both sides allow works: " + "; ".join(reasons))
+
+
+def _connect(
+    rank: LocalRank, backend: Backend, greeting: Greeting, sender: SendingPeer, block: BlockShape | None,
+    reasons: list[str],
+) -> Reader | None:  # fmt: skip
+    """A reader that passed its check, or ``None`` and one more of ``reasons``."""
+    offer = greeting.offers.get(backend.name)
+    if offer is None:
+        reasons.append(f"{backend.name}: the sender does not offer it")
+    elif block is not None and not backend.stages:
+        reasons.append(f"{backend.name}: it does not convert blocks of another size")
+    else:
         try:
-            return backend.name, _connect(backend, offer, Sender(greeting.shape, holds), greeting.word)
+            reader = backend.connect(offer, sender)
+            require_word(reader, backend.name, greeting.word, rank.region.bytes)
+            return reader
         except TransferFailed as error:
             reasons.append(error.message)
         except OSError as error:
             reasons.append(f"{backend.name}: the sender's memory cannot be read: {error}")
-    if not (rules.tcp_allowed and TCP in greeting.offers):
-        raise ProtocolViolation(
-            "no transport that both sides allow works: " + "; ".join([*reasons, "tcp: not allowed"])
-        )
-    if reasons:
-        logger.info("KV of this sender comes over tcp: %s", "; ".join(reasons))
-    return TCP, None
-
-
-def _connect(backend: Backend, offer: bytes, sender: Sender, word: int) -> Reader:
-    sender.shape.require_sane()
-    reader = backend.connect(offer, sender)
-    try:
-        if word == 0 or reader.word(sender.shape.word(word)) != word:
-            raise BackendUnavailable(f"{backend.name}: it does not read what the sender has in its memory")
-    except BaseException:
-        reader.close()
-        raise
-    return reader
+    return None

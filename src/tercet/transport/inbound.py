@@ -1,310 +1,186 @@
-"""What one connection of a sender may say, and what follows: a state machine without I/O.
+"""What one sender may say, and what follows: a state machine without I/O.
 
-The shell around it reads a header, then what :meth:`Inbound.begin` says comes next, into the buffers given, and calls
-:meth:`Inbound.end`; before it waits for a header, :meth:`Inbound.settle`. Pieces go from the socket straight into KV;
-that, too, only by :meth:`Inbound.receive`, which holds the lease while bytes are taken that have arrived already.
-References that come together are read together, which libraries are faster at.
+:meth:`Inbound.take` and :meth:`Inbound.settle` return what is to be done: chunks to be read, and what to answer. The
+loop around it (:mod:`.receiver`) does that and says how reading went. Read descriptors that come together are read
+together, which libraries are faster at.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.body import Body, Receive, dropped
-from tercet.transport.frames import (
-    MAX_GREETING_BYTES,
-    MAX_PIECE_BYTES,
-    NONCE_BYTES,
-    Greeting,
-    Header,
-    Kind,
-    ProtocolViolation,
-    Reference,
-    ack,
-    decode,
-    frame,
-    refused,
-    unpack,
-)
-from tercet.transport.grants import Claim, Piece
-from tercet.transport.greeting import Holds, greet
-from tercet.transport.recut import BlockShape, place
-from tercet.transport.references import Referred, batches, copies
-from tercet.transport.rules import Rules
-from tercet.transport.session import Answer, Session
-from tercet.transport.threads import Turn
-from tercet.transport.vectors import Run, Vector
+from tercet.transport.backends.reading import Batch, Copies, copies_of, staging_copies
+from tercet.transport.block_sizes import BlockShape
+from tercet.transport.grants import GrantTable
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.region import RegionShape
+from tercet.transport.wire import FromSender, ProtocolViolation, ReadDescriptors, Refused, SendEnd
 
-logger = logging.getLogger(__name__)
-MAX_REFERENCE_BYTES = 1024 * 1024
+S = TypeVar("S", ReadDescriptors, SendEnd)
+
+REMEMBERED_REFUSED = 1024
+MAX_BATCH_ROWS = 65536
+# What waits to be converted; one chunk may be larger.
+MAX_STAGED_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Filled:
+    """All of a send is in place, and the lease's KV valid up to ``valid_end``: tell the engine, then acknowledge."""
+
+    send: int
+    lease: str
+    valid_end: int
+
+
+Action = Batch | Filled | Refused
 
 
 class Inbound:
-    """One connection. ``holds(pid)``: whether that process has the other end; ``answer`` writes to this connection."""
+    """One sender's session; ``shape`` is its region's plan, ``block`` its block if that has another size than ours."""
 
-    def __init__(self, rules: Rules, answer: Answer, holds: Holds) -> None:
-        self._rules = rules
-        self._answer = answer
-        self._holds = holds
-        self._challenge = secrets.token_bytes(NONCE_BYTES)
-        self._scratch = memoryview(bytearray(64 * 1024))
+    def __init__(
+        self, rank: LocalRank, grants: GrantTable, session: str, shape: RegionShape, block: BlockShape | None
+    ) -> None:
+        self._rank, self._grants = rank, grants
+        self._session, self._shape, self._block = session, shape, block
+        self._batch: Batch | None = None
         self._staging = memoryview(b"")
-        self._turn = Turn()
-        self._referred = Referred()
-        self.session: Session | None = None
+        self._refused: dict[int, None] = {}  # the latest sends that were refused
 
-    def challenge(self) -> bytes:
-        """What the receiver says first."""
-        return frame(Header(Kind.CHALLENGE), self._challenge)
-
-    def begin(self, data: memoryview) -> Body | None:
-        """Take a header; returns where its body goes, or ``None`` if there is none.
-
-        Raises :class:`~tercet.transport.frames.ProtocolViolation` when the connection must be closed.
-        """
-        header = unpack(data)
-        self._check(header)
-        if header.kind is Kind.PIECE:
-            return self._piece(header)
-        if header.nbytes:
-            if header.nbytes > self._scratch.nbytes:
-                self._scratch = memoryview(bytearray(header.nbytes))
-            return Body(header, Run(self._scratch[: header.nbytes]))
-        self.settle()
-        self._unless_refused(header, self._claim)
-        return None
-
-    def receive(self, body: Body, receive: Receive) -> int:
-        """Fill some of a body by ``receive``, which must not wait long; both return the number of bytes."""
-        if body.lease is None:
-            return self._fill(body, receive)
-        try:
-            with self._rules.grants.writing(body.lease):
-                count = self._fill(body, receive)
-        except TercetError as error:
-            self._refuse(body.header, error)
-            body.divert(self._scratch)
-            return self._fill(body, receive)
-        self._rules.pace.took(count)
-        return count
-
-    def _fill(self, body: Body, receive: Receive) -> int:
-        count = receive(body.into)
-        body.into.advance(count)
-        return count
-
-    def end(self, body: Body) -> None:
-        """A body is complete."""
-        header = body.header
-        match header.kind:
-            case Kind.PIECE:
-                if not body.dropped:
-                    self._unless_refused(header, self._arrived if self._joined.block is None else self._place)
-            case Kind.REFERENCE:
-                self._unless_refused(header, self._refer)
+    def take(self, message: FromSender) -> list[Action]:
+        """What a message leads to; raises :class:`ProtocolViolation` when the connection must be closed."""
+        match message:
+            case ReadDescriptors():
+                return self._descriptors(message)
+            case SendEnd():
+                return self._ended(message)
             case _:
-                self._greet(decode(self._scratch[: header.nbytes], Greeting))
+                raise ProtocolViolation("a session begins once")
 
-    def close(self) -> None:
-        """The connection is over, and with it its session, for what it brought may be lost."""
-        if self.session is None:
-            return
-        if self._rules.sessions.leave(self.session):
-            self._rules.counters.count(receives_dropped=self._rules.grants.forget_sender(self.session.name))
-        else:
-            self.session.answer(refused(0, "another connection of the session ended"))
+    def settle(self) -> list[Action]:
+        """What is to be read of all that was described: nothing more has come for now."""
+        batch, self._batch = self._batch, None
+        return [] if batch is None else [batch]
 
-    def _check(self, header: Header) -> None:
-        if (header.kind is Kind.HELLO) == (self.session is not None):
-            raise ProtocolViolation("the first frame, and no other, must be HELLO")
-        if header.send == 0 and header.kind is not Kind.HELLO:
-            raise ProtocolViolation(f"{header.kind.name} of send 0, which is none")
-        match header.kind:
-            case Kind.HELLO:
-                fits = 0 < header.nbytes <= MAX_GREETING_BYTES
-            case Kind.PIECE:
-                fits = self._rules.tcp_allowed and 0 < header.nbytes <= self._largest()
-            case Kind.REFERENCE:
-                readable = self.session is not None and self.session.reader is not None
-                fits = readable and 0 < header.nbytes <= MAX_REFERENCE_BYTES
-            case Kind.FIN:
-                fits = header.nbytes == 0
-            case _:
-                raise ProtocolViolation(f"a sender does not say {header.kind.name}")
-        if not fits:
-            raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
+    def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
+        """A batch is in place; ``alive``: its blocks were pinned all the while."""
+        found: list[Action] = []
+        for chunk in batch.chunks:
+            if chunk.send in self._refused:
+                self._rank.counters.count(chunks_refused=1)
+                continue
+            try:
+                if not alive:
+                    raise TransferFailed("the sender gave this chunk up")
+                valid_end = self._grants.arrived((self._session, chunk.send), chunk)
+            except TercetError as error:
+                found += self._refuse(chunk, error)
+                continue
+            self._rank.counters.count(chunks_received=1, bytes_received=chunk.nbytes)
+            found += self._filled(chunk, valid_end)
+        return found
 
-    def _greet(self, greeting: Greeting) -> None:
-        self.session, welcome = greet(self._rules, greeting, self._challenge, self._answer, self._holds)
-        if welcome:
-            self._answer(welcome)
+    def was_not_read(self, batch: Batch, error: TercetError) -> list[Action]:
+        """A batch is not in place, and will not be."""
+        return [action for chunk in batch.chunks for action in self._refuse(chunk, error)]
 
-    def _largest(self) -> int:
-        return max(MAX_PIECE_BYTES, self._rules.region.shape.block_bytes)
+    def was_not_taken(self, filled: Filled) -> list[Action]:
+        """The engine could not take what arrived."""
+        self._rank.counters.count(receives_refused=1)
+        return self._refuse_send(filled.send, "the receiver could not take what arrived")
 
-    # ---- sends -----------------------------------------------------------------------------------------------
+    def close(self) -> int:
+        """The session is over, and with it what it has not completed; returns how many sends that were."""
+        return self._grants.forget_sender(self._session)
 
-    def _unless_refused(self, header: Header, act: Callable[[Header], None]) -> None:
-        session = self._joined
-        if header.send in session.refused:
-            self._rules.counters.count(chunks_refused=header.kind is not Kind.FIN)
-            return
+    def _descriptors(self, chunk: ReadDescriptors) -> list[Action]:
+        if chunk.send in self._refused:
+            self._rank.counters.count(chunks_refused=1)
+            return []
+        chunk = self._with_unit(chunk)
+        settled: list[Action] = []
         try:
-            act(header)
-        except ProtocolViolation:
-            raise
+            if not self._fits(chunk):
+                settled = self.settle()
+            batch = self._batch or self._new_batch(chunk)
+            batch.copies.append(self._copies(chunk, batch))
         except TercetError as error:
-            self._refuse(header, error)
+            return settled + self._refuse(chunk, error)
+        batch.chunks.append(chunk)
+        self._batch = batch
+        return settled
 
-    def _refuse(self, header: Header, error: TercetError) -> None:
-        claim = header.kind is Kind.FIN
-        self._rules.counters.count(chunks_refused=not claim, claims_refused=claim)
-        self._rules.grants.forget(header.lease, self._key(header))
-        if self._joined.refuse(header.send):
-            self._joined.answer(refused(header.send, error.message))
+    def _fits(self, chunk: ReadDescriptors) -> bool:
+        """Whether a chunk can be read together with those that wait."""
+        batch = self._batch
+        if batch is None:
+            return True
+        if (batch.send, batch.lease) != (chunk.send, chunk.lease):
+            return False
+        if batch.staged:
+            return sum(each.nbytes for each in batch.chunks) + chunk.nbytes <= len(batch.target)
+        return sum(map(len, batch.copies)) < MAX_BATCH_ROWS
 
-    def _piece(self, header: Header) -> Body:
-        if header.send in self._joined.refused:
-            self._rules.counters.count(chunks_refused=1)
-            return dropped(header, self._scratch)
-        try:
-            if self._joined.block is not None:
-                return self._staged(header, self._joined.block)
-            blocks = self._rules.grants.locate(header.lease, self._piece_of(header))
-            size = self._part_bytes(header)
-            if header.nbytes != size * len(blocks) * header.layers:
-                count = f"{len(blocks)} blocks' parts of {size} in {header.layers} layers"
-                raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for {count}")
-            places = self._rules.region.places(header.layer_range, blocks, header.part * size, size)
-            return Body(header, Vector(places, self._rules.region, header.nbytes), header.lease)
-        except ProtocolViolation:
-            raise
-        except TercetError as error:
-            self._refuse(header, error)
-            return dropped(header, self._scratch)
+    def _new_batch(self, chunk: ReadDescriptors) -> Batch:
+        if self._block is None:
+            return Batch(chunk.send, chunk.lease, self._rank.region.bytes)
+        self._grants.locate_tokens(chunk)
+        needed = (chunk.end - chunk.begin) * chunk.layers * self._part_bytes(chunk, self._block)
+        if len(self._staging) < needed:
+            self._staging = memoryview(bytearray(max(needed, MAX_STAGED_BYTES)))
+        return Batch(chunk.send, chunk.lease, self._staging, staged=True)
 
-    def _staged(self, header: Header, block: BlockShape) -> Body:
-        """Let a piece of blocks of another size wait until it is complete."""
-        self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
-        size = self._heads_of(header) * block.block_bytes // block.heads
-        if header.nbytes != size * (header.end - header.begin) * header.layers:
-            raise ProtocolViolation(f"PIECE of {header.nbytes} bytes for slots of {size}")
-        if self._staging.nbytes < header.nbytes:
-            self._staging = memoryview(bytearray(header.nbytes))
-        return Body(header, Run(self._staging[: header.nbytes]))
-
-    def _place(self, header: Header) -> None:
-        """Put a staged piece's tokens in place."""
-        ours, theirs, region = self._rules.block, self._joined.block, self._rules.region
-        assert ours is not None
-        assert theirs is not None
-        heads, part = self._heads_of(header), self._part_bytes(header)
-        slots = header.end - header.begin
-        size = header.nbytes // (slots * header.layers)
-        moves = self._rules.grants.locate_tokens(header.lease, self._piece_of(header))
-        for number, layer in enumerate(header.layer_range):
-            for move in moves:
-                source = self._staging[(number * slots + move.slot - header.begin) * size :][:size]
-                with self._rules.grants.writing(header.lease):
-                    target = region.blocks(layer, move.block)[header.part * part :][:part]
-                    place(source, theirs, target, ours, heads, move)
-        self._rules.pace.took(header.nbytes)
-        self._arrived(header)
-
-    def _heads_of(self, header: Header) -> int:
-        """Heads that a piece has of each block."""
-        heads, rest = divmod(self._rules.block.heads if self._rules.block else 0, header.parts)
-        if rest or not heads:
-            raise TransferFailed(f"blocks do not fall into {header.parts} equal parts")
-        return heads
-
-    def _part_bytes(self, header: Header) -> int:
-        size, rest = divmod(self._rules.region.shape.block_bytes, header.parts)
+    def _copies(self, chunk: ReadDescriptors, batch: Batch) -> Copies:
+        if self._block is not None:
+            self._grants.locate_tokens(chunk)
+            at = sum(each.nbytes for each in batch.chunks)
+            return staging_copies(chunk, self._part_bytes(chunk, self._block), self._shape, at)
+        blocks = self._grants.locate(chunk)
+        size, rest = divmod(self._rank.region.shape.block_bytes, chunk.parts)
         if rest:
-            raise TransferFailed(f"blocks do not fall into {header.parts} equal parts")
-        return size
+            raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")
+        return copies_of(chunk, size, self._shape, self._rank.region.shape, blocks)
 
-    def _arrived(self, header: Header, by_reference: bool = False) -> None:
-        parts = (header.end - header.begin) * header.layers
-        moved = parts * self._part_bytes(header) if by_reference else header.nbytes
-        end = self._rules.grants.arrived(header.lease, self._key(header), self._piece_of(header))
-        self._rules.counters.count(
-            bytes_received=moved,
-            chunks_received=1,
-            chunks_by_reference=by_reference,
-        )
-        self._finish(header, end)
+    def _part_bytes(self, chunk: ReadDescriptors, block: BlockShape) -> int:
+        """What a chunk has of each of the sender's blocks: whole heads."""
+        ours = self._rank.block.heads if self._rank.block else 0
+        heads, rest = divmod(ours, chunk.parts or 1)
+        if rest or not heads:
+            raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")
+        return heads * block.block_bytes // block.heads
 
-    def _claim(self, header: Header) -> None:
-        claim = Claim(header.begin, header.end, header.frames, header.part, header.parts, self._unit)
-        self._finish(header, self._rules.grants.claim(header.lease, self._key(header), claim))
+    def _with_unit(self, message: S) -> S:
+        """With the size of the sender's slots, which is ours to know."""
+        return msgspec.structs.replace(message, unit=0 if self._block is None else self._block.tokens)
 
-    def _finish(self, header: Header, valid_end: int | None) -> None:
-        if valid_end is None:
-            return
+    def _ended(self, end: SendEnd) -> list[Action]:
+        if end.send in self._refused:
+            return []
+        end = self._with_unit(end)
         try:
-            self._rules.on_finished(header.lease, valid_end)
-        except Exception as error:
-            logger.exception("on_finished of lease %s failed", header.lease)
-            raise TransferFailed("the receiver could not take the claim") from error
-        self._rules.counters.count(claims_accepted=1)
-        self._joined.answer(ack(header.send))
+            return self._filled(end, self._grants.ended((self._session, end.send), end))
+        except TercetError as error:
+            return self._refuse(end, error)
 
-    def _refer(self, header: Header) -> None:
-        reference = decode(self._scratch[: header.nbytes], Reference)
-        session, rules = self._joined, self._rules
-        if session.reader is None or session.shape is None:
-            raise ProtocolViolation("REFERENCE, though this session has no reader")
-        blocks = rules.grants.locate(header.lease, self._piece_of(header))
-        wanted = copies(header, self._part_bytes(header), reference, session.shape, rules.region.shape, blocks)
-        if self._referred and not self._referred.takes(header):
-            self.settle()
-        self._referred.add(header, wanted)
+    def _filled(self, message: ReadDescriptors | SendEnd, valid_end: int | None) -> list[Action]:
+        return [] if valid_end is None else [Filled(message.send, message.lease, valid_end)]
 
-    def settle(self) -> None:
-        """Copy what was referred to: nothing more has come for now."""
-        if self._referred:
-            referred, self._referred = self._referred, Referred()
-            self._unless_refused(referred.headers[0], lambda _: self._fetch(referred))
+    def _refuse(self, message: ReadDescriptors | SendEnd, error: TercetError) -> list[Action]:
+        is_end = isinstance(message, SendEnd)
+        self._rank.counters.count(chunks_refused=not is_end, receives_refused=is_end)
+        self._grants.forget(message.lease, (self._session, message.send))
+        return self._refuse_send(message.send, error.message)
 
-    def _fetch(self, referred: Referred) -> None:
-        session, rules = self._joined, self._rules
-        assert session.reader is not None
-        assert session.shape is not None
-        lease, send = referred.headers[0].lease, referred.headers[0].send
-        try:
-            for some, nbytes in batches(referred.copies, session.reader.at_a_time):
-                with rules.grants.writing(lease):
-                    session.reader.read(some)
-                self._turn.took(nbytes)
-                rules.pace.took(nbytes)
-            live = session.reader.word(session.shape.word(send)) == send
-        except OSError as error:
-            raise TransferFailed(f"the sender's memory cannot be read: {error}") from error
-        if not live:
-            raise TransferFailed("the sender gave this piece up")
-        for header in referred.headers:
-            self._arrived(header, by_reference=True)
-
-    @property
-    def _joined(self) -> Session:
-        if self.session is None:
-            raise ProtocolViolation("the first frame must be HELLO")
-        return self.session
-
-    @property
-    def _unit(self) -> int:
-        """Tokens of the sender's slots, 0 if as many as ours have."""
-        block = self._joined.block
-        return 0 if block is None else block.tokens
-
-    def _piece_of(self, header: Header) -> Piece:
-        return Piece(
-            header.layer, header.begin, header.end, header.part, header.parts, self._unit, header.layers
-        )  # fmt: skip
-
-    def _key(self, header: Header) -> tuple[str, int]:
-        return self._joined.name, header.send
+    def _refuse_send(self, send: int, reason: str) -> list[Action]:
+        """Take nothing more of a send; the sender hears of it once."""
+        if send in self._refused:
+            return []
+        self._refused[send] = None
+        if len(self._refused) > REMEMBERED_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return [Refused(send, reason)]

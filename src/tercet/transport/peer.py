@@ -1,346 +1,402 @@
-"""One receiver as its sender sees it: a session of one or more connections, and a queue of frames for them.
+"""One receiver as its sender sees it: a session, over which it is told what to read.
 
-Blocks are read by the writing threads, or by the receiver. Two rules keep them safe: a send that has ended is not
-picked up for writing, and its owner hears of the end (``on_done``, or :meth:`Peer.cancel` returning) only once every
-writing thread has left its blocks and its live word is cleared.
+The receiver reads the blocks, whenever it comes to that. Two rules keep them safe. Requests for a send that has ended
+are not answered with its blocks; and its owner hears of the end (``on_done``, or :meth:`TransferPeer.cancel` returning)
+only once no thread of ours writes them to a connection and the generation word is cleared: what a receiver reads of the
+blocks by itself from then on, it does not take.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from tercet.protocol import BadRequest, TercetError, TransferFailed
-from tercet.transport.backends import TCP
-from tercet.transport.base import OnDone, SendReport
-from tercet.transport.frames import MAX_TEXT_BYTES, Header, Kind, ProtocolViolation
-from tercet.transport.mapping import HeadSlice
-from tercet.transport.origin import Origin
-from tercet.transport.outgoing import Item, Outgoing, by_value, frame_bytes, next_number, units
-from tercet.transport.posting import Post
-from tercet.transport.sockets import parse_address, read_frame, send_all, shut, tune, wait_in_calls
-from tercet.transport.threads import start_thread
+from tercet.transport.backends import tcp
+from tercet.transport.backends.host import HostBackend
+from tercet.transport.greeting import chosen, greet
+from tercet.transport.head_slices import HeadSlice
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.pacing import start_thread
+from tercet.transport.region import Numbers
+from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
+from tercet.transport.vectors import Vector
+from tercet.transport.wire import (
+    BLOCK_NUMBER,
+    FROM_RECEIVER,
+    Acknowledged,
+    Challenge,
+    FromReceiver,
+    ProtocolViolation,
+    ReadDescriptors,
+    ReadRequest,
+    Refused,
+    SendEnd,
+    Splitter,
+    Welcome,
+    framed,
+)
 
 logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=FromReceiver)
 CONNECT_SECONDS = 5.0
-# How long a cancel waits for the frame being written before it gives up the connection.
+# How long a cancel waits for the chunk being written before it gives up the session.
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
-MAX_REFERENCED_BLOCKS = 65536
-# Small frames are gathered up to so many, or so many bytes, into one system call.
-MAX_GATHERED, GATHERED_BYTES = 64, 512 * 1024
+# In one message, where no connection has to carry the bytes.
+MAX_BLOCKS_IN_CHUNK = 65536
+
+# Never given twice by a process, whatever the connection: a reader that looks at a generation word late must not find
+# there the number of a send that is over.
+_numbers = itertools.count(1 + secrets.randbits(62))
 
 
-@dataclass
-class _State:
-    """What the threads of one peer share, under ``changed``'s lock."""
+@dataclass(frozen=True)
+class SendReport:
+    """A send that is in place at the receiver: KV bytes, the chunks that they went in, and over which transport."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    outgoing: dict[int, Outgoing] = field(default_factory=dict[int, Outgoing])
-    sockets: list[socket.socket] = field(default_factory=list[socket.socket])
-    threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
-    dead: TercetError | None = None
+    bytes: int
+    chunks: int
+    transport: str = ""
 
 
-class Peer:
+OnDone = Callable[[SendReport | TercetError], None]
+
+
+@dataclass(eq=False)
+class Leg:
+    """A send to one receiving rank, under ``lease``; ``head_slice`` is the part of each block that it gets.
+
+    ``chunks`` are what the receiver was told to read. ``on_done`` is called once, with nothing of the transport locked.
+    """
+
+    lease: str
+    head_slice: HeadSlice
+    on_done: OnDone
+    number: int = field(default_factory=lambda: next(_numbers))
+    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
+    finished_at: float | None = None  # when the receiver was told that this is all
+    readers: int = 0  # threads that are writing its blocks to the receiver
+    outcome: SendReport | TercetError | None = None
+    told: bool = False
+
+
+@dataclass(frozen=True)
+class _Push:
+    """Blocks of some layers, for slots from ``slot`` on."""
+
+    layers: range
+    slot: int
+    blocks: Numbers
+
+
+class TransferPeer:
     """A session with one receiver; it is opened by :meth:`start` and not again after it broke."""
 
-    def __init__(self, addresses: Sequence[str], origin: Origin, on_dead: Callable[[Peer], None]) -> None:
+    def __init__(self, addresses: Sequence[str], rank: LocalRank, on_dead: Callable[[TransferPeer], None]) -> None:
         self.addresses = tuple(addresses)
-        self._origin = origin
+        self._rank = rank
         self._on_dead = on_dead
         self._session = secrets.token_hex(16)
-        self._transport: str | None = None
-        self._state = _State()
-        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        # Set once it is agreed that KV goes by reference; from then on the queue is not used.
+        self.transport: str | None = None  # how KV travels, once that is agreed
+        self._changed = threading.Condition()
+        self._legs: dict[int, Leg] = {}
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._dead: TercetError | None = None
+        # What is pushed before it is agreed how KV travels; from then on callers write to the post themselves.
+        self._waiting: list[tuple[Leg, _Push | tuple[int, int]]] = []
         self._post: Post | None = None
         self._posting = threading.Lock()
 
-    @property
-    def transport(self) -> str | None:
-        """How KV travels, once that is agreed: ``tcp``, or the backend by which the receiver reads it."""
-        return self._transport
-
     def start(self) -> None:
         """Connect, in a thread of its own."""
-        self._start_thread("tercet-send", self._run_first)
+        self._start_thread("tercet-send", self._run)
 
-    # ---- called by the engine's threads ----------------------------------------------------------------------
+    # ---- called by the engine's threads ------------------------------------------------------------------------------
 
-    def open(self, lease: str, head_slice: HeadSlice, on_done: OnDone) -> Outgoing | None:
-        """Begin a send; ``None`` if the session is over."""
-        with self._state.changed:
-            if self._state.dead is not None:
-                return None
-            outgoing = Outgoing(next_number(), lease, head_slice, on_done)
-            self._state.outgoing[outgoing.number] = outgoing
-            self._origin.region.begin(outgoing.number)
-            return outgoing
+    def open(self, leg: Leg) -> bool:
+        """Begin a send; returns whether the session is not over yet."""
+        with self._changed:
+            if self._dead is not None:
+                return False
+            self._legs[leg.number] = leg
+            self._rank.region.set_word(leg.number)
+            return True
 
-    def push(self, outgoing: Outgoing, layers: range, slot: int, blocks: Sequence[int]) -> None:
-        """Queue blocks of neighbouring layers."""
-        shape = self._origin.region.shape
+    def push(self, leg: Leg, layers: range, slot: int, blocks: Sequence[int]) -> None:
+        """Tell the receiver to read blocks of neighbouring layers."""
+        shape = self._rank.region.shape
         inside = not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
         known = layers.step == 1 and 0 <= layers.start <= layers.stop <= len(shape.planes)
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
-            return self._end(outgoing, BadRequest(reason))
-        size = outgoing.head_slice.size
-        total = len(layers) * len(blocks) * size
-        limit = (
-            max(1, frame_bytes(total, self._origin.streams) // size) if self._post is None else MAX_REFERENCED_BLOCKS
-        )
-        numbers = np.array(blocks, dtype=np.int64)
-        for some, cut in units(layers, len(blocks), limit):
-            item = Item(outgoing, slot + cut.start, slot + cut.stop, some, numbers[cut])
-            outgoing.frames += 1
-            outgoing.bytes += item.nbytes
-            self._put(item)
-        return None
+            return self._end(leg, BadRequest(reason))
+        return self._say(leg, _Push(layers, slot, np.array(blocks, dtype=np.int64)))
 
-    def finish(self, outgoing: Outgoing, begin: int, end: int) -> None:
-        """Queue the claim that ``[begin, end)`` is complete."""
+    def finish(self, leg: Leg, begin: int, end: int) -> None:
+        """Tell the receiver that ``[begin, end)`` is complete."""
         if not 0 <= begin <= end < MAX_TOKENS:
-            return self._end(outgoing, BadRequest(f"[{begin}, {end}) is no range of tokens"))
-        self._put(Item(outgoing, begin, end))
-        return None
+            return self._end(leg, BadRequest(f"[{begin}, {end}) is not a range of tokens"))
+        return self._say(leg, (begin, end))
 
-    def cancel(self, outgoing: Outgoing) -> None:
-        """End a send; afterwards its blocks are not read."""
-        self._end(outgoing, TransferFailed("the send was cancelled"))
-        state = self._state
-        with state.changed:
-            if state.changed.wait_for(lambda: not outgoing.writers, CANCEL_SECONDS):
+    def cancel(self, leg: Leg) -> None:
+        """End a send; afterwards nobody takes what it reads of its blocks."""
+        self._end(leg, TransferFailed("the send was cancelled"))
+        with self._changed:
+            if self._changed.wait_for(lambda: not leg.readers, CANCEL_SECONDS):
                 return
-        # A frame cannot be left half written on a connection that goes on.
+        # A chunk cannot be left half written on a connection that goes on.
         self._die(TransferFailed(f"{self.addresses[0]} does not take what it is sent"))
-        with state.changed:
-            state.changed.wait_for(lambda: not outgoing.writers)
+        with self._changed:
+            self._changed.wait_for(lambda: not leg.readers)
 
     def close(self) -> None:
         """End the session and join its threads."""
         self._die(TransferFailed("the transport was closed"))
-        with self._state.changed:
-            threads = list(self._state.threads)
+        with self._changed:
+            threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # ---- connecting ------------------------------------------------------------------------------------------
+    # ---- connecting --------------------------------------------------------------------------------------------------
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: object) -> None:
-        with self._state.changed:
-            if self._state.dead is not None:
+        with self._changed:
+            if self._dead is not None:
                 return  # closed before it was started: nobody would join the thread
             try:
-                self._state.threads.append(start_thread(name, target, *args))
+                self._threads.append(start_thread(name, target, *args))
                 return
             except RuntimeError as error:  # the system has no more threads
                 failure = error
         self._break(failure)
 
-    def _run_first(self) -> None:
+    def _run(self) -> None:
         try:
-            with self._connect(0) as sock:
-                self._transport = self._agree(sock)
-                self._settle(sock)
-                self._start_thread("tercet-acks", self._read_all, sock.dup())
-                if self._transport != TCP:
-                    return self._post_all(sock)
-                for stream in range(1, self._origin.streams):
-                    self._start_thread("tercet-send", self._run_further, stream)
-                self._write_all(sock)
+            with self._connect_first() as sock:
+                answers = _Answers(sock)
+                self.transport = self._agree(sock, answers)
+                # A descriptor of its own, which the other thread closes.
+                self._start_thread("tercet-answers", self._take_answers, answers, sock.dup())
+                if self.transport == tcp.TcpBackend.name:
+                    for stream in range(1, self._rank.settings.streams + 1):
+                        self._start_thread("tercet-serve", self._serve, stream)
+                self._post_all(sock)
         except Exception as error:
             self._break(error)
 
-    def _run_further(self, stream: int) -> None:
-        try:
-            with self._connect(stream) as sock:
-                self._origin.join(sock, self._session, stream)
-                self._settle(sock)
-                self._write_all(sock)
-        except Exception as error:
-            self._break(error)
+    def _connect_first(self) -> socket.socket:
+        """By a Unix socket where our memory can be passed through it and it leads to the receiver, else by TCP."""
+        if self._host is None:
+            return self._connect(0)
+        reason = "it has none"
+        for address in self.addresses:
+            if address.startswith(UNIX):
+                try:
+                    return self._opened(connect_unix(address, CONNECT_SECONDS))
+                except OSError as error:
+                    reason = str(error)
+        if len(self._rank.backends) == 1:
+            raise TransferFailed(f"host: the receiver's Unix socket cannot be reached from here: {reason}")
+        logger.info("%s is not read through shared memory: its Unix socket: %s", self.addresses[0], reason)
+        return self._connect(0)
 
     def _connect(self, stream: int) -> socket.socket:
-        address = parse_address(self.addresses[stream % len(self.addresses)])
-        sock = socket.create_connection(address, CONNECT_SECONDS)
-        with self._state.changed:
-            if self._state.dead is not None:
+        found = [address for address in self.addresses if not address.startswith(UNIX)]
+        if not found:
+            raise TransferFailed("the receiver has no address of a kind that this rank can connect to")
+        return self._opened(socket.create_connection(parse_address(found[stream % len(found)]), CONNECT_SECONDS))
+
+    def _opened(self, sock: socket.socket) -> socket.socket:
+        with self._changed:
+            if self._dead is not None:
                 sock.close()
-                raise self._state.dead
-            self._state.sockets.append(sock)
+                raise self._dead
+            self._sockets.append(sock)
         tune(sock)
-        sock.settimeout(self._origin.timeout)
+        sock.settimeout(self._rank.settings.timeout)
         return sock
 
-    def _settle(self, sock: socket.socket) -> None:
-        # Reading wakes up now and then to look at the oldest claim's age.
-        wait_in_calls(sock, self._origin.timeout, self._origin.timeout / 4)
+    @property
+    def _host(self) -> HostBackend | None:
+        return next((each for each in self._rank.backends if isinstance(each, HostBackend)), None)
 
-    def _agree(self, sock: socket.socket) -> str:
+    def _agree(self, sock: socket.socket, answers: _Answers) -> str:
         """Begin the session; returns how KV is to travel."""
-        word = next_number()
-        self._origin.region.begin(word)
+        memory = self._host if sock.family == socket.AF_UNIX else None
+        offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
+        word = next(_numbers)
+        self._rank.region.set_word(word)
         try:
-            return self._origin.join(sock, self._session, 0, word).transport
+            challenge = answers.expect(Challenge)
+            greeting = greet(self._rank, challenge, self._session, 0, offers, word)
+            data = framed(greeting)
+            if memory is not None and memory.memory is not None:
+                data = data[socket.send_fds(sock, [data], [memory.memory]) :]
+            if data:  # not even nothing can be sent to a receiver that has refused already
+                sock.sendall(data)
+            return chosen(self._rank, challenge, greeting, answers.expect(Welcome))
         finally:
-            self._origin.region.end(word)
+            self._rank.region.clear_word(word)
 
-    # ---- frames by reference ---------------------------------------------------------------------------------
+    def _serve(self, stream: int) -> None:
+        """Open one of the connections by which a receiver asks for chunks, and answer."""
+        timeout = self._rank.settings.timeout
+        try:
+            with self._connect(stream) as sock:
+                challenge = _Answers(sock).expect(Challenge)
+                sock.sendall(framed(greet(self._rank, challenge, self._session, stream, {}, 0)))
+                wait_in_calls(sock, timeout, timeout)
+                tcp.serve(sock, self._rank.region, self._reading)
+        except Exception as error:
+            self._break(error)
 
-    def _put(self, item: Item) -> None:
+    @contextmanager
+    def _reading(self, request: ReadRequest) -> Generator[Vector | None]:
+        """While entered, a chunk that is asked for is read: where it lies, ``None`` once its send is over."""
+        with self._changed:
+            leg = self._legs.get(request.send)
+            if leg is not None:
+                leg.readers += 1
+        if leg is None:
+            yield None
+            return
+        try:
+            yield self._places(leg, request)
+        finally:
+            with self._changed:
+                leg.readers -= 1
+                self._changed.notify_all()
+            self._tell(leg)
+
+    def _places(self, leg: Leg, request: ReadRequest) -> Vector:
+        if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
+            raise ProtocolViolation(f"a request for {request.nbytes} bytes of chunk {request.chunk}")
+        chunk, region = leg.chunks[request.chunk], self._rank.region
+        layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), np.frombuffer(chunk.blocks, BLOCK_NUMBER)
+        return Vector(region.places(layers, blocks, chunk.offset, chunk.size), region, chunk.nbytes)
+
+    # ---- what the receiver is told -----------------------------------------------------------------------------------
+
+    def _say(self, leg: Leg, what: _Push | tuple[int, int]) -> None:
         if self._post is None:
             with self._posting:
                 if self._post is None:
-                    return self._queue.put(item)
+                    return self._waiting.append((leg, what))
         try:
-            self._post_one(self._post, item)
+            self._write(self._post, leg, what)
         except OSError as error:
             self._break(error)
         return None
 
-    def _post_one(self, post: Post, item: Item) -> None:
-        if item.outgoing.outcome is not None:
-            return  # it ended meanwhile
-        if item.is_claim:
-            item.outgoing.claimed_at = time.monotonic()
-            post.send(item.claim())
-        else:
-            post.send(item.reference())
-            self._origin.counters.count(bytes_sent=item.nbytes, chunks_sent=1)
-
     def _post_all(self, sock: socket.socket) -> None:
-        """What was queued meanwhile; then what callers cannot write at once."""
+        """What waited; then what callers cannot write at once."""
         post = Post(sock)
         with self._posting:
-            while not self._queue.empty():
-                item = self._queue.get()
-                if item is not None:
-                    self._post_one(post, item)
+            for leg, what in self._waiting:
+                self._write(post, leg, what)
+            self._waiting.clear()
             self._post = post
-        if self._state.dead is None:  # else who ended the session may have done so before there was a post to close
-            post.deliver(self._origin.timeout)
+        if self._dead is None:  # else who ended the session may have done so before there was a post to close
+            post.deliver(self._rank.settings.timeout)
 
-    # ---- the writing threads ---------------------------------------------------------------------------------
+    def _write(self, post: Post, leg: Leg, what: _Push | tuple[int, int]) -> None:
+        if leg.number not in self._legs:
+            return  # it ended meanwhile
+        if isinstance(what, _Push):
+            for chunk in self._chunks(leg, what):
+                leg.chunks.append(chunk)
+                post.send(framed(chunk))
+                self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
+        else:
+            leg.finished_at = time.monotonic()
+            part = leg.head_slice
+            end = SendEnd(leg.number, leg.lease, *what, len(leg.chunks), part.part, part.parts)
+            post.send(framed(end))
 
-    def _write_all(self, sock: socket.socket) -> None:
-        while (item := self._queue.get()) is not None:
-            batch = [item, *self._gather(item)]
-            held = [each for each in batch if self._begin_writing(each.outgoing)]
-            try:
-                if held:
-                    self._write(sock, held)
-            finally:
-                self._end_writing(held)
-        self._queue.put(None)  # for the next one of these threads
+    def _chunks(self, leg: Leg, push: _Push) -> Iterator[ReadDescriptors]:
+        """A push in chunks of the size that its transport takes best."""
+        part, limit = leg.head_slice, MAX_BLOCKS_IN_CHUNK
+        if self.transport == tcp.TcpBackend.name:
+            total = len(push.layers) * len(push.blocks) * part.size
+            limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
+        for layers, cut in cuts(push.layers, len(push.blocks), limit):
+            yield ReadDescriptors(
+                leg.number, leg.lease, len(leg.chunks), layers.start, len(layers), push.slot + cut.start,
+                push.slot + cut.stop, push.blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size,
+                part.part, part.parts,
+            )  # fmt: skip
 
-    def _gather(self, first: Item) -> list[Item]:
-        """More of what is queued, as long as the frames are small."""
-        found: list[Item] = []
-        total = first.nbytes
-        while len(found) < MAX_GATHERED and total < GATHERED_BYTES:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if item is None:
-                self._queue.put(None)
-                break
-            found.append(item)
-            total += item.nbytes
-        return found
+    # ---- what the receiver answers -----------------------------------------------------------------------------------
 
-    def _begin_writing(self, outgoing: Outgoing) -> bool:
-        with self._state.changed:
-            if outgoing.outcome is not None:
-                return False
-            outgoing.writers += 1
-            return True
-
-    def _end_writing(self, items: Sequence[Item]) -> None:
-        with self._state.changed:
-            for item in items:
-                item.outgoing.writers -= 1
-            self._state.changed.notify_all()
-        # Only now: one of them may, when it is told, cancel another one, and wait for its writers.
-        for outgoing in {item.outgoing.number: item.outgoing for item in items}.values():
-            self._tell(outgoing)
-
-    def _write(self, sock: socket.socket, items: Sequence[Item]) -> None:
-        for item in items:
-            if item.is_claim:
-                item.outgoing.claimed_at = time.monotonic()
-        send_all(sock, by_value(items, self._origin.region))
-        pieces = [item for item in items if not item.is_claim]
-        self._origin.counters.count(bytes_sent=sum(item.nbytes for item in pieces), chunks_sent=len(pieces))
-
-    # ---- the reading thread ----------------------------------------------------------------------------------
-
-    def _read_all(self, sock: socket.socket) -> None:
+    def _take_answers(self, answers: _Answers, sock: socket.socket) -> None:
+        timeout = self._rank.settings.timeout
         try:
             with sock:
+                # Reading wakes up now and then to look at how long an answer has been owed.
+                wait_in_calls(sock, timeout, timeout / 4)
+                answers.read_from(sock, self._require_progress)
                 while True:
-                    self._answered(*read_frame(sock, MAX_TEXT_BYTES, self._require_progress))
+                    self._answered(answers.next())
         except Exception as error:
             self._break(error)
 
     def _require_progress(self) -> None:
-        """Silence is fine while nothing is owed; raises when a claim was not answered in time."""
-        overdue = time.monotonic() - self._origin.timeout
-        with self._state.changed:
-            owed = [out.claimed_at for out in self._state.outgoing.values() if out.claimed_at is not None]
+        """Silence is fine while nothing is owed; raises when a send's end was not answered in time."""
+        overdue = time.monotonic() - self._rank.settings.timeout
+        with self._changed:
+            owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
         if owed and min(owed) < overdue:
-            raise TransferFailed(f"no acknowledgement within {self._origin.timeout:.0f} s")
+            raise TransferFailed(f"no acknowledgement within {self._rank.settings.timeout:.0f} s")
 
-    def _answered(self, header: Header, body: bytes) -> None:
-        reason = body.decode(errors="replace")
-        if header.kind is Kind.REFUSED and header.send == 0:
-            raise ProtocolViolation(reason)
-        with self._state.changed:
-            outgoing = self._state.outgoing.get(header.send)
-        if header.kind not in (Kind.ACK, Kind.REFUSED):
-            raise ProtocolViolation(f"a receiver does not say {header.kind.name} here")
-        if outgoing is None:
-            return  # cancelled meanwhile
-        if header.kind is Kind.REFUSED:
-            self._end(outgoing, TransferFailed(f"{self.addresses[0]} refused: {reason}"))
-        elif outgoing.claimed_at is None:
-            raise ProtocolViolation("an acknowledgement of something that was not claimed")
-        else:
-            self._end(outgoing, SendReport(outgoing.bytes, outgoing.frames, self._transport or ""))
+    def _answered(self, message: FromReceiver) -> None:
+        if not isinstance(message, Acknowledged | Refused):
+            raise ProtocolViolation(f"a receiver does not say {type(message).__name__} here")
+        with self._changed:
+            leg = self._legs.get(message.send)
+        if leg is None:
+            return None  # cancelled meanwhile
+        if isinstance(message, Refused):
+            return self._end(leg, TransferFailed(f"{self.addresses[0]} refused: {message.reason}"))
+        if leg.finished_at is None:
+            raise ProtocolViolation("an acknowledgement of something that was not complete")
+        total = sum(chunk.nbytes for chunk in leg.chunks)
+        return self._end(leg, SendReport(total, len(leg.chunks), self.transport or ""))
 
-    # ---- ends ------------------------------------------------------------------------------------------------
+    # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def _end(self, outgoing: Outgoing, outcome: SendReport | TercetError) -> None:
-        with self._state.changed:
-            self._state.outgoing.pop(outgoing.number, None)
-            # Whoever unpins the blocks does so after this; a receiver that reads them later does not take them.
-            self._origin.region.end(outgoing.number)
-            if outgoing.outcome is None:
-                outgoing.outcome = outcome
-        self._tell(outgoing)
-
-    def _tell(self, outgoing: Outgoing) -> None:
-        """Call ``on_done``, if the send has ended and nobody reads its blocks; once."""
-        with self._state.changed:
-            outcome = outgoing.outcome
-            if outcome is None or outgoing.writers or outgoing.told:
+    def _end(self, leg: Leg, outcome: SendReport | TercetError) -> None:
+        with self._changed:
+            if self._legs.pop(leg.number, None) is None:
                 return
-            outgoing.told = True
+            # Whoever unpins the blocks does so after this; a receiver that reads them later does not take them.
+            self._rank.region.clear_word(leg.number)
+            leg.outcome = outcome
+        self._tell(leg)
+
+    def _tell(self, leg: Leg) -> None:
+        """Call ``on_done``, if the send has ended and no thread writes its blocks; once."""
+        with self._changed:
+            outcome = leg.outcome
+            if outcome is None or leg.readers or leg.told:
+                return
+            leg.told = True
         done = isinstance(outcome, SendReport)
-        self._origin.counters.count(sends_done=done, sends_failed=not done)
+        self._rank.counters.count(sends_done=done, sends_failed=not done)
         try:
-            outgoing.on_done(outcome)
+            leg.on_done(outcome)
         except Exception:
             # The caller's mistake must not take the connection from other sends.
             logger.exception("on_done of a send to %s failed", self.addresses[0])
@@ -351,21 +407,75 @@ class Peer:
         self._die(TransferFailed(f"{self.addresses[0]}: {_words(error)}"))
 
     def _die(self, error: TercetError) -> None:
-        with self._state.changed:
-            if self._state.dead is not None:
+        with self._changed:
+            if self._dead is not None:
                 return
-            self._state.dead = error
-            orphans = list(self._state.outgoing.values())
-            sockets = list(self._state.sockets)
+            self._dead = error
+            orphans, sockets = list(self._legs.values()), list(self._sockets)
         for sock in sockets:
             shut(sock)
-        self._origin.counters.count(sessions_lost=1)
+        self._rank.counters.count(sessions_lost=1)
         self._on_dead(self)
-        self._queue.put(None)
-        if self._post is not None:
-            self._post.close()
-        for outgoing in orphans:
-            self._end(outgoing, error)
+        with self._posting:
+            if self._post is not None:
+                self._post.close()
+        for leg in orphans:
+            self._end(leg, error)
+
+
+class _Answers:
+    """What a receiver says on one connection; at first nothing may take longer than the socket's timeout."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.read_from(sock, self._give_up)
+        self._splitter = Splitter(FROM_RECEIVER)
+        self._messages = self._receive()
+
+    def _give_up(self) -> None:
+        raise TransferFailed("no answer to the greeting")
+
+    def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:
+        """From now on; ``on_silence`` may raise to end the wait for a message."""
+        self._sock, self._on_silence = sock, on_silence
+
+    def next(self) -> FromReceiver:
+        """Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` with what a receiver refuses."""
+        message = next(self._messages)
+        if isinstance(message, Refused) and message.send == 0:
+            raise ProtocolViolation(message.reason)
+        return message
+
+    def expect(self, kind: type[M]) -> M:
+        """The next message, which must be of one kind and come in time."""
+        message = self.next()
+        if not isinstance(message, kind):
+            raise ProtocolViolation(f"a receiver says {kind.__name__} here, not {type(message).__name__}")
+        return message
+
+    def _receive(self) -> Iterator[FromReceiver]:
+        while True:
+            try:
+                data = self._sock.recv(64 * 1024)
+            except (TimeoutError, BlockingIOError):
+                self._on_silence()
+                continue
+            if not data:
+                raise ConnectionResetError("the receiver closed the connection")
+            yield from self._splitter.feed(data)
+
+
+def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
+    """Cut ``count`` blocks in each layer into chunks of at most ``limit``: its layers, and which of their blocks.
+
+    A chunk has several layers if there is room, or some of one layer's blocks; then they have as many as the others.
+    """
+    if not count:
+        return
+    at_once, parts = max(1, limit // count), -(-count // limit)
+    size = -(-count // parts)
+    for first in range(0, len(layers), at_once):
+        for start in range(0, count, size):
+            yield layers[first : first + at_once], slice(start, min(start + size, count))
 
 
 def _words(error: BaseException) -> str:

@@ -1,23 +1,47 @@
-"""Accepts senders: a thread per listener, one per connection. Idle threads sleep in the kernel."""
+"""Accepts senders: a thread per listener, one per connection. Idle threads sleep in the kernel.
+
+:class:`~.inbound.Inbound` decides what a session's messages lead to; :class:`SenderSession` does it, at the pace that
+is allowed.
+"""
 
 from __future__ import annotations
 
-import errno
 import logging
+import os
+import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-from tercet.protocol import EngineError
-from tercet.transport.backends.host import held_by
-from tercet.transport.frames import HEADER_BYTES, ProtocolViolation, refused
-from tercet.transport.inbound import Inbound
-from tercet.transport.rules import Rules
-from tercet.transport.sockets import shut, tune, wait_in_calls
-from tercet.transport.threads import start_thread
-from tercet.transport.vectors import Bytes
+import msgspec
+
+from tercet.protocol import TercetError, TransferFailed
+from tercet.transport.backends.reading import Batch, Fence
+from tercet.transport.backends.tcp import TcpReader
+from tercet.transport.block_sizes import place
+from tercet.transport.grants import GrantTable
+from tercet.transport.greeting import Agreement, agree, require_ours
+from tercet.transport.inbound import Action, Filled, Inbound
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.pacing import Pace, Turn, start_thread
+from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, tune, wait_in_calls
+from tercet.transport.wire import (
+    FROM_SENDER,
+    NONCE_BYTES,
+    Acknowledged,
+    Challenge,
+    FromSender,
+    Greeting,
+    ProtocolViolation,
+    Refused,
+    SendEnd,
+    Splitter,
+    framed,
+)
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
@@ -25,39 +49,58 @@ GREETING_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.2
 # A sender that does not read its answers for so long is given up.
 ANSWER_SECONDS = 10.0
-# How long a call waits for more of a body: the lease is held meanwhile, and its revocation waits, too.
+# How long a call waits for more of a chunk: the lease is held meanwhile, and its revocation waits, too.
 PATIENCE_SECONDS = 0.005
 # Each connection costs a thread. Who has not shown yet that it belongs here makes room for who comes later.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
+RECEIVED_AT_A_TIME = 64 * 1024
+
+OnFinished = Callable[[str, int], None]
 
 
-class Receiver:
-    """Listens on every one of ``hosts``, on the first free port of ``ports`` (any free one if that is empty).
+class KVReceiver:
+    """Listens where ``rank``'s settings say, and on a Unix socket if its memory can be passed through one.
 
-    ``addresses`` are where senders connect, one for each host.
+    ``addresses`` are where senders connect. ``on_finished(lease, valid_end)`` hears of every send that is in place,
+    before it is acknowledged.
     """
 
-    def __init__(self, rules: Rules, hosts: Sequence[str], ports: Sequence[int] = ()) -> None:
-        self._rules = rules
+    def __init__(self, rank: LocalRank, grants: GrantTable, on_finished: OnFinished) -> None:
+        self._rank, self._grants, self._on_finished = rank, grants, on_finished
+        self._pace = Pace(rank.settings.receive_limit)
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}  # those that have not greeted, the oldest first
+        self._sessions: dict[str, TcpReader | None] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._listeners: list[socket.socket] = []
         try:
-            for host in hosts:
-                self._listeners.append(_listen(host, ports))
+            self.addresses = tuple(self._listen())
         except BaseException:
             for listener in self._listeners:
                 listener.close()
             raise
-        self.addresses = tuple(_address(listener) for listener in self._listeners)
         self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
 
     @property
     def connections(self) -> int:
         """Open connections."""
         return len(self._connections)
+
+    @property
+    def sessions(self) -> int:
+        """Senders that are connected."""
+        return len(self._sessions)
+
+    def _listen(self) -> Iterator[str]:
+        settings = self._rank.settings
+        makers = [partial(listen, host, settings.ports) for host in settings.hosts]
+        if any(backend.name == "host" for backend in self._rank.backends):
+            makers.append(partial(listen_unix))
+        for make in makers:
+            listener, address = make()
+            self._listeners.append(listener)
+            yield address
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
@@ -86,37 +129,82 @@ class Receiver:
     def _room(self) -> bool:
         """Whether one more connection may come; the stranger that has waited longest goes if there are many."""
         if len(self._connections) >= MAX_CONNECTIONS:
-            self._rules.counters.count(connections_refused=1)
+            self._rank.counters.count(connections_refused=1)
             return False
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             shut(oldest)
-            self._rules.counters.count(connections_refused=1)
+            self._rank.counters.count(connections_refused=1)
         return True
 
-    def _welcome(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._strangers.pop(connection, None)
-
     def _serve(self, connection: socket.socket) -> None:
-        stream = Stream(connection, self._rules, lambda: self._welcome(connection))
+        talk = _Talk(connection)
         try:
+            if connection.family == socket.AF_UNIX:
+                require_own_user(connection)
             tune(connection)
-            stream.converse()
+            self._converse(talk)
+        except ProtocolViolation as violation:
+            self._rank.counters.count(connections_refused=1)
+            logger.warning("closing a connection: %s", violation.message)
+            talk.say(Refused(0, violation.message))
         except OSError as error:
             logger.debug("a sender's connection broke: %s", error)
         except Exception:
             logger.exception("a sender's connection failed")
         finally:
-            stream.close()
+            talk.close()
             with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
                 self._connections.pop(connection, None)
                 self._strangers.pop(connection, None)
                 connection.close()
 
+    def _converse(self, talk: _Talk) -> None:
+        challenge = Challenge(secrets.token_bytes(NONCE_BYTES))
+        greeting = talk.greeting(challenge)
+        require_ours(self._rank, challenge, greeting)
+        with self._lock:
+            self._strangers.pop(talk.connection, None)
+        if greeting.stream:
+            return self._join(greeting.session, talk)
+        with self._lock:
+            if greeting.session in self._sessions:
+                raise ProtocolViolation("a session begins once")
+            self._sessions[greeting.session] = None
+        try:
+            agreed = agree(self._rank, challenge, greeting, talk.memory)
+            talk.drop_memory()
+            self._run_session(talk, agreed)
+        finally:
+            with self._lock:
+                del self._sessions[greeting.session]
+
+    def _run_session(self, talk: _Talk, agreed: Agreement) -> None:
+        session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_finished, talk.say)
+        try:
+            if isinstance(agreed.reader, TcpReader):
+                self._sessions[agreed.session] = agreed.reader
+            talk.say(agreed.welcome)
+            while True:
+                messages = list(talk.receive())
+                session.take(messages)
+                if not messages:
+                    session.settle()
+                    talk.wait()
+        finally:
+            session.close()
+
+    def _join(self, session: str, talk: _Talk) -> None:
+        """Be one more connection of a session."""
+        reader = self._sessions.get(session)
+        if reader is None:
+            raise ProtocolViolation("no such session, or one whose KV is not read over connections")
+        reader.serve(talk.connection)
+
     def close(self) -> None:
         """Stop listening, drop every connection, join every thread."""
+        self._pace.close()
         with self._lock:
             self._closed.set()
             threads = [*self._threads, *self._connections.values()]
@@ -129,109 +217,177 @@ class Receiver:
                 thread.join()
 
 
-class EndOfStream(Exception):
-    """The sender closed its connection."""
+class _Talk:
+    """One connection's messages, and the descriptor that came with them."""
 
-
-class Stream:
-    """One connection's conversation: :class:`Inbound` decides, this moves bytes. ``on_joined``: the sender is one."""
-
-    def __init__(self, connection: socket.socket, rules: Rules, on_joined: Callable[[], None]) -> None:
-        self._connection = connection
-        self._rules = rules
-        self._on_joined = on_joined
-        self._writing = threading.Lock()
-        self._inbound = Inbound(rules, self._answer, lambda pid: held_by(pid, connection))
-        self._deadline: float | None = None
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.memory: int | None = None
+        self._greeted = False
+        self._splitter = Splitter(FROM_SENDER)
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
-    def converse(self) -> None:
-        """Until the sender goes away or breaks the protocol."""
-        wait_in_calls(self._connection, ANSWER_SECONDS, PATIENCE_SECONDS)
-        header = memoryview(bytearray(HEADER_BYTES))
-        self._deadline = time.monotonic() + GREETING_SECONDS
-        self._answer(self._inbound.challenge())
+    def greeting(self, challenge: Challenge) -> Greeting:
+        """Let the sender introduce itself; raises ``TimeoutError`` if it does not in time."""
+        wait_in_calls(self.connection, ANSWER_SECONDS, PATIENCE_SECONDS)
+        self.say(challenge)
+        deadline = time.monotonic() + GREETING_SECONDS
+        while True:
+            for message in self.receive():
+                if not isinstance(message, Greeting) or self._splitter.left:
+                    raise ProtocolViolation("the first message must be a greeting, and nothing may come with it")
+                self._greeted = True
+                return message
+            if not self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError("the sender's greeting did not come in time")
+
+    def receive(self) -> Iterable[FromSender]:
+        """The messages that have come, if any; raises ``ConnectionResetError`` at the end."""
         try:
-            while True:
-                self._read(header)
-                body = self._inbound.begin(header)
-                if body is not None:
-                    while body.left:
-                        if not self._inbound.receive(body, self._receive):
-                            self._wait()
-                    self._inbound.end(body)
-                if self._deadline is not None and self._inbound.session is not None:
-                    self._deadline = None
-                    self._on_joined()
-        except EndOfStream:
-            return
-        except ProtocolViolation as violation:
-            self._rules.counters.count(connections_refused=1)
-            logger.warning("closing a connection: %s", violation.message)
-            self._answer(refused(0, violation.message))
+            if self._greeted:
+                data = self.connection.recv(RECEIVED_AT_A_TIME, socket.MSG_DONTWAIT)
+            else:
+                data = self._receive_first()
+        except BlockingIOError:
+            return ()
+        if not data:
+            raise ConnectionResetError("the sender closed the connection")
+        return self._splitter.feed(data)
 
-    def _read(self, into: memoryview) -> None:
-        while into.nbytes:
+    def _receive_first(self) -> bytes:
+        data, descriptors, _, _ = socket.recv_fds(self.connection, RECEIVED_AT_A_TIME, 1, socket.MSG_DONTWAIT)
+        for descriptor in descriptors:
+            self.drop_memory()
+            self.memory = descriptor
+        return data
+
+    def wait(self) -> None:
+        """Until something comes."""
+        self._readable.poll()
+
+    def say(self, message: msgspec.Struct) -> None:
+        """Write a message; a sender that does not read is given up."""
+        view = memoryview(framed(message))
+        limit = time.monotonic() + ANSWER_SECONDS
+        while view:
             try:
-                count = self._connection.recv_into(into, 0, socket.MSG_DONTWAIT)
+                view = view[self.connection.send(view, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
-                self._inbound.settle()
-                self._wait()
-                continue
-            if not count:
-                raise EndOfStream
-            into = into[count:]
+                if time.monotonic() > limit:
+                    return shut(self.connection)
+                writable = select.poll()
+                writable.register(self.connection, select.POLLOUT)
+                writable.poll(1000)
+            except OSError:
+                return None  # it is gone; whoever reads from it finds out
+        return None
 
-    def _receive(self, into: Bytes) -> int:
-        count = into.receive(self._connection)
-        if count == 0:
-            raise EndOfStream
-        return count or 0
-
-    def _wait(self) -> None:
-        """Until something comes; raises ``TimeoutError`` for a sender that does not greet in time."""
-        deadline = self._deadline
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        if not self._readable.poll(timeout):
-            raise TimeoutError("the sender's greeting did not come in time")
-
-    def _answer(self, data: bytes) -> None:
-        with self._writing:
-            view = memoryview(data)
-            limit = time.monotonic() + ANSWER_SECONDS
-            while view:
-                try:
-                    view = view[self._connection.send(view, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    if time.monotonic() > limit:
-                        shut(self._connection)
-                        return
-                    writable = select.poll()
-                    writable.register(self._connection, select.POLLOUT)
-                    writable.poll(1000)
-                except OSError:
-                    return  # it is gone; whoever reads from it finds out
+    def drop_memory(self) -> None:
+        """The descriptor is not needed any more."""
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
 
     def close(self) -> None:
-        """Leave the session."""
-        self._inbound.close()
+        self.drop_memory()
 
 
-def _listen(host: str, ports: Sequence[int]) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports or (0,):
+class SenderSession:
+    """One sender's session: what its messages lead to is done, one thing after the other; ``say`` answers them."""
+
+    def __init__(
+        self,
+        rank: LocalRank,
+        grants: GrantTable,
+        agreed: Agreement,
+        pace: Pace,
+        on_finished: OnFinished,
+        say: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._rank, self._grants, self._agreed = rank, grants, agreed
+        self._pace, self._on_finished, self._say = pace, on_finished, say
+        self._inbound = Inbound(rank, grants, agreed.session, agreed.shape, agreed.block)
+        self._turn = Turn()
+
+    def take(self, messages: Iterable[FromSender]) -> None:
+        """Do what messages lead to; raises :class:`ProtocolViolation`."""
+        for message in messages:
+            if isinstance(message, SendEnd):
+                self.settle()  # what it covers has come, and may as well be in place
+            self._act(self._inbound.take(message))
+
+    def settle(self) -> None:
+        """Do what was put off in case more would come."""
+        self._act(self._inbound.settle())
+
+    def _act(self, actions: list[Action]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Batch() as batch:
+                    todo.extend(self._read(batch))
+                case Filled() as filled:
+                    todo.extend(self._tell(filled))
+                case Refused() as refused:
+                    self._say(refused)
+
+    def _read(self, batch: Batch) -> list[Action]:
+        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch.lease)
         try:
-            return socket.create_server((host, port), family=family, backlog=128)
+            alive = self._agreed.reader.read(batch, fence)
+            if batch.staged and alive:
+                self._convert(batch)
+        except ProtocolViolation:
+            raise
+        except TercetError as error:
+            return self._inbound.was_not_read(batch, error)
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                continue
-            reason = error.strerror or str(error)
-            raise EngineError(f"hosts: {host} is no address of this machine to listen on: {reason}") from error
-    tried = f"{ports[0]} to {ports[-1]}" if ports else "those that the system chooses from"
-    raise EngineError(f"ports: none is free for {host} in {tried}; set others")
+            if isinstance(self._agreed.reader, TcpReader):
+                raise  # what comes next on the connection is not known
+            return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
+        return self._inbound.was_read(batch, alive=alive)
 
+    def _fence(self, lease: str) -> Fence:
+        def run(step: Callable[[], int]) -> int:
+            with self._grants.writing(lease):
+                moved = step()
+            self._turn.took(moved)
+            self._pace.took(moved)
+            return moved
 
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return run
+
+    def _convert(self, batch: Batch) -> None:
+        """Put the tokens of staged blocks into ours, which have another size."""
+        ours, theirs, region = self._rank.block, self._agreed.block, self._rank.region
+        if ours is None or theirs is None:
+            raise TransferFailed("blocks of another size were not agreed on")
+        at = 0
+        for chunk in batch.chunks:
+            heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
+            slots = chunk.end - chunk.begin
+            moves = self._grants.locate_tokens(chunk)
+            for layer in range(chunk.layer, chunk.layer + chunk.layers):
+                for move in moves:
+                    source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
+                    with self._grants.writing(chunk.lease):
+                        target = region.blocks(layer, move.block)[chunk.part * part :][:part]
+                        place(source, theirs, target, ours, heads, move)
+                at += slots * chunk.size
+            self._pace.took(chunk.nbytes)
+
+    def _tell(self, filled: Filled) -> list[Action]:
+        try:
+            self._on_finished(filled.lease, filled.valid_end)
+        except Exception:
+            logger.exception("on_finished of lease %s failed", filled.lease)
+            return self._inbound.was_not_taken(filled)
+        self._rank.counters.count(receives_done=1)
+        self._say(Acknowledged(filled.send))
+        return []
+
+    def close(self) -> None:
+        """Give back what the session had."""
+        self._rank.counters.count(receives_dropped=self._inbound.close())
+        self._agreed.reader.close()

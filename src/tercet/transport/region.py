@@ -1,8 +1,8 @@
 """One rank's KV cache in a file that lives in memory, so that other processes of the machine can map it.
 
-Besides the KV it holds a table of *live words*, one for each send under way. A word holds the send's number while the
-send's blocks are pinned. Whoever reads blocks from another process looks at the word after the copy: if the number is
-still there, so were the blocks.
+Besides the KV it holds a table of *generation words*, one for each send under way. A word holds the send's number while
+the send's blocks are pinned. Whoever reads blocks from another process looks at the word after the copy: if the number
+is still there, so were the blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport.vectors import Places, address_of
 
-LIVE_WORDS = 4096
+WORDS = 4096
 WORD_BYTES = 8
 PAGE_BYTES = mmap.PAGESIZE
-TAIL_BYTES = LIVE_WORDS * WORD_BYTES + PAGE_BYTES
+TAIL_BYTES = WORDS * WORD_BYTES + PAGE_BYTES
 # A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -33,14 +33,14 @@ _ZERO = np.zeros(1, dtype=np.int64)
 class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     """Where things are in a region, in bytes from its start.
 
-    ``planes[layer]`` is where a layer's block 0 begins; its blocks of ``block_bytes`` follow one another. ``live`` is
-    where the live words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
+    ``planes[layer]`` is where a layer's block 0 begins; its blocks of ``block_bytes`` follow one another. ``words`` is
+    where the generation words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
     """
 
     planes: tuple[int, ...]
     num_blocks: int
     block_bytes: int
-    live: int
+    words: int
     size: int
 
     def require_sane(self) -> None:
@@ -52,8 +52,8 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             and self.block_bytes > 0
             and min(self.planes) >= 0
             and max(ends) <= self.size
-            and 0 <= self.live <= self.size - TAIL_BYTES
-            and self.live % WORD_BYTES == 0
+            and 0 <= self.words <= self.size - TAIL_BYTES
+            and self.words % WORD_BYTES == 0
         )
         if not inside:
             raise TransferFailed("the peer describes a KV region that does not hold its own blocks")
@@ -63,12 +63,12 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
         return self.planes[layer] + block * self.block_bytes
 
     def word(self, number: int) -> int:
-        """Where the live word of send ``number`` is."""
-        return self.live + number % LIVE_WORDS * WORD_BYTES
+        """Where the generation word of send ``number`` is."""
+        return self.words + number % WORDS * WORD_BYTES
 
     def scratch(self, number: int) -> int:
         """Where reader ``number`` of this process may put a word that it fetches."""
-        return self.live + LIVE_WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
+        return self.words + WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
 
 
 def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets: Sequence[int] = ()) -> RegionShape:
@@ -97,7 +97,7 @@ def create_file(shape: RegionShape) -> int:
 
 
 class KVRegion:
-    """This process's mapping of its own rank's region. ``fd`` is kept open, since peers open the file through it."""
+    """This process's mapping of its own rank's region. ``fd`` is kept open: peers are given one of the same file."""
 
     def __init__(self, fd: int, shape: RegionShape) -> None:
         self.fd = fd
@@ -105,7 +105,7 @@ class KVRegion:
         self._map = mmap.mmap(fd, shape.size)
         self.bytes = memoryview(self._map)
         self._address = address_of(self.bytes)
-        words = self.bytes[shape.live : shape.live + LIVE_WORDS * WORD_BYTES]
+        words = self.bytes[shape.words : shape.words + WORDS * WORD_BYTES]
         self._words = words.cast("Q")
 
     @classmethod
@@ -149,14 +149,18 @@ class KVRegion:
         begins = np.array([(start + self.shape.planes[layer], 0) for layer in layers], dtype=np.uint64)
         return (begins[:, None] + within).reshape(-1, 2)
 
-    def begin(self, number: int) -> None:
+    def set_word(self, number: int) -> None:
         """The blocks of send ``number`` are pinned from now on."""
-        self._words[number % LIVE_WORDS] = number
+        self._words[number % WORDS] = number
 
-    def end(self, number: int) -> None:
+    def clear_word(self, number: int) -> None:
         """They may be unpinned from now on."""
-        if self._words[number % LIVE_WORDS] == number:
-            self._words[number % LIVE_WORDS] = 0
+        if self._words[number % WORDS] == number:
+            self._words[number % WORDS] = 0
+
+    def has_word(self, number: int) -> bool:
+        """Whether they are pinned still."""
+        return self._words[number % WORDS] == number
 
     def close(self) -> None:
         """Close the file. The mapping goes with its last user, whoever that is."""

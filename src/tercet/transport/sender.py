@@ -1,4 +1,4 @@
-"""Sends by id, over one session per receiver.
+"""Sends by id: each to one receiving rank or several, over one session per receiver, and reported once.
 
 ``push`` only queues, so a slow peer stalls its own sends and nothing else.
 """
@@ -8,26 +8,59 @@ from __future__ import annotations
 import re
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from tercet.protocol import BadRequest, Conflict, TercetError, TransferFailed
-from tercet.transport.base import OnDone, SendReport, Target
-from tercet.transport.origin import Origin
-from tercet.transport.outgoing import OutboundCounters, Outgoing
-from tercet.transport.peer import Peer
+from tercet.transport.head_slices import HeadSlice
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
 
 _LEASE = re.compile(r"[0-9a-f]{32}")
+REMEMBERED_CANCELLED = 4096
 
 
-class Sender:
-    """Sends by id; a session is opened on first use and again after it broke."""
+class SendDestination(msgspec.Struct, frozen=True):
+    """One receiving rank: its addresses, and which part of the blocks it gets."""
 
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-        self._peers: dict[tuple[str, ...], Peer] = {}
-        self._sends: dict[str, tuple[Peer, Outgoing]] = {}
+    addresses: tuple[str, ...]
+    head_slice: HeadSlice
+
+
+@dataclass(eq=False)
+class _Send:
+    """One send: a leg for each receiving rank, how many have not ended, and what the others moved."""
+
+    on_done: OnDone
+    left: int
+    legs: list[tuple[TransferPeer, Leg]] = field(default_factory=list[tuple[TransferPeer, Leg]])
+    reports: list[SendReport] = field(default_factory=list[SendReport])
+    error: TercetError | None = None
+
+    def outcome(self) -> SendReport | TercetError:
+        """What to report, once all legs have ended."""
+        if self.error is not None:
+            return self.error
+        ways = sorted({each.transport for each in self.reports})
+        return SendReport(
+            sum(each.bytes for each in self.reports), sum(each.chunks for each in self.reports), "+".join(ways)
+        )
+
+
+class KVSender:
+    """All sends of one rank. A session is opened on first use, and again after it broke. Thread-safe."""
+
+    def __init__(self, rank: LocalRank) -> None:
+        self._rank = rank
+        self._peers: dict[tuple[str, ...], TransferPeer] = {}
+        self._sends: dict[str, _Send] = {}
+        # Cancelled before they were opened, perhaps: that wins.
+        self._cancelled: deque[str] = deque(maxlen=REMEMBERED_CANCELLED)
         # Broken, but with threads that still run; these keep the entries alive.
-        self._ending: weakref.WeakSet[Peer] = weakref.WeakSet()
+        self._ending: weakref.WeakSet[TransferPeer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -41,79 +74,99 @@ class Sender:
         """Sessions with receivers."""
         return len(self._peers)
 
-    @property
-    def counters(self) -> OutboundCounters:
-        """What was sent."""
-        return self._origin.counters
-
     def transport_to(self, addresses: Sequence[str]) -> str | None:
-        """How KV travels to a receiver, if there is a session with it."""
+        """See :meth:`tercet.transport.RankTransport.transport_to`."""
         peer = self._peers.get(tuple(addresses))
         return peer.transport if peer is not None else None
 
-    def open(self, send_id: str, target: Target, on_done: OnDone) -> None:
-        """See :meth:`tercet.transport.KVTransport.open`."""
-
-        def done(outcome: SendReport | TercetError) -> None:
-            with self._lock:
-                self._sends.pop(send_id, None)
-            on_done(outcome)
-
-        fresh = None
+    def open(self, send_id: str, lease: str, destinations: Sequence[SendDestination], on_done: OnDone) -> None:
+        """See :meth:`tercet.transport.RankTransport.open`."""
+        started: list[TransferPeer] = []
         with self._lock:
-            refusal = self._refusal(send_id, target)
+            if send_id in self._cancelled:
+                return
+            refusal = self._refusal(send_id, lease, destinations)
             if refusal is None:
-                peer = self._peers.get(target.addresses)
-                outgoing = peer.open(target.lease, target.head_slice, done) if peer is not None else None
-                if peer is None or outgoing is None:
-                    peer, outgoing = fresh, _ = self._connect(target, done)
-                self._sends[send_id] = (peer, outgoing)
-        if fresh is not None:
-            fresh.start()
+                send = self._sends[send_id] = _Send(on_done, len(destinations))
+                send.legs = [self._leg(send_id, send, lease, each, started) for each in destinations]
+                if not send.legs:  # other ranks hold the same heads, and send them
+                    del self._sends[send_id]
+        for peer in started:
+            peer.start()
         if refusal is not None:
-            self.counters.count(sends_failed=1)
+            self._rank.counters.count(sends_failed=1)
             on_done(refusal)
+        elif not destinations:
+            on_done(SendReport(0, 0))
 
     def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
-        """See :meth:`tercet.transport.KVTransport.push`; a send that has ended takes no more."""
-        found = self._sends.get(send_id)
-        if found is not None:
-            found[0].push(found[1], layers, slot, blocks)
+        """See :meth:`tercet.transport.RankTransport.push`; a send that has ended takes no more."""
+        for peer, leg in self._legs(send_id):
+            peer.push(leg, layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
-        """See :meth:`tercet.transport.KVTransport.finish`."""
-        found = self._sends.get(send_id)
-        if found is not None:
-            found[0].finish(found[1], begin, end)
+        """See :meth:`tercet.transport.RankTransport.finish`."""
+        for peer, leg in self._legs(send_id):
+            peer.finish(leg, begin, end)
 
     def cancel(self, send_id: str) -> None:
-        """See :meth:`tercet.transport.KVTransport.cancel`."""
-        found = self._sends.get(send_id)
-        if found is not None:
-            found[0].cancel(found[1])
+        """See :meth:`tercet.transport.RankTransport.cancel`."""
+        with self._lock:
+            self._cancelled.append(send_id)
+        for peer, leg in self._legs(send_id):
+            peer.cancel(leg)
 
-    def _refusal(self, send_id: str, target: Target) -> TercetError | None:
+    def _legs(self, send_id: str) -> Sequence[tuple[TransferPeer, Leg]]:
+        found = self._sends.get(send_id)
+        return found.legs if found is not None else ()
+
+    def _refusal(self, send_id: str, lease: str, destinations: Sequence[SendDestination]) -> TercetError | None:
         if self._closed:
             return TransferFailed("the transport was closed")
         if send_id in self._sends:
             return Conflict(f"send {send_id} is under way already")
-        if not _LEASE.fullmatch(target.lease) or not target.addresses:
-            return BadRequest(f"lease: {target.lease!r:.80} at {target.addresses!r:.80} is none", "kv_addr_info")
-        head_slice = target.head_slice
-        inside = 0 <= head_slice.source_offset <= self._origin.region.shape.block_bytes - head_slice.size
-        if not (head_slice.size > 0 and inside and 0 <= head_slice.part < head_slice.parts):
-            return BadRequest(f"{head_slice} is no part of this rank's blocks", "kv_addr_info")
+        if not _LEASE.fullmatch(lease):
+            return BadRequest(f"lease: {lease!r:.80} is not a valid lease", "kv_addr_info")
+        for each in destinations:
+            part = each.head_slice
+            inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size
+            if not (each.addresses and part.size > 0 and inside and 0 <= part.part < part.parts):
+                return BadRequest(
+                    f"{part} at {each.addresses!r:.80} is not a part of this rank's blocks", "kv_addr_info"
+                )
         return None
 
-    def _connect(self, target: Target, done: OnDone) -> tuple[Peer, Outgoing]:
-        """A peer with its first send; it is to be started once the lock is free."""
-        peer = Peer(target.addresses, self._origin, self._forget)
-        self._peers[target.addresses] = peer
-        outgoing = peer.open(target.lease, target.head_slice, done)
-        assert outgoing is not None, "a session that was not started cannot be over"
-        return peer, outgoing
+    def _leg(
+        self, send_id: str, send: _Send, lease: str, to: SendDestination, started: list[TransferPeer]
+    ) -> tuple[TransferPeer, Leg]:
+        """A leg on the session with its receiver; one that is new is to be started once the lock is free."""
+        leg = Leg(lease, to.head_slice, lambda outcome: self._ended(send_id, send, outcome))
+        peer = self._peers.get(to.addresses)
+        if peer is None or not peer.open(leg):
+            peer = self._peers[to.addresses] = TransferPeer(to.addresses, self._rank, self._forget)
+            started.append(peer)
+            peer.open(leg)
+        return peer, leg
 
-    def _forget(self, peer: Peer) -> None:
+    def _ended(self, send_id: str, send: _Send, outcome: SendReport | TercetError) -> None:
+        with self._lock:
+            send.left -= 1
+            failed_first = isinstance(outcome, TercetError) and send.error is None
+            if isinstance(outcome, SendReport):
+                send.reports.append(outcome)
+            else:
+                send.error = send.error or outcome
+            over = send.left == 0
+            if over:
+                del self._sends[send_id]
+        if over:
+            return send.on_done(send.outcome())
+        # With one receiving rank lost the rest is of no use.
+        for peer, leg in send.legs if failed_first else ():
+            peer.cancel(leg)
+        return None
+
+    def _forget(self, peer: TransferPeer) -> None:
         with self._lock:
             if self._peers.get(peer.addresses) is peer:
                 del self._peers[peer.addresses]

@@ -1,29 +1,102 @@
-"""What both ends do to their sockets."""
+"""What both ends do to their sockets: addresses, options, waiting, and small frames written at once."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import secrets
+import select
 import socket
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Sequence
 
-from tercet.protocol import BadRequest
-from tercet.transport.frames import HEADER_BYTES, Header, ProtocolViolation, unpack
+from tercet.protocol import BadRequest, EngineError
 from tercet.transport.vectors import Vector
 
+UNIX, TCP = "unix-abstract:", "tcp://"
 # Between processes of one machine: what is under way then stays in the processor's caches, and no link has to be kept
 # full. Left alone, the kernel lets it grow to megabytes.
 LOCAL_BUFFER_BYTES = 256 * 1024
-
 # A peer that lost its power says nothing: after about a minute of silence the kernel asks, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
+BACKLOG = 128
+_UNIX_NAME = re.compile(UNIX + "tercet-kv-[0-9a-f]{32}")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` if it is none."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    if not address.startswith(TCP) or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_address(text: str) -> bool:
+    """Whether a rank can have this address."""
+    if text.startswith(UNIX):
+        return _UNIX_NAME.fullmatch(text) is not None
+    try:
+        parse_address(text)
+    except BadRequest:
+        return False
+    return not any(map(str.isspace, text))
+
+
+def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
+    """Listen on the first free one of ``ports``, on any if there are none; returns also the address.
+
+    Raises :class:`~tercet.protocol.EngineError` naming the setting that is wrong.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports or (0,):
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                continue
+            reason = error.strerror or str(error)
+            raise EngineError(f"hosts: {host} is no address of this machine to listen on: {reason}") from error
+        named, port = listener.getsockname()[:2]
+        return listener, f"{TCP}[{named}]:{port}" if ":" in named else f"{TCP}{named}:{port}"
+    tried = f"{ports[0]} to {ports[-1]}" if ports else "those that the system chooses from"
+    raise EngineError(f"ports: none is free for {host} in {tried}; set others")
+
+
+def listen_unix() -> tuple[socket.socket, str]:
+    """Listen on a new Unix socket, which processes of this network namespace can find; returns also its address."""
+    name = f"tercet-kv-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind("\0" + name)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, UNIX + name
+
+
+def connect_unix(address: str, seconds: float) -> socket.socket:
+    """Connect to what :func:`listen_unix` returned; raises ``OSError``, also if another user listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        sock.connect("\0" + address.removeprefix(UNIX))
+        require_own_user(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def require_own_user(sock: socket.socket) -> None:
+    """Raise ``PermissionError`` unless this user's process made the other end of a Unix socket."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(found)
+    if user != os.geteuid():
+        raise PermissionError(f"process {process} belongs to user {user}, and this one to user {os.geteuid()}")
 
 
 def tune(sock: socket.socket) -> None:
@@ -31,6 +104,8 @@ def tune(sock: socket.socket) -> None:
 
     Buffer sizes are left to the kernel, except where both ends are on this machine.
     """
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -69,34 +144,65 @@ def send_all(sock: socket.socket, data: Vector) -> None:
         data.advance(sent)
 
 
-def read_frame(sock: socket.socket, limit: int, on_timeout: Callable[[], None]) -> tuple[Header, bytes]:
-    """A receiver's answer, with a body of at most ``limit`` bytes; ``on_timeout`` may raise to end the wait.
-
-    Raises ``OSError`` when the connection ends, :class:`~tercet.transport.frames.ProtocolViolation` for nonsense.
-    """
-    header = unpack(_read_exactly(sock, HEADER_BYTES, on_timeout))
-    if header.nbytes > limit:
-        raise ProtocolViolation(f"{header.kind.name} of {header.nbytes} bytes")
-    return header, _read_exactly(sock, header.nbytes, on_timeout)
-
-
-def _read_exactly(sock: socket.socket, size: int, on_timeout: Callable[[], None]) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            more = sock.recv(size - len(data))
-        except (TimeoutError, BlockingIOError):
-            on_timeout()
-            continue
-        if not more:
-            raise ConnectionResetError("the receiver closed the connection")
-        data += more
-    return data
-
-
 def shut(sock: socket.socket) -> None:
     """End a connection both ways, so that whoever waits on it wakes up."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # not connected any more
+
+
+class Post:
+    """Small frames on one connection, written at once by whichever thread has them.
+
+    A thread that only wrote what others queue would have to wake up first, which takes longer than to write. When the
+    connection takes no more, what is left waits for :meth:`deliver`. Frames go out whole and in order; :meth:`send`
+    never waits for the peer. Thread-safe.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._changed = threading.Condition()
+        # What the connection did not take, and so must come before everything else.
+        self._rest = bytearray()
+        self._closed = False
+
+    def send(self, data: bytes) -> None:
+        """Write what goes at once; raises ``OSError`` when the connection has ended."""
+        with self._changed:
+            if not self._rest:
+                data = data[self._write(data) :]
+            if data:
+                self._rest += data
+                self._changed.notify()
+
+    def deliver(self, timeout: float) -> None:
+        """Write what is left over, until :meth:`close`.
+
+        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it took nothing for ``timeout`` seconds.
+        """
+        room = select.poll()
+        room.register(self._sock, select.POLLOUT)
+        while self._has_rest():
+            if not room.poll(timeout * 1000):
+                raise TimeoutError
+            with self._changed:
+                del self._rest[: self._write(self._rest)]
+
+    def _has_rest(self) -> bool:
+        """Wait until there is some; whether there is, or all is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._rest or self._closed)
+            return not self._closed
+
+    def _write(self, data: bytes | bytearray) -> int:
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        """:meth:`deliver` returns; what is left over stays unsent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()

@@ -48,31 +48,6 @@ def address_of(buffer: Buffer) -> int:
     return np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
 
 
-class Run:
-    """One buffer to be filled: as a :class:`Vector` of one place, for less."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._view = memoryview(buffer)
-        self.left = len(buffer)
-
-    @property
-    def rest(self) -> Places:
-        """See :attr:`Vector.rest`."""
-        return np.array([(address_of(self._view), self.left)], dtype=np.uint64)
-
-    def receive(self, connection: socket.socket) -> int | None:
-        """See :meth:`Vector.receive`."""
-        try:
-            return connection.recv_into(self._view, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            return None
-
-    def advance(self, count: int) -> None:
-        """See :meth:`Vector.advance`."""
-        self.left -= count
-        self._view = self._view[count:]
-
-
 class Vector:
     """Places to be sent from, or filled, in order; ``nbytes`` together. ``owners`` are kept: theirs is the memory.
 
@@ -132,4 +107,8 @@ class Vector:
                 raise OSError(number, os.strerror(number))
 
 
-Bytes = Run | Vector
+def nowhere(nbytes: int, scratch: memoryview) -> Vector:
+    """``nbytes`` that nobody wants, or zeros: the same few bytes, over and over."""
+    whole, rest = divmod(nbytes, scratch.nbytes)
+    lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
+    return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch, nbytes)

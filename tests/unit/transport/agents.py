@@ -14,17 +14,16 @@ from typing import Any
 import msgspec
 import zmq
 
-from tercet.transport import HeadSlice, KVRegion, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, SendDestination, TransportSettings
 from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
-from tercet.transport.agent.messages import (
+from tercet.transport.agent.agent_messages import (
     Command,
-    Completion,
-    Destination,
     GrantLease,
     LayersDone,
     LeaseFilled,
     Push,
     ReadCounters,
+    SendComplete,
     SendDone,
     SendOpening,
     StepBegins,
@@ -110,7 +109,7 @@ def rank(seed: int, settings: TransportSettings | None = None) -> Generator[Rank
 
 def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) -> SendOpening:
     """A send of whole blocks to each of some ranks."""
-    destinations = tuple(Destination(each, HeadSlice(0, BYTES)) for each in addresses)
+    destinations = tuple(SendDestination(each, HeadSlice(0, BYTES)) for each in addresses)
     return SendOpening(send_id, lease, destinations, notify)
 
 
@@ -118,7 +117,7 @@ def step(
     agent: AgentProcess,
     opened: Sequence[SendOpening],
     pushes: Sequence[Push],
-    completed: Sequence[Completion] = (),
+    completed: Sequence[SendComplete] = (),
 ) -> None:
     """A forward pass, as a worker tells of it."""
     agent.tell(StepBegins(tuple(opened), tuple(pushes)))

@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from tercet.protocol import TercetError
-from tercet.transport import Grant, HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
-from tercet.transport.backends import Sender, backends_for
+from tercet.transport import Grant, HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
+from tercet.transport.backends import backends_for
+from tercet.transport.backends.reading import Batch, Copies, Reader, SendingPeer
 from tercet.transport.region import RegionShape
 
 TOKENS = 16
@@ -54,13 +55,18 @@ def send(
         receiver.grant(Grant(name, tuple(targets), 0, end, TOKENS))
     outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
     send_id = secrets.token_hex(8)
-    sender.open(send_id, Target(receiver.addresses, name, head_slice), outcomes.put)
+    sender.open(send_id, name, [SendDestination(receiver.addresses, head_slice)], outcomes.put)
     sender.push(send_id, range(layers), 0, list(sources))
     sender.finish(send_id, 0, end)
     outcome = outcomes.get(timeout=SECONDS)
     if lease is None and isinstance(outcome, SendReport):
         assert receiver.revoke(name) == end
     return outcome
+
+
+def read(reader: Reader, copies: Copies) -> bool:
+    """Copy into our region, with no lease; the word that is looked at is one that nobody has set."""
+    return reader.read(Batch(1, "", memoryview(b""), copies=[copies]), lambda step: step())
 
 
 class Elsewhere:
@@ -78,8 +84,8 @@ class Elsewhere:
         self.offer, self.shape = self._pipe.recv()
 
     @property
-    def sender(self) -> Sender:
-        return Sender(self.shape, lambda _pid: True)
+    def sender(self) -> SendingPeer:
+        return SendingPeer(self.shape)
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -6,7 +6,24 @@ from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import Grant
-from tercet.transport.grants import MAX_PARTS, MAX_SENDS, Claim, Piece, SendKey
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, SendKey
+from tercet.transport.wire import ReadDescriptors, SendEnd
+
+LEASE = "ab" * 16
+
+
+def chunk(
+    layer: int, begin: int, end: int, part: int = 0, parts: int = 1, unit: int = 0, layers: int = 1, lease: str = LEASE
+) -> ReadDescriptors:
+    """What fills some slots of some layers; where its bytes come from does not matter to leases."""
+    return ReadDescriptors(1, lease, 0, layer, layers, begin, end, part=part, parts=parts, unit=unit)
+
+
+def ending(
+    begin: int, end: int, chunks: int, part: int = 0, parts: int = 1, unit: int = 0, lease: str = LEASE
+) -> SendEnd:
+    """The end of a send."""
+    return SendEnd(1, lease, begin, end, chunks, part, parts, unit)
 
 
 @dataclass
@@ -16,7 +33,7 @@ class SendModel:
     kind: tuple[int, int, int]
     arrived: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     frames: int = 0
-    claim: Claim | None = None
+    claim: SendEnd | None = None
 
 
 @dataclass
@@ -34,7 +51,7 @@ class LeaseModel:
         tokens = range(self.grant.begin, self.grant.begin + len(self.grant.blocks) * self.grant.block_size)
         return [range(number * unit, (number + 1) * unit) for number in sorted({token // unit for token in tokens})]
 
-    def require_inside(self, piece: Piece) -> None:
+    def require_inside(self, piece: ReadDescriptors) -> None:
         """What ``locate`` checks."""
         slots = range(len(self.slots(piece.unit)))
         inside = piece.begin in slots and piece.end - 1 in slots and piece.begin < piece.end
@@ -43,14 +60,14 @@ class LeaseModel:
         if piece.parts > MAX_PARTS:
             raise BadRequest("parts")
 
-    def arrive(self, key: SendKey, piece: Piece) -> int | None:
+    def arrive(self, key: SendKey, piece: ReadDescriptors) -> int | None:
         """A piece that ``locate`` let pass."""
         send = self._send(key, (piece.part, piece.parts, piece.unit))
         send.frames += 1
         send.arrived |= {(slot, piece.layer) for slot in range(piece.begin, piece.end)}
         return self._settle(key, send)
 
-    def claim(self, key: SendKey, claim: Claim) -> int | None:
+    def claim(self, key: SendKey, claim: SendEnd) -> int | None:
         """A claim."""
         if not (self.grant.begin <= claim.begin < claim.end <= self.grant.end):
             raise BadRequest("outside")
@@ -80,7 +97,7 @@ class LeaseModel:
 
     def _settle(self, key: SendKey, send: SendModel) -> int | None:
         claim = send.claim
-        if claim is None or send.frames < claim.frames:
+        if claim is None or send.frames < claim.chunks:
             return None
         del self.sends[key]
         tokens: set[int] = set()

@@ -23,8 +23,8 @@ from tercet.transport import (
     HeadSlice,
     KVRegion,
     RankTransport,
+    SendDestination,
     SendReport,
-    Target,
     TransportSettings,
 )
 
@@ -94,7 +94,7 @@ class Send:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        sender.open(self.send_id, Target(tuple(addresses), lease, head_slice), self._take)
+        sender.open(self.send_id, lease, [SendDestination(tuple(addresses), head_slice)], self._take)
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -17,20 +17,20 @@ import zmq
 
 from tercet.protocol import EngineError
 from tercet.transport import TransportSettings
-from tercet.transport.agent import AgentProcess, ControlClient, SharedKV, process
-from tercet.transport.agent.control import ControlServer
-from tercet.transport.agent.messages import (
+from tercet.transport.agent import AgentProcess, ControlClient, SharedKV, agent_process
+from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
-    Completion,
     LayersDone,
     LeaseFilled,
     Push,
     PushCached,
     ReadCounters,
     RevokeLease,
+    SendComplete,
     SendDone,
 )
+from tercet.transport.agent.control_channel import ControlServer
 from tests.unit.transport.agents import (
     ALL,
     BLOCKS,
@@ -86,7 +86,7 @@ def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Ra
     lease, backwards = target.grant(inbox.address), tuple(reversed(ALL))
     expected = expected_after(content(target.region), source.region, backwards, ALL)
     opened = opening("one", lease, inbox.address, target.addresses)
-    step(source.agent, [opened], [Push("one", 0, backwards)], [Completion("one", 0, END)])
+    step(source.agent, [opened], [Push("one", 0, backwards)], [SendComplete("one", 0, END)])
     sent, filled_leases = reports(inbox, 2)
     assert filled_leases == [LeaseFilled(lease, 2, END)]
     assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].chunks, "host")]
@@ -102,7 +102,7 @@ def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Ed
     step(source.agent, openings[:1], [Push("a", 0, sources[:3])])
     step(source.agent, openings[1:], [Push("a", 3, sources[3:5]), Push("b", 0, sources[:7])])
     step(source.agent, [], [])
-    done = Completion("a", 0, HALF * TOKENS), Completion("b", 0, HALF * TOKENS)
+    done = SendComplete("a", 0, HALF * TOKENS), SendComplete("b", 0, HALF * TOKENS)
     step(source.agent, [], [Push("b", 7, sources[7:]), Push("a", 5, sources[5:])], done)
     sent, filled_leases = reports(inbox, 4)
     assert {report.send_id: report.error for report in sent} == {"a": None, "b": None}
@@ -114,7 +114,7 @@ def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Ed
 def test_cached_kv_is_pushed_without_a_step(source: Rank, target: Rank, inbox: Edge) -> None:
     lease = target.grant(inbox.address)
     opened = opening("cached", lease, inbox.address, target.addresses)
-    source.order(PushCached(opened, Push("cached", 0, ALL), Completion("cached", 0, END)))
+    source.order(PushCached(opened, Push("cached", 0, ALL), SendComplete("cached", 0, END)))
     sent, _ = reports(inbox, 2)
     assert sent[0].error is None
     assert target.order(RevokeLease(lease)) == END
@@ -125,9 +125,9 @@ def test_a_send_that_is_cancelled_before_its_step_is_not_opened(source: Rank, ta
     lease, before = target.grant(inbox.address), source.counters()
     source.order(CancelSend("early"))
     opened = opening("early", lease, inbox.address, target.addresses)
-    step(source.agent, [opened], [Push("early", 0, ALL)], [Completion("early", 0, END)])
+    step(source.agent, [opened], [Push("early", 0, ALL)], [SendComplete("early", 0, END)])
     opened = opening("next", lease, inbox.address, target.addresses)
-    step(source.agent, [opened], [Push("next", 0, ALL)], [Completion("next", 0, END)])
+    step(source.agent, [opened], [Push("next", 0, ALL)], [SendComplete("next", 0, END)])
     sent, _ = reports(inbox, 2)
     assert [report.send_id for report in sent] == ["next"]
     assert source.counters()["chunks_sent"] - before["chunks_sent"] == LAYERS
@@ -143,7 +143,7 @@ def test_a_cancel_between_steps_is_reported_once_and_is_a_fence(source: Rank, ta
     source.order(CancelSend("half"))
     assert "cancelled" in (inbox.done().error or "")
     pushed = source.counters()["chunks_sent"]
-    step(source.agent, [], [Push("half", HALF, ALL[HALF:])], [Completion("half", 0, END)])
+    step(source.agent, [], [Push("half", HALF, ALL[HALF:])], [SendComplete("half", 0, END)])
     source.order(CancelSend("half"))
     assert target.order(RevokeLease(lease)) == 0
     assert source.counters()["chunks_sent"] == pushed
@@ -170,7 +170,7 @@ def test_what_was_revoked_is_reported_as_an_error_and_leases_are_told_of_no_more
     lease = target.grant(inbox.address)
     assert target.order(RevokeLease(lease)) == 0
     opened = opening("late", lease, inbox.address, target.addresses)
-    step(source.agent, [opened], [Push("late", 0, ALL)], [Completion("late", 0, END)])
+    step(source.agent, [opened], [Push("late", 0, ALL)], [SendComplete("late", 0, END)])
     assert "has ended" in (inbox.done().error or "")
 
 
@@ -308,7 +308,7 @@ def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
-    monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(agent_process, "STOP_SECONDS", 0.3)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)
     assert not is_there(ours.agent.pid)

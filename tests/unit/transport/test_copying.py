@@ -4,25 +4,25 @@ import os
 import subprocess
 import sys
 
-from tercet.transport.copying import TUNABLES, VARIABLE, past_the_caches
+from tercet.transport.agent.agent_process import COPY_PAST_THE_CACHES, TUNABLES, past_the_caches
 
 
 def _tunables(environment: dict[str, str]) -> dict[str, str]:
-    return dict(part.split("=") for part in environment[VARIABLE].split(":"))
+    return dict(part.split("=") for part in environment[TUNABLES].split(":"))
 
 
 def test_the_c_library_is_told_when_to_copy_past_the_caches() -> None:
     found = past_the_caches({"PATH": "/bin"})
     assert found["PATH"] == "/bin"
-    assert _tunables(found) == TUNABLES
+    assert _tunables(found) == COPY_PAST_THE_CACHES
 
 
 def test_tunables_of_the_user_stay() -> None:
     theirs = "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x100000"
-    found = _tunables(past_the_caches({VARIABLE: theirs}))
+    found = _tunables(past_the_caches({TUNABLES: theirs}))
     assert found["glibc.malloc.arena_max"] == "2"
     assert found["glibc.cpu.x86_non_temporal_threshold"] == "0x100000"
-    assert found["glibc.cpu.x86_rep_movsb_threshold"] == TUNABLES["glibc.cpu.x86_rep_movsb_threshold"]
+    assert found["glibc.cpu.x86_rep_movsb_threshold"] == COPY_PAST_THE_CACHES["glibc.cpu.x86_rep_movsb_threshold"]
 
 
 def test_a_process_started_so_copies_every_byte() -> None:

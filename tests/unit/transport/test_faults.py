@@ -93,7 +93,7 @@ def _before_finish(child: RankProcess, ours: RankTransport, lease: str) -> None:
 def _after_finish(child: RankProcess, ours: RankTransport, lease: str) -> None:
     _before_finish(child, ours, lease)
     child.call("finish", END)
-    settle(lambda: ours.counters()["claims_accepted"] == 1)
+    settle(lambda: ours.counters()["receives_done"] == 1)
 
 
 Stage = Callable[[RankProcess, RankTransport, str], None]

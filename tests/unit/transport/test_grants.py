@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TercetError, TransferFailed, UnknownSequence
 from tercet.transport import Grant, GrantTable
-from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, Claim, Piece, SendKey
-from tests.unit.transport.models import LeaseModel
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, SendKey
+from tercet.transport.wire import ReadDescriptors, SendEnd
+from tests.unit.transport.models import LEASE, LeaseModel, chunk, ending
 
 LAYERS, SIZE = 3, 16
-LEASE = "ab" * 16
 SEND: SendKey = ("sender", 1)
 
 
@@ -28,7 +29,7 @@ def opened(begin: int = 32, end: int = 100) -> GrantTable:
 
 
 def fill(table: GrantTable, begin: int, end: int, send: SendKey = SEND, layers: int = LAYERS) -> list[int | None]:
-    return [table.arrived(LEASE, send, Piece(layer, begin, end)) for layer in range(layers)]
+    return [table.arrived(send, chunk(layer, begin, end)) for layer in range(layers)]
 
 
 # ---- granting ------------------------------------------------------------------------------------------------
@@ -50,10 +51,10 @@ def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
     with pytest.raises(UnknownSequence):
         table.revoke(LEASE)
     calls: list[Callable[[str], object]] = [
-        lambda lease: table.locate(lease, Piece(0, 0, 1)),
-        lambda lease: table.locate_tokens(lease, Piece(0, 0, 1, unit=32)),
-        lambda lease: table.arrived(lease, SEND, Piece(0, 0, 1)),
-        lambda lease: table.claim(lease, SEND, Claim(32, 48, 1)),
+        lambda lease: table.locate(chunk(0, 0, 1, lease=lease)),
+        lambda lease: table.locate_tokens(chunk(0, 0, 1, unit=32, lease=lease)),
+        lambda lease: table.arrived(SEND, chunk(0, 0, 1, lease=lease)),
+        lambda lease: table.ended(SEND, ending(32, 48, 1, lease=lease)),
         lambda lease: table.writing(lease).__enter__(),
     ]
     for call in calls:
@@ -70,38 +71,38 @@ def test_ended_leases_are_remembered_up_to_a_limit() -> None:
         table.grant(Grant(f"{number:032x}", (1,), 0, 16, SIZE))
         table.revoke(f"{number:032x}")
     with pytest.raises(LeaseEnded, match="ended long ago"):
-        table.locate(f"{0:032x}", Piece(0, 0, 1))
+        table.locate(chunk(0, 0, 1, lease=f"{0:032x}"))
     with pytest.raises(LeaseEnded, match="has ended"):
-        table.locate(f"{1:032x}", Piece(0, 0, 1))
+        table.locate(chunk(0, 0, 1, lease=f"{1:032x}"))
 
 
-# ---- pieces --------------------------------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------------------------------
 
 
 def test_a_piece_goes_to_the_blocks_of_its_slots() -> None:
-    assert opened().locate(LEASE, Piece(1, 1, 4)).tolist() == [11, 12, 13]
+    assert opened().locate(chunk(1, 1, 4)).tolist() == [11, 12, 13]
 
 
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(-1, 0, 1), Piece(LAYERS, 0, 1), Piece(0, -1, 1), Piece(0, 1, 1), Piece(0, 2, 1), Piece(0, 4, 6),
-        Piece(0, 9, 10), Piece(0, 0, 2**32 - 1), Piece(0, 0, 1, 1, 1), Piece(0, 0, 1, 0, 0), Piece(0, 0, 1, -1, 2),
-        Piece(0, 0, 1, 0, MAX_PARTS + 1), Piece(0, 2, 4, unit=32), Piece(0, 0, 2, unit=1000), Piece(0, 80, 81, unit=1),
+        chunk(-1, 0, 1), chunk(LAYERS, 0, 1), chunk(0, -1, 1), chunk(0, 1, 1), chunk(0, 2, 1), chunk(0, 4, 6),
+        chunk(0, 9, 10), chunk(0, 0, 2**32 - 1), chunk(0, 0, 1, 1, 1), chunk(0, 0, 1, 0, 0), chunk(0, 0, 1, -1, 2),
+        chunk(0, 0, 1, 0, MAX_PARTS + 1), chunk(0, 2, 4, unit=32), chunk(0, 0, 2, unit=1000), chunk(0, 80, 81, unit=1),
     ],
     ids=str,
 )  # fmt: skip
-def test_pieces_outside_the_lease_go_nowhere(piece: Piece) -> None:
+def test_chunks_outside_the_lease_go_nowhere(piece: ReadDescriptors) -> None:
     table = opened()
     for locate in (table.locate, table.locate_tokens):
         with pytest.raises(BadRequest, match="outside the lease"):
-            locate(LEASE, piece)
+            locate(piece)
 
 
 def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in() -> None:
     """The lease's tokens are [32, 112); blocks of 24 begin at 24, 48, 72 and 96."""
     table = opened()
-    found = table.locate_tokens(LEASE, Piece(0, 0, 4, unit=24))
+    found = table.locate_tokens(chunk(0, 0, 4, unit=24))
     assert [(move.slot, move.source, move.block, move.target, move.tokens) for move in found] == [
         (0, 8, 10, 0, 16), (1, 0, 11, 0, 16), (1, 16, 12, 0, 8),
         (2, 0, 12, 8, 8), (2, 8, 13, 0, 16), (3, 0, 14, 0, 16),
@@ -114,9 +115,9 @@ def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in() -
 def test_a_claim_holds_with_the_last_piece_whichever_comes_last() -> None:
     table = opened()
     assert fill(table, 0, 5) == [None] * LAYERS
-    assert table.claim(LEASE, SEND, Claim(32, 100, LAYERS)) == 100
+    assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
     table = opened()
-    assert table.claim(LEASE, SEND, Claim(32, 100, LAYERS)) is None
+    assert table.ended(SEND, ending(32, 100, LAYERS)) is None
     assert fill(table, 0, 5) == [None, None, 100]
     assert table.receives == 0
 
@@ -124,9 +125,9 @@ def test_a_claim_holds_with_the_last_piece_whichever_comes_last() -> None:
 def test_a_claim_needs_every_layer_of_every_slot() -> None:
     table = opened()
     fill(table, 0, 5, layers=LAYERS - 1)
-    table.arrived(LEASE, SEND, Piece(LAYERS - 1, 1, 5))
+    table.arrived(SEND, chunk(LAYERS - 1, 1, 5))
     with pytest.raises(TransferFailed, match="slot 0 lacks 1 of 3 layers"):
-        table.claim(LEASE, SEND, Claim(32, 100, LAYERS))
+        table.ended(SEND, ending(32, 100, LAYERS))
     assert table.receives == 0
     assert table.revoke(LEASE) == 32
 
@@ -135,17 +136,17 @@ def test_a_piece_of_another_send_does_not_help() -> None:
     table = opened()
     fill(table, 0, 1, ("sender", 2))
     with pytest.raises(TransferFailed):
-        table.claim(LEASE, SEND, Claim(32, 48, 0))
-    assert table.claim(LEASE, ("sender", 2), Claim(32, 48, LAYERS)) == 48
+        table.ended(SEND, ending(32, 48, 0))
+    assert table.ended(("sender", 2), ending(32, 48, LAYERS)) == 48
 
 
 def test_a_duplicate_stands_for_no_other_piece() -> None:
     table = opened()
-    table.claim(LEASE, SEND, Claim(32, 48, LAYERS))
-    table.arrived(LEASE, SEND, Piece(0, 0, 1))
-    table.arrived(LEASE, SEND, Piece(0, 0, 1))
+    table.ended(SEND, ending(32, 48, LAYERS))
+    table.arrived(SEND, chunk(0, 0, 1))
+    table.arrived(SEND, chunk(0, 0, 1))
     with pytest.raises(TransferFailed, match="lacks 1 of"):
-        table.arrived(LEASE, SEND, Piece(1, 0, 1))
+        table.arrived(SEND, chunk(1, 0, 1))
     assert table.revoke(LEASE) == 32
 
 
@@ -154,7 +155,7 @@ def test_claims_join_in_any_order_and_the_first_gap_counts() -> None:
     for number, (begin, end) in enumerate([(64, 80), (80, 100), (48, 64), (32, 48)]):
         send = ("sender", number)
         fill(table, begin // SIZE - 2, -(-end // SIZE) - 2, send)
-        ends.append(table.claim(LEASE, send, Claim(begin, end, LAYERS)))
+        ends.append(table.ended(send, ending(begin, end, LAYERS)))
     assert ends == [32, 32, 32, 100]
 
 
@@ -166,37 +167,37 @@ def test_a_claim_of_blocks_of_another_size_needs_all_that_it_touches(begin: int,
         table = opened()
         for layer, slot in ((layer, slot) for layer in range(LAYERS) for slot in range(first, last - 1)):
             if (layer, slot) != (LAYERS - 1, missing):
-                table.arrived(LEASE, SEND, Piece(layer, slot, slot + 1, unit=24))
-        claim = Claim(begin, end, 0, unit=24)
+                table.arrived(SEND, chunk(layer, slot, slot + 1, unit=24))
+        claim = ending(begin, end, 0, unit=24)
         if missing is None:
-            assert table.claim(LEASE, SEND, claim) == (end if first == 0 else 32)
+            assert table.ended(SEND, claim) == (end if first == 0 else 32)
         else:
             with pytest.raises(TransferFailed, match=f"slot {missing} lacks 1 of 3"):
-                table.claim(LEASE, SEND, claim)
+                table.ended(SEND, claim)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 100), (31, 100), (32, 101), (64, 64), (80, 64), (100, 100)])
 def test_a_claim_outside_the_lease_is_refused(begin: int, end: int) -> None:
     with pytest.raises(BadRequest, match="outside the lease"):
-        opened().claim(LEASE, SEND, Claim(begin, end, 0))
+        opened().ended(SEND, ending(begin, end, 0))
 
 
 @pytest.mark.parametrize(("part", "parts"), [(1, 1), (0, 0), (2, 2), (0, MAX_PARTS + 1)])
 def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None:
     table = opened()
     with pytest.raises(BadRequest, match="one part"):
-        table.claim(LEASE, SEND, Claim(32, 48, 1, part, parts))
+        table.ended(SEND, ending(32, 48, 1, part, parts))
     assert table.receives == 0
 
 
-def test_a_send_makes_one_claim_for_one_part() -> None:
+def test_a_send_ends_once_for_one_part() -> None:
     table = opened()
-    table.claim(LEASE, SEND, Claim(32, 48, 9))
-    with pytest.raises(BadRequest, match="one claim"):
-        table.claim(LEASE, SEND, Claim(32, 48, 9))
-    for other in (Piece(0, 0, 1, 0, 2), Piece(0, 0, 1, unit=32)):
+    table.ended(SEND, ending(32, 48, 9))
+    with pytest.raises(BadRequest, match="ends once"):
+        table.ended(SEND, ending(32, 48, 9))
+    for other in (chunk(0, 0, 1, 0, 2), chunk(0, 0, 1, unit=32)):
         with pytest.raises(BadRequest, match="one part"):
-            table.arrived(LEASE, SEND, other)
+            table.arrived(SEND, other)
 
 
 def test_all_parts_of_one_cut_make_kv_valid() -> None:
@@ -204,19 +205,19 @@ def test_all_parts_of_one_cut_make_kv_valid() -> None:
     for number, (part, parts) in enumerate([(0, 2), (1, 4), (1, 2)]):
         send = ("sender", number)
         for layer in range(LAYERS):
-            table.arrived(LEASE, send, Piece(layer, 0, 5, part, parts))
-        ends.append(table.claim(LEASE, send, Claim(32, 100, LAYERS, part, parts)))
+            table.arrived(send, chunk(layer, 0, 5, part, parts))
+        ends.append(table.ended(send, ending(32, 100, LAYERS, part, parts)))
     assert ends == [32, 32, 100]
 
 
 def test_sends_under_a_lease_are_limited() -> None:
     table = opened()
     for number in range(MAX_SENDS):
-        table.arrived(LEASE, ("sender", number), Piece(0, 0, 1))
+        table.arrived(("sender", number), chunk(0, 0, 1))
     with pytest.raises(BadRequest, match="64 sends"):
-        table.arrived(LEASE, ("sender", MAX_SENDS), Piece(0, 0, 1))
+        table.arrived(("sender", MAX_SENDS), chunk(0, 0, 1))
     table.forget(LEASE, ("sender", 0))
-    table.arrived(LEASE, ("sender", MAX_SENDS), Piece(0, 0, 1))
+    table.arrived(("sender", MAX_SENDS), chunk(0, 0, 1))
     assert table.receives == MAX_SENDS
 
 
@@ -228,8 +229,8 @@ def test_what_is_forgotten_must_come_again() -> None:
     assert table.forget_sender("lost") == 2
     assert table.receives == 1
     with pytest.raises(TransferFailed):
-        table.claim(LEASE, ("lost", 1), Claim(32, 100, 0))
-    assert table.claim(LEASE, ("other", 1), Claim(32, 100, LAYERS)) == 100
+        table.ended(("lost", 1), ending(32, 100, 0))
+    assert table.ended(("other", 1), ending(32, 100, LAYERS)) == 100
     table.forget("cd" * 16, ("nobody", 1))
 
 
@@ -332,7 +333,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
         self.table = GrantTable(LAYERS)
         self.models: dict[str, LeaseModel] = {}
         self.ended: list[str] = []
-        self.under_way: list[tuple[str, SendKey, list[Piece | Claim]]] = []
+        self.under_way: list[tuple[str, SendKey, list[ReadDescriptors | SendEnd]]] = []
         self.numbers = 0
 
     @rule(count=st.integers(1, 4), first=st.integers(0, 3), short=st.integers(0, SIZE - 1))
@@ -354,9 +355,9 @@ class AnythingIsSaid(RuleBasedStateMachine):
         part = data.draw(st.integers(0, parts - 1))
         cut = data.draw(st.integers(held[0], held[-1]))
         ranges = [each for each in ((held[0], cut), (cut, held[-1] + 1)) if each[0] < each[1]]
-        pieces = [Piece(layer, *each, part, parts, unit) for layer in range(LAYERS) for each in ranges]
-        claim = Claim(begin, end, len(pieces), part, parts, unit)
-        frames: list[Piece | Claim] = data.draw(st.permutations([*pieces, claim]))
+        pieces = [chunk(layer, *each, part, parts, unit) for layer in range(LAYERS) for each in ranges]
+        claim = ending(begin, end, len(pieces), part, parts, unit)
+        frames: list[ReadDescriptors | SendEnd] = data.draw(st.permutations([*pieces, claim]))
         if lost == 1:
             frames.pop()
         if lost == 2:
@@ -385,30 +386,31 @@ class AnythingIsSaid(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from([*sorted(self.models), *self.ended, "never"]))
         if data.draw(st.booleans()):
             layer, begin, end, part, parts = numbers
-            said: Piece | Claim = Piece(layer, begin, end, part, parts, data.draw(UNITS))
+            said: ReadDescriptors | SendEnd = chunk(layer, begin, end, part, parts, data.draw(UNITS))
         else:
             begin, end, frames, part, parts = numbers
-            said = Claim(begin * 10, end * 10, frames, part, parts, data.draw(UNITS))
+            said = ending(begin * 10, end * 10, frames, part, parts, data.draw(UNITS))
         self.say(lease, (sender, number), said)
 
-    def say(self, lease: str, key: SendKey, said: Piece | Claim) -> None:
+    def say(self, lease: str, key: SendKey, said: ReadDescriptors | SendEnd) -> None:
+        said = msgspec.structs.replace(said, lease=lease)
         real = outcome(lambda: self.say_to_table(lease, key, said))
         model = outcome(lambda: self.say_to_model(lease, key, said))
         assert real == model
 
-    def say_to_table(self, lease: str, key: SendKey, said: Piece | Claim) -> int | None:
-        if isinstance(said, Claim):
-            return self.table.claim(lease, key, said)
-        blocks = {move.block for move in self.table.locate_tokens(lease, said)} if said.unit else set[int]()
-        blocks |= set() if said.unit else set(self.table.locate(lease, said).tolist())
+    def say_to_table(self, lease: str, key: SendKey, said: ReadDescriptors | SendEnd) -> int | None:
+        if isinstance(said, SendEnd):
+            return self.table.ended(key, said)
+        blocks = {move.block for move in self.table.locate_tokens(said)} if said.unit else set[int]()
+        blocks |= set() if said.unit else set(self.table.locate(said).tolist())
         assert blocks <= set(self.models[lease].grant.blocks)
-        return self.table.arrived(lease, key, said)
+        return self.table.arrived(key, said)
 
-    def say_to_model(self, lease: str, key: SendKey, said: Piece | Claim) -> int | None:
+    def say_to_model(self, lease: str, key: SendKey, said: ReadDescriptors | SendEnd) -> int | None:
         model = self.models.get(lease)
         if model is None:
             raise LeaseEnded("ended")
-        if isinstance(said, Claim):
+        if isinstance(said, SendEnd):
             return model.claim(key, said)
         model.require_inside(said)
         return model.arrive(key, said)
@@ -460,5 +462,5 @@ def test_the_valid_end_is_where_the_first_gap_is(claims: list[tuple[int, int]]) 
         last = min(first + length, 10)
         covered |= set(range(first, last))
         fill(table, first, last, ("sender", number))
-        end = table.claim(LEASE, ("sender", number), Claim(first * SIZE, last * SIZE, LAYERS))
+        end = table.ended(("sender", number), ending(first * SIZE, last * SIZE, LAYERS))
         assert end == next(slot for slot in range(11) if slot not in covered) * SIZE

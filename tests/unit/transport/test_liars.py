@@ -5,30 +5,32 @@ from __future__ import annotations
 import random
 import secrets
 import socket
+import struct
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 
-import msgspec
 import pytest
 
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion, TransportSettings
-from tercet.transport.frames import (
-    HEADER_BYTES,
+from tercet.transport.sockets import parse_address
+from tercet.transport.wire import (
+    FROM_SENDER,
     MAGIC,
     NONCE_BYTES,
+    Acknowledged,
+    Challenge,
     Greeting,
-    Header,
-    Kind,
+    ReadDescriptors,
+    ReadRequest,
+    Refused,
+    SendEnd,
+    Splitter,
     Welcome,
-    ack,
-    frame,
+    framed,
     receiver_proof,
-    refused,
-    unpack,
 )
-from tercet.transport.sockets import parse_address
 from tests.unit.transport.ranks import (
     SECONDS,
     Held,
@@ -66,7 +68,27 @@ def until_closed(sock: socket.socket) -> bytes:
 
 def welcome(greeting: Greeting, challenge: bytes, transport: str = "tcp", secret: str = "") -> bytes:
     proof = receiver_proof(secret, challenge, greeting.nonce, greeting.session)
-    return frame(Header(Kind.WELCOME), msgspec.msgpack.encode(Welcome(transport, proof)))
+    return framed(Welcome(transport, proof))
+
+
+def with_header(body: bytes, nbytes: int | None = None) -> bytes:
+    return struct.pack("<4sI", MAGIC, len(body) if nbytes is None else nbytes) + body
+
+
+def introduce(connection: socket.socket) -> tuple[Greeting, bytes]:
+    """Challenge a sender; returns its greeting, and the challenge."""
+    challenge = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(framed(Challenge(challenge)))
+    greeting = next(heard(connection))
+    assert isinstance(greeting, Greeting)
+    return greeting, challenge
+
+
+def heard(connection: socket.socket) -> Iterator[object]:
+    """What a sender says."""
+    splitter = Splitter(FROM_SENDER)
+    while data := connection.recv(4096):
+        yield from splitter.feed(data)
 
 
 Lie = Callable[[Greeting, bytes], bytes]
@@ -74,14 +96,15 @@ LIES: dict[str, tuple[Lie, str]] = {
     "nothing more": (lambda _g, _c: b"", "closed the connection"),
     "random bytes": (lambda _g, _c: random.Random(1).randbytes(4096), "not a KV transfer"),
     "half a header": (lambda _g, _c: MAGIC, "closed the connection"),
-    "another kind": (lambda _g, _c: ack(1), "says WELCOME here, not ACK"),
-    "no welcome inside": (lambda _g, _c: frame(Header(Kind.WELCOME), b"\xc1"), "Welcome:"),
-    "a welcome without an end": (lambda _g, _c: Header(Kind.WELCOME, nbytes=2**40).pack(), "WELCOME of"),
-    "a refusal": (lambda _g, _c: refused(0, "not you"), "not you"),
+    "another kind": (lambda _g, _c: framed(Acknowledged(1)), "says Welcome here, not Acknowledged"),
+    "nonsense": (lambda _g, _c: with_header(b"\xc1"), "not a message"),
+    "a welcome without an end": (lambda _g, _c: with_header(b"", 2**31), "a message of"),
+    "a refusal": (lambda _g, _c: framed(Refused(0, "not you")), "not you"),
     "another secret": (lambda g, c: welcome(g, c, secret="x"), "does not know this fleet's secret"),
     "a transport that was not offered": (lambda g, c: welcome(g, c, "pigeon"), "which was not offered"),
-    "a sender's frame": (lambda g, c: welcome(g, c) + Header(Kind.FIN, 1).pack(), "does not say FIN here"),
-    "the end": (lambda g, c: welcome(g, c) + refused(0, "enough"), "enough"),
+    "a sender's frame": (lambda g, c: welcome(g, c) + framed(SendEnd(1, "0" * 32, 0, 1, 1)), "not a message"),
+    "a challenge again": (lambda g, c: welcome(g, c) + framed(Challenge(c)), "does not say Challenge here"),
+    "the end": (lambda g, c: welcome(g, c) + framed(Refused(0, "enough")), "enough"),
 }
 
 
@@ -92,11 +115,7 @@ def lying(lie: Lie) -> Generator[str]:
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
-            challenge = secrets.token_bytes(NONCE_BYTES)
-            connection.sendall(frame(Header(Kind.CHALLENGE), challenge))
-            header = unpack(connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            body = connection.recv(header.nbytes, socket.MSG_WAITALL)
-            connection.sendall(lie(msgspec.msgpack.decode(body, type=Greeting), challenge))
+            connection.sendall(lie(*introduce(connection)))
             with suppress(OSError):  # the other end may be gone already
                 connection.shutdown(socket.SHUT_WR)
             until_closed(connection)
@@ -125,7 +144,7 @@ def test_a_receiver_that_lies_fails_its_send_with_the_reason(name: str) -> None:
         assert len(send.outcomes) == 1
 
 
-def test_an_acknowledgement_without_a_claim_is_none_and_one_of_no_send_is_skipped() -> None:
+def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped() -> None:
     source = region()
     with (
         rank(source, TransportSettings("tcp", streams=1)) as sender,
@@ -134,17 +153,14 @@ def test_an_acknowledgement_without_a_claim_is_none_and_one_of_no_send_is_skippe
         send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
         connection, _ = listener.accept()
         with connection:
-            challenge = secrets.token_bytes(NONCE_BYTES)
-            connection.sendall(frame(Header(Kind.CHALLENGE), challenge))
-            header = unpack(connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            body = connection.recv(header.nbytes, socket.MSG_WAITALL)
-            connection.sendall(welcome(msgspec.msgpack.decode(body, type=Greeting), challenge))
+            connection.sendall(welcome(*introduce(connection)))
             send.push([0], ALL)
-            piece = unpack(connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            connection.sendall(ack(piece.send - 1) + ack(piece.send))
+            chunk = next(heard(connection))
+            assert isinstance(chunk, ReadDescriptors)
+            connection.sendall(framed(Acknowledged(chunk.send - 1)) + framed(Acknowledged(chunk.send)))
             outcome = send.wait()
             assert isinstance(outcome, TransferFailed)
-            assert "something that was not claimed" in outcome.message
+            assert "something that was not complete" in outcome.message
 
 
 @pytest.mark.parametrize("words", [b"", MAGIC], ids=["nothing", "half a header"])
@@ -161,3 +177,61 @@ def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> No
             outcome = send.wait()
             assert isinstance(outcome, TransferFailed)
             assert "no answer to the greeting" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda chunk: ReadRequest(chunk.send, 0, chunk.nbytes - 1),
+        lambda chunk: ReadRequest(chunk.send, 0, chunk.nbytes + 1),
+        lambda chunk: ReadRequest(chunk.send, 1, chunk.nbytes),
+        lambda chunk: ReadRequest(chunk.send, 2**32 - 1, chunk.nbytes),
+        lambda chunk: ReadRequest(chunk.send + 1, 0, 2**39),
+    ],
+    ids=["fewer bytes", "more bytes", "next chunk", "far chunk", "no end of zeros"],
+)
+def test_a_receiver_that_asks_for_what_was_not_offered_gets_nothing(
+    asked: Callable[[ReadDescriptors], ReadRequest],
+) -> None:
+    source = region()
+    with (
+        rank(source, TransportSettings("tcp", streams=1)) as sender,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(welcome(*introduce(connection)))
+            data, _ = listener.accept()
+            with data:
+                introduce(data)
+                send.push([0], ALL)
+                chunk = next(heard(connection))
+                assert isinstance(chunk, ReadDescriptors)
+                data.sendall(framed(asked(chunk)))
+                assert until_closed(data) == b""
+                assert isinstance(send.wait(), TransferFailed)
+
+
+def test_of_a_send_that_is_over_zeros_are_sent() -> None:
+    source = region()
+    with (
+        rank(source, TransportSettings("tcp", streams=1)) as sender,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(welcome(*introduce(connection)))
+            data, _ = listener.accept()
+            with data:
+                introduce(data)
+                send.push([0], ALL)
+                chunk = next(heard(connection))
+                assert isinstance(chunk, ReadDescriptors)
+                data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+                sent = bytes(source.blocks(0, 0, BLOCKS)) + chunk.send.to_bytes(8, "little")
+                assert data.recv(len(sent), socket.MSG_WAITALL) == sent
+                send.cancel()
+                data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+                assert data.recv(len(sent), socket.MSG_WAITALL) == bytes(len(sent))

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tercet.transport.posting import Post
-from tercet.transport.sockets import shut
+from tercet.transport.sockets import Post, shut
 
 TIMEOUT = 60.0
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport.region import (
-    LIVE_WORDS,
     PAGE_BYTES,
     TAIL_BYTES,
     WORD_BYTES,
+    WORDS,
     KVRegion,
     RegionShape,
     create_file,
@@ -51,7 +51,7 @@ def test_planes_are_whole_pages_of_their_own(offsets: list[int], num_blocks: int
         assert plane % PAGE_BYTES == offset
         assert plane - offset == at
         at = -(-(plane + length) // PAGE_BYTES) * PAGE_BYTES
-    assert shape.live == at
+    assert shape.words == at
     assert shape.size == at + TAIL_BYTES
 
 
@@ -70,8 +70,8 @@ def test_words_and_scratch_are_aligned_and_behind_the_blocks(number: int) -> Non
     shape = shape_of([BLOCKS * BLOCK_BYTES], BLOCKS, BLOCK_BYTES)
     word, scratch = shape.word(number), shape.scratch(number)
     assert word % WORD_BYTES == scratch % WORD_BYTES == 0
-    assert shape.live <= word <= shape.live + (LIVE_WORDS - 1) * WORD_BYTES
-    assert shape.live + LIVE_WORDS * WORD_BYTES <= scratch <= shape.size - WORD_BYTES
+    assert shape.words <= word <= shape.words + (WORDS - 1) * WORD_BYTES
+    assert shape.words + WORDS * WORD_BYTES <= scratch <= shape.size - WORD_BYTES
 
 
 sane = shape_of([BLOCKS * BLOCK_BYTES] * 2, BLOCKS, BLOCK_BYTES)
@@ -90,10 +90,10 @@ sane = shape_of([BLOCKS * BLOCK_BYTES] * 2, BLOCKS, BLOCK_BYTES)
         {"block_bytes": 0},
         {"block_bytes": -64},
         {"block_bytes": sane.size},
-        {"live": -8},
-        {"live": 4},
-        {"live": sane.live + 8},
-        {"live": 2**64 - 8},
+        {"words": -8},
+        {"words": 4},
+        {"words": sane.words + 8},
+        {"words": 2**64 - 8},
         {"size": 0},
         {"size": -1},
         {"size": TAIL_BYTES - 1},
@@ -217,23 +217,23 @@ def word(region: KVRegion, number: int) -> int:
 
 def test_a_word_holds_the_number_while_the_send_lives(region: KVRegion) -> None:
     number = 2**64 - 3
-    region.begin(number)
+    region.set_word(number)
     assert word(region, number) == number
-    region.end(number)
+    region.clear_word(number)
     assert word(region, number) == 0
 
 
 def test_a_later_send_in_the_same_word_outlives_the_earlier_one(region: KVRegion) -> None:
-    region.begin(7)
-    region.begin(7 + LIVE_WORDS)
-    region.end(7)
-    assert word(region, 7) == 7 + LIVE_WORDS
-    region.end(7 + LIVE_WORDS)
+    region.set_word(7)
+    region.set_word(7 + WORDS)
+    region.clear_word(7)
+    assert word(region, 7) == 7 + WORDS
+    region.clear_word(7 + WORDS)
     assert word(region, 7) == 0
 
 
 def test_words_are_each_others_neighbours_not_each_other(region: KVRegion) -> None:
-    for number in range(1, LIVE_WORDS + 1):
-        region.begin(number)
-    assert all(word(region, number) == number for number in range(1, LIVE_WORDS + 1))
+    for number in range(1, WORDS + 1):
+        region.set_word(number)
+    assert all(word(region, number) == number for number in range(1, WORDS + 1))
     assert not any(region.bytes[: region.shape.planes[-1] + BLOCKS * BLOCK_BYTES])

@@ -19,8 +19,8 @@ import msgspec
 
 from tercet.bench.transfer.cases import MIB
 from tercet.protocol import EngineError, KVAddrInfo, TercetError
-from tercet.transport import HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
-from tercet.transport.threads import Turn
+from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
+from tercet.transport.pacing import Turn
 
 LEASED_TOKENS = 2048
 MEMCPY = "memcpy"
@@ -173,7 +173,7 @@ class _Flood:
         for layer in range(layout.num_layers):
             self._region.blocks(layer, 0, self._slots + 1)[:] = bytes((self._slots + 1) * layout.block_bytes)
         self._transport = RankTransport(self._region, layout.exchange_key, settings)
-        self._target = Target(info.ranks[0].addresses, info.lease, HeadSlice(0, layout.block_bytes))
+        self._to = SendDestination(info.ranks[0].addresses, HeadSlice(0, layout.block_bytes))
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._moved, self._seconds = 0, 0.0
@@ -201,7 +201,7 @@ class _Flood:
         began = time.perf_counter()
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
-            self._transport.open(send, self._target, outcomes.put)
+            self._transport.open(send, self._info.lease, [self._to], outcomes.put)
             self._transport.push(send, range(self._layers), 0, range(1, self._slots + 1))
             self._transport.finish(send, self._info.begin, self._info.end)
             outcome = outcomes.get(timeout=ACK_SECONDS)
@@ -209,8 +209,8 @@ class _Flood:
                 self._error = outcome
             else:
                 self._moved += outcome.bytes
+                self.transport = outcome.transport
         self._seconds = time.perf_counter() - began
-        self.transport = self._transport.transport_to(self._target.addresses) or ""
 
     def __enter__(self) -> _Flood:
         self._thread.start()

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
-from tercet.transport.backends.memory import Placed
 from tercet.transport.backends.mooncake import begin_engine
 from tercet.transport.backends.nixl import NixlAgent, load_bindings
+from tercet.transport.backends.registered import Placed
 from tercet.transport.region import RegionShape
 
 LOCALHOST = "127.0.0.1"

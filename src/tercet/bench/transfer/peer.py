@@ -20,7 +20,7 @@ from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
 from tercet.protocol import EngineError, TercetError
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
-from tercet.transport.copying import past_the_caches
+from tercet.transport.agent.agent_process import past_the_caches
 from tercet.transport.vectors import Vector
 
 FINGERPRINT = "bench"

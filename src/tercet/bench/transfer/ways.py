@@ -16,7 +16,7 @@ import msgspec
 from tercet.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
 from tercet.bench.transfer.peer import FINGERPRINT, Peer, chunks_of
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport import HeadSlice, KVRegion, RankTransport, SendReport, Target, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.vectors import Vector
 
 ACK_SECONDS = 120.0
@@ -160,9 +160,9 @@ class OurTransport:
         end = case.slots * BLOCK_TOKENS
         self._peer.call("grant", self.name, lease, targets, end, BLOCK_TOKENS)
         outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
-        target = Target(self._addresses, lease, HeadSlice(0, case.chunk_bytes))
+        to = SendDestination(self._addresses, HeadSlice(0, case.chunk_bytes))
         began = time.perf_counter()
-        self._transport.open(send, target, outcomes.put)
+        self._transport.open(send, lease, [to], outcomes.put)
         self._transport.push(send, range(case.layers), 0, sources)
         self._transport.finish(send, 0, end)
         outcome = outcomes.get(timeout=ACK_SECONDS)
@@ -181,11 +181,6 @@ class OurTransport:
             sent = b"".join(bytes(self._source.blocks(layer, block)) for block in sources[:4])
             if self._peer.call("content", layer, targets[:4]) != sent:
                 raise TransferFailed(f"{self.name}: layer {layer} arrived with other bytes than were sent")
-
-    @property
-    def transport(self) -> str | None:
-        """How the bytes travelled."""
-        return self._transport.transport_to(self._addresses)
 
     def close(self) -> None:
         """See :class:`Way`."""

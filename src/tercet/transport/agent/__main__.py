@@ -1,4 +1,4 @@
-"""``python -m tercet.transport.agent DESCRIPTOR``: what :class:`.process.AgentProcess` starts."""
+"""``python -m tercet.transport.agent DESCRIPTOR``: what :class:`.agent_process.AgentProcess` starts."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 import msgspec
 import zmq
 
 from tercet.protocol import TercetError
-from tercet.transport.agent.control import ControlServer
-from tercet.transport.agent.messages import (
+from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
     GrantLease,
@@ -27,14 +27,19 @@ from tercet.transport.agent.messages import (
     ReadCounters,
     Report,
     RevokeLease,
+    SendComplete,
+    SendDone,
+    SendOpening,
     StepBegins,
     StepEnds,
     StepNote,
 )
-from tercet.transport.agent.sends import Sends
+from tercet.transport.agent.control_channel import ControlServer
+from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import Grant
-from tercet.transport.rank import RankTransport, TransportSettings
-from tercet.transport.recut import BlockShape
+from tercet.transport.local_rank import TransportSettings
+from tercet.transport.peer import SendReport
+from tercet.transport.rank import RankTransport
 from tercet.transport.region import KVRegion, RegionShape
 
 MAX_NOTE_BYTES = 1024 * 1024
@@ -96,7 +101,6 @@ class Agent:
         self._transport = RankTransport(
             self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block
         )
-        self._sends = Sends(setup.rank, self._transport, self._reporter.report)
         self._control = ControlServer(self._handle)
         self._pushes: tuple[Push, ...] = ()
 
@@ -113,17 +117,36 @@ class Agent:
     def _take(self, note: StepNote) -> None:
         match note:
             case LayersDone():
-                self._sends.push(self._pushes, note.planes)
+                self._push(self._pushes, note.planes)
             case StepBegins():
                 for opening in note.opened:
-                    self._sends.open(opening)
+                    self._open(opening)
                 self._pushes = note.pushes
             case StepEnds():
                 for completion in note.completed:
-                    self._sends.complete(completion)
+                    self._complete(completion)
                 self._pushes = ()
             case _:
                 assert_never(note)
+
+    def _open(self, opening: SendOpening) -> None:
+        def done(outcome: SendReport | TercetError) -> None:
+            if isinstance(outcome, SendReport):
+                report = SendDone(opening.send_id, self._rank, outcome.bytes, outcome.chunks, outcome.transport)
+            else:
+                report = SendDone(opening.send_id, self._rank, error=outcome.message)
+            self._reporter.report(opening.notify, report)
+
+        self._transport.open(opening.send_id, opening.lease, opening.destinations, done)
+
+    def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
+        together = list(neighbouring(planes))
+        for push in pushes:
+            for layers in together:
+                self._transport.push(push.send_id, layers, push.slot, push.blocks)
+
+    def _complete(self, completion: SendComplete) -> None:
+        self._transport.finish(completion.send_id, completion.begin, completion.end)
 
     def _lease_filled(self, lease: str, valid_end: int) -> None:
         notify = self._notify_of_lease.get(lease)
@@ -141,11 +164,11 @@ class Agent:
                 self._notify_of_lease.pop(command.lease, None)
                 return self._transport.revoke(command.lease)
             case CancelSend():
-                return self._sends.cancel(command.send_id)
+                return self._transport.cancel(command.send_id)
             case PushCached():
-                self._sends.open(command.opening)
-                self._sends.push([command.push], range(self._region.num_layers))
-                return self._sends.complete(command.completion)
+                self._open(command.opening)
+                self._push([command.push], range(self._region.num_layers))
+                return self._complete(command.completion)
             case ReadCounters():
                 return dict(self._transport.counters())
 
@@ -154,6 +177,15 @@ class Agent:
         self._control.close()
         self._transport.close()
         self._reporter.close()
+
+
+def neighbouring(planes: Sequence[int]) -> Iterator[range]:
+    """Planes as ranges: ``[4, 5, 6, 1]`` as ``[4, 7)`` and ``[1, 2)``."""
+    begin = 0
+    for at in range(1, len(planes) + 1):
+        if at == len(planes) or planes[at] != planes[at - 1] + 1:
+            yield range(planes[begin], planes[at - 1] + 1)
+            begin = at
 
 
 def run(channel_fd: int) -> None:

@@ -1,9 +1,8 @@
-"""Backends: ways to read another rank's KV without sockets, chosen per pair of peers.
+"""Backends: ways to read another rank's KV, chosen per pair of peers.
 
-``auto`` takes ``host`` for peers on one machine and, where there is an RDMA device, the first of :data:`RDMA` that
-works for the others. What is left goes over ``tcp``, where bytes travel through the connections themselves: without
-RDMA that is faster than the libraries are. The names in :data:`FACTORIES` can also be asked for; what is missing is
-then an error.
+``auto`` takes ``host`` for peers on one machine; for others, where there is an RDMA device, the first of :data:`RDMA`
+that works; and ``tcp`` for what is left: without RDMA that is faster than the libraries are. A name instead of ``auto``
+insists on that one; what is missing is then an error.
 """
 
 from __future__ import annotations
@@ -12,49 +11,36 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends.base import Backend, BackendUnavailable, Copies, Reader, Sender
 from tercet.transport.backends.host import HostBackend
-from tercet.transport.backends.memory import has_rdma
 from tercet.transport.backends.mooncake import MooncakeBackend
 from tercet.transport.backends.nixl import NixlBackend
+from tercet.transport.backends.reading import Backend, BackendUnavailable
+from tercet.transport.backends.registered import has_rdma
+from tercet.transport.backends.tcp import TcpBackend
 from tercet.transport.region import KVRegion
 
 logger = logging.getLogger(__name__)
-TCP = "tcp"
 AUTO = "auto"
 # Each makes a backend for a region; the address is the one by which other machines reach this rank.
 FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
+    "tcp": lambda _region, _host: TcpBackend(),
     "host": lambda region, _host: HostBackend(region),
     "nixl": lambda region, _host: NixlBackend(region),
     "mooncake": MooncakeBackend,
 }
 # Under ``auto`` one of them is enough, for each registers the whole region.
 RDMA = ("nixl", "mooncake")
-TRANSPORTS = (AUTO, TCP, *FACTORIES)
-
-__all__ = [
-    "AUTO",
-    "TCP",
-    "TRANSPORTS",
-    "Backend",
-    "BackendUnavailable",
-    "Copies",
-    "Reader",
-    "Sender",
-    "backends_for",
-]
+TRANSPORTS = (AUTO, *FACTORIES)
 
 
 def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequence[Backend]:
-    """The backends that setting ``name`` allows, best first; none for ``tcp``.
+    """The backends that setting ``name`` allows, best first.
 
     Raises :class:`~tercet.protocol.BadRequest` for a name that there is not, and :class:`BackendUnavailable` for one
     that was asked for and cannot be had. Under ``auto``, what cannot be had is left out, and logged.
     """
-    if name == TCP:
-        return ()
     if name == AUTO:
-        return (HostBackend(region), *_first_of(RDMA if has_rdma() else (), region, host))
+        return (HostBackend(region), *_first_of(RDMA if has_rdma() else (), region, host), TcpBackend())
     if name not in FACTORIES:
         raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
     return (FACTORIES[name](region, host),)

@@ -1,8 +1,9 @@
 """``host``: engines of one machine map each other's KV, and the receiver copies blocks out of it.
 
-One copy at memory speed, and no system call for it. What keeps it safe: the file is sealed, so that it cannot shrink
-under a reader; it is mapped read-only; and only the file of the process that holds the connection's other end is
-opened. Were that process taken on its word, a peer could have any other engine's KV copied into blocks of its own.
+One copy at memory speed, and no system call for it. The sender connects to the receiver's Unix socket and passes a
+descriptor of its memory along with its greeting. So only a process that the kernel has at the connection's other end
+can have its KV mapped: were a process taken on its word, a peer could have any other engine's KV copied into blocks of
+its own. The descriptor can only be read from; and the file is sealed, so that it cannot shrink under a reader.
 """
 
 from __future__ import annotations
@@ -10,63 +11,53 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import socket
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
-import msgspec
-
-from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
-from tercet.transport.region import WORD_BYTES, KVRegion
-from tercet.transport.threads import start_thread
+from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
+from tercet.transport.pacing import start_thread
+from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
 
 MADV_POPULATE_READ = 22  # Linux 5.14
 # Mapped in one call, during which no other thread of this process runs: about a millisecond.
 TOUCHED_AT_A_TIME = 8 * 1024 * 1024
-
-
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    pid: int
-    fd: int
+STEP_BYTES = 1024 * 1024
 
 
 class HostBackend:
-    """Reads regions of other processes of this machine."""
+    """Reads regions of other processes of this machine. ``memory`` is the descriptor that receivers are given."""
 
     name = "host"
+    stages = True
 
     def __init__(self, region: KVRegion) -> None:
-        self._region = region
+        self.memory: int | None = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.base.Backend.offer`."""
-        return msgspec.msgpack.encode(_Offer(os.getpid(), self._region.fd))
+        """See :meth:`~tercet.transport.backends.reading.Backend.offer`; the descriptor is all."""
+        return b""
 
-    def connect(self, offer: bytes, sender: Sender) -> HostReader:
-        """See :meth:`~tercet.transport.backends.base.Backend.connect`."""
+    def connect(self, offer: bytes, sender: SendingPeer) -> HostReader:
+        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
+        if sender.memory is None:
+            raise BackendUnavailable("host: the sender's memory did not come with its greeting, over a Unix socket")
         try:
-            found = msgspec.msgpack.decode(offer, type=_Offer)
-            if not sender.holds(found.pid):
-                raise BackendUnavailable("host: the sender is not a process that this one can see on this machine")
-            return HostReader(self._region.bytes, *_map(found, sender.shape.size))
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            return HostReader(sender.shape, *_map(sender.memory, sender.shape.size))
+        except (OSError, ValueError) as error:
             raise BackendUnavailable(f"host: the sender's memory cannot be mapped: {error}") from error
 
     def close(self) -> None:
-        """Nothing is held beyond the region."""
+        """Close the descriptor."""
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
 
 
-def _map(offer: _Offer, size: int) -> tuple[mmap.mmap, list[range]]:
+def _map(fd: int, size: int) -> tuple[mmap.mmap, list[range]]:
     """A sender's region, and where there is something in it now."""
-    fd = os.open(f"/proc/{offer.pid:d}/fd/{offer.fd:d}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
-            raise ValueError("it is not a sealed file of the size that the sender names")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ), list(_extents(fd, size))
-    finally:
-        os.close(fd)
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
+        raise ValueError("it is not a sealed file of the size that the sender names")
+    return mmap.mmap(fd, size, prot=mmap.PROT_READ), list(_extents(fd, size))
 
 
 def _extents(fd: int, size: int) -> Iterator[range]:
@@ -82,25 +73,26 @@ def _extents(fd: int, size: int) -> Iterator[range]:
 
 
 class HostReader:
-    """See :class:`~tercet.transport.backends.base.Reader`."""
+    """See :class:`~tercet.transport.backends.reading.Reader`."""
 
-    at_a_time = 1024 * 1024
-
-    def __init__(self, ours: memoryview, theirs: mmap.mmap, filled: Sequence[range]) -> None:
-        self._ours = ours
+    def __init__(self, shape: RegionShape, theirs: mmap.mmap, filled: Sequence[range]) -> None:
+        self._shape = shape
         self._map = theirs
         self._theirs = memoryview(theirs)
         start_thread("tercet-map", _touch, theirs, filled)
 
-    def read(self, copies: Copies) -> None:
-        """See :meth:`~tercet.transport.backends.base.Reader.read`."""
-        ours, theirs = self._ours, self._theirs
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
+        for some, nbytes in in_steps(batch.rows, STEP_BYTES):
+            fence(lambda some=some, nbytes=nbytes: self._copy(some, batch.target, nbytes))
+        word = self._shape.word(batch.send)
+        return int.from_bytes(self._theirs[word : word + WORD_BYTES], "little") == batch.send
+
+    def _copy(self, copies: Copies, ours: memoryview, nbytes: int) -> int:
+        theirs = self._theirs
         for size, there, here in copies.tolist():
             ours[here : here + size] = theirs[there : there + size]
-
-    def word(self, there: int) -> int:
-        """See :meth:`~tercet.transport.backends.base.Reader.word`."""
-        return int.from_bytes(self._theirs[there : there + WORD_BYTES], "little")
+        return nbytes
 
     def close(self) -> None:
         """Unmap."""
@@ -117,40 +109,3 @@ def _touch(region: mmap.mmap, filled: Sequence[range]) -> None:
         for part in filled:
             for at in range(part.start, part.stop, TOUCHED_AT_A_TIME):
                 region.madvise(MADV_POPULATE_READ, at, min(TOUCHED_AT_A_TIME, part.stop - at))
-
-
-def held_by(pid: int, connection: socket.socket) -> bool:
-    """Whether process ``pid``, on this machine, has the other end of a TCP connection open; false if in doubt."""
-    try:
-        inode = _inode(connection.family, connection.getpeername(), connection.getsockname())
-        if inode is None:
-            return False
-        with os.scandir(f"/proc/{pid:d}/fd") as entries:
-            return any(_target(entry.path) == f"socket:[{inode}]" for entry in entries)
-    except (OSError, ValueError):
-        return False
-
-
-def _inode(family: int, local: tuple[Any, ...], remote: tuple[Any, ...]) -> int | None:
-    """The kernel's number of the socket with these ends, if it is in this network namespace."""
-    ends = [_end(family, local), _end(family, remote)]
-    with open("/proc/net/tcp6" if family == socket.AF_INET6 else "/proc/net/tcp", encoding="ascii") as table:
-        for line in table:
-            fields = line.split()
-            if fields[1:3] == ends:
-                return int(fields[9])
-    return None
-
-
-def _end(family: int, address: tuple[Any, ...]) -> str:
-    """An address as ``/proc/net/tcp`` writes it: words in the machine's byte order, then the port."""
-    packed = socket.inet_pton(family, address[0])
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    return "".join(f"{word:08X}" for word in words) + f":{address[1]:04X}"
-
-
-def _target(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
-from tercet.transport.backends.memory import READ_BYTES, Placed, WordSlots, has_rdma
-from tercet.transport.region import WORD_BYTES, KVRegion
+from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
+from tercet.transport.backends.registered import READ_BYTES, Placed, WordSlots, has_rdma
+from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
 
 REMEDY = (
     "run scripts/install-transport-extras, or pip install --no-deps mooncake-transfer-engine-non-cuda "
@@ -32,7 +32,7 @@ REMEDY = (
 MAX_COPIES = 1024
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
     address: int
     engine: str
 
@@ -41,6 +41,7 @@ class MooncakeBackend:
     """Reads regions that their owners registered with Mooncake. ``host`` is this machine's address for senders."""
 
     name = "mooncake"
+    stages = False
 
     def __init__(self, region: KVRegion, host: str) -> None:
         self._placed = Placed(region)
@@ -49,9 +50,9 @@ class MooncakeBackend:
         self._engine: Any = begin_engine(self._placed, host)
         self._host = host
         try:
-            reader = MooncakeReader(self._reads, self._slots, self._own_offer())
+            reader = MooncakeReader(self._reads, self._slots, region.shape, self._own_offer())
             try:
-                self._slots.require_readable(reader, self.name)
+                self._slots.require_readable(reader.word, self.name)
             finally:
                 reader.close()
         except TransferFailed as error:
@@ -59,13 +60,14 @@ class MooncakeBackend:
             raise BackendUnavailable(f"{error.message}; its own messages are on stderr") from error
 
     def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.base.Backend.offer`."""
+        """See :meth:`~tercet.transport.backends.reading.Backend.offer`."""
         return msgspec.msgpack.encode(self._own_offer())
 
-    def connect(self, offer: bytes, sender: Sender) -> MooncakeReader:
-        """See :meth:`~tercet.transport.backends.base.Backend.connect`."""
+    def connect(self, offer: bytes, sender: SendingPeer) -> MooncakeReader:
+        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
         try:
-            return MooncakeReader(self._reads, self._slots, msgspec.msgpack.decode(offer, type=_Offer))
+            found = msgspec.msgpack.decode(offer, type=_MooncakeOffer)
+            return MooncakeReader(self._reads, self._slots, sender.shape, found)
         except msgspec.MsgspecError as error:
             raise BackendUnavailable(f"mooncake: the sender's offer cannot be understood: {error}") from error
 
@@ -74,8 +76,8 @@ class MooncakeBackend:
         self._engine = None
         self._reads.close()
 
-    def _own_offer(self) -> _Offer:
-        return _Offer(self._placed.address, f"{self._host}:{self._engine.get_rpc_port()}")
+    def _own_offer(self) -> _MooncakeOffer:
+        return _MooncakeOffer(self._placed.address, f"{self._host}:{self._engine.get_rpc_port()}")
 
 
 class ReadEngine:
@@ -131,27 +133,31 @@ class ReadEngine:
 
 
 class MooncakeReader:
-    """See :class:`~tercet.transport.backends.base.Reader`."""
+    """See :class:`~tercet.transport.backends.reading.Reader`."""
 
-    at_a_time = READ_BYTES
-
-    def __init__(self, reads: ReadEngine, slots: WordSlots, offer: _Offer) -> None:
+    def __init__(self, reads: ReadEngine, slots: WordSlots, shape: RegionShape, offer: _MooncakeOffer) -> None:
+        self._shape = shape
         self._reads = reads
         self._slots = slots
         self._offer = offer
         self._slot = slots.take()
 
-    def read(self, copies: Copies) -> None:
-        """See :meth:`~tercet.transport.backends.base.Reader.read`."""
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
+        for some, nbytes in in_steps(batch.rows, READ_BYTES):
+            fence(lambda some=some, nbytes=nbytes: self._copy(some) or nbytes)
+        return self.word(self._shape.word(batch.send)) == batch.send
+
+    def _copy(self, copies: Copies) -> None:
         theirs, ours = self._offer.address, self._reads.placed.address
         for start in range(0, len(copies), MAX_COPIES):
             sizes, there, here = (copies[start : start + MAX_COPIES] + np.array([0, theirs, ours])).T.tolist()
             self._reads.read(self._offer.engine, there, here, sizes)
 
     def word(self, there: int) -> int:
-        """See :meth:`~tercet.transport.backends.base.Reader.word`."""
+        """An aligned word of the sender's region, read after everything that was copied before."""
         self._slots.clear(self._slot)
-        self.read(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
+        self._copy(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
         return self._slots.value(self._slot)
 
     def close(self) -> None:

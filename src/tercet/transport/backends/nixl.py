@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.base import BackendUnavailable, Copies, Sender
-from tercet.transport.backends.memory import READ_BYTES, Placed, WordSlots
-from tercet.transport.region import WORD_BYTES, KVRegion
+from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
+from tercet.transport.backends.registered import READ_BYTES, Placed, WordSlots
+from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
 
 REMEDY = "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12"
 # The answering thread wakes up at UCX's events, and so often without one.
@@ -37,7 +37,7 @@ READ_SECONDS = 10.0
 SPINS, PAUSE_SECONDS = 2000, 20e-6
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
     address: int
     metadata: bytes
 
@@ -46,6 +46,7 @@ class NixlBackend:
     """Reads regions that their owners registered with NIXL."""
 
     name = "nixl"
+    stages = False
 
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
@@ -53,9 +54,9 @@ class NixlBackend:
         self._slots = WordSlots(region)
         try:
             self._agent: NixlAgent | None = NixlAgent(self._nixl, self._placed, answers=True)
-            reader = NixlReader(self._nixl, self._placed, self._slots, self._own_offer())
+            reader = NixlReader(self._nixl, self._placed, self._slots, region.shape, self._own_offer())
             try:
-                self._slots.require_readable(reader, self.name)
+                self._slots.require_readable(reader.word, self.name)
             finally:
                 reader.close()
         except TransferFailed as error:
@@ -64,13 +65,14 @@ class NixlBackend:
             raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info tells more") from error
 
     def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.base.Backend.offer`."""
+        """See :meth:`~tercet.transport.backends.reading.Backend.offer`."""
         return msgspec.msgpack.encode(self._own_offer())
 
-    def connect(self, offer: bytes, sender: Sender) -> NixlReader:
-        """See :meth:`~tercet.transport.backends.base.Backend.connect`."""
+    def connect(self, offer: bytes, sender: SendingPeer) -> NixlReader:
+        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
         try:
-            return NixlReader(self._nixl, self._placed, self._slots, msgspec.msgpack.decode(offer, type=_Offer))
+            found = msgspec.msgpack.decode(offer, type=_NixlOffer)
+            return NixlReader(self._nixl, self._placed, self._slots, sender.shape, found)
         except msgspec.MsgspecError as error:
             raise BackendUnavailable(f"nixl: the sender's offer cannot be understood: {error}") from error
 
@@ -78,9 +80,10 @@ class NixlBackend:
         """Drop the agent, and with it its thread and registrations."""
         self._agent = None
 
-    def _own_offer(self) -> _Offer:
-        assert self._agent is not None, "closed"
-        return _Offer(self._placed.address, self._agent.metadata())
+    def _own_offer(self) -> _NixlOffer:
+        if self._agent is None:
+            raise BackendUnavailable("nixl: this rank was closed")
+        return _NixlOffer(self._placed.address, self._agent.metadata())
 
 
 class NixlAgent:
@@ -136,11 +139,10 @@ class NixlAgent:
 
 
 class NixlReader:
-    """See :class:`~tercet.transport.backends.base.Reader`."""
+    """See :class:`~tercet.transport.backends.reading.Reader`."""
 
-    at_a_time = READ_BYTES
-
-    def __init__(self, nixl: Any, placed: Placed, slots: WordSlots, offer: _Offer) -> None:
+    def __init__(self, nixl: Any, placed: Placed, slots: WordSlots, shape: RegionShape, offer: _NixlOffer) -> None:
+        self._shape = shape
         self._nixl = nixl
         self._placed = placed
         self._slots = slots
@@ -149,8 +151,13 @@ class NixlReader:
         self._name = ""
         self._slot = slots.take()
 
-    def read(self, copies: Copies) -> None:
-        """See :meth:`~tercet.transport.backends.base.Reader.read`."""
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
+        for some, nbytes in in_steps(batch.rows, READ_BYTES):
+            fence(lambda some=some, nbytes=nbytes: self._copy(some) or nbytes)
+        return self.word(self._shape.word(batch.send)) == batch.send
+
+    def _copy(self, copies: Copies) -> None:
         try:
             self._connected().read(copies.astype(np.uint64), self._name, self._offer.address)
         except TransferFailed:
@@ -161,9 +168,9 @@ class NixlReader:
             raise TransferFailed(f"nixl: the sender's memory cannot be read: {error}") from error
 
     def word(self, there: int) -> int:
-        """See :meth:`~tercet.transport.backends.base.Reader.word`."""
+        """An aligned word of the sender's region, read after everything that was copied before."""
         self._slots.clear(self._slot)
-        self.read(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
+        self._copy(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
         return self._slots.value(self._slot)
 
     def close(self) -> None:

@@ -25,16 +25,15 @@ NOW = {
 }
 TOTALS = {
     "bytes_sent": "KV bytes sent.",
-    "chunks_sent": "Frames of KV sent.",
+    "chunks_sent": "Chunks of KV sent.",
     "sends_done": "Sends that were acknowledged.",
     "sends_failed": "Sends that failed or were cancelled.",
     "sessions_lost": "Sessions with receivers that broke or were closed.",
     "bytes_received": "KV bytes received.",
-    "chunks_received": "Frames of KV received.",
-    "chunks_by_reference": "Frames of KV that were read from the sender's memory.",
-    "chunks_refused": "Frames of KV refused, most of them late.",
-    "claims_accepted": "Sends of peers that are in place.",
-    "claims_refused": "Sends of peers that lacked something.",
+    "chunks_received": "Chunks of KV received.",
+    "chunks_refused": "Chunks of KV refused, most of them late.",
+    "receives_done": "Sends of peers that are in place.",
+    "receives_refused": "Sends of peers that lacked something.",
     "receives_dropped": "Sends of peers that were forgotten half-way.",
     "connections_refused": "Connections that broke the protocol, did not know the secret, or were too many.",
 }

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout
 from tercet.protocol.wire import RemoteSendCall
+from tercet.transport import is_address
 
 LEASE = re.compile(r"[0-9a-f]{32}")
-ADDRESS = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def check_address(info: KVAddrInfo) -> None:
         and 0 <= info.begin < info.end
         and info.begin % info.layout.block_size == 0
         and all(rank.addresses for rank in info.ranks)
-        and all(ADDRESS.fullmatch(address) and int(address.rpartition(":")[2]) < 65536 for address in addresses)
+        and all(map(is_address, addresses))
     )
     if info.transport != "tcp" or not well_formed:
         raise BadRequest("kv_addr_info: not one that prep_recv returned", "kv_addr_info")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from tercet.transport import Completion, Destination, Push, SendOpening
+from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
 
@@ -31,7 +31,7 @@ class SendParams(msgspec.Struct, frozen=True):
     base: int
     begin: int
     end: int
-    destinations: list[list[Destination]]
+    destinations: list[list[SendDestination]]
     notify: str
 
     def openings(self) -> list[SendOpening]:
@@ -86,7 +86,7 @@ class StepMetadata(KVConnectorMetadata):
 
     opened: list[list[SendOpening]] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
-    finish: list[Completion] = field(default_factory=list)
+    finish: list[SendComplete] = field(default_factory=list)
     resumed: dict[str, list[int]] = field(default_factory=dict)
 
 

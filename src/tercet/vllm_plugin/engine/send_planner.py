@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tercet.protocol import UnknownSequence
-from tercet.transport import CancelSend, Completion, ControlClient, Push, PushCached
+from tercet.transport import CancelSend, ControlClient, Push, PushCached, SendComplete
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SendPlanner:
             metadata.opened.append(params.openings())
         self._add_push(metadata.pushes, request, sending, self._complete_until(params, done))
         if done >= params.end and request.request_id in self._by_request:
-            metadata.finish.append(Completion(params.send_id, params.begin, params.end))
+            metadata.finish.append(SendComplete(params.send_id, params.begin, params.end))
             del self._by_request[request.request_id]
 
     def _complete_until(self, params: SendParams, done: int) -> int:
@@ -107,7 +107,7 @@ class SendPlanner:
         self._sending[params.send_id] = Sending(params, until, opened=True, pins=blocks)
         slot = first - params.base // self._block_size
         push = Push(params.send_id, slot, tuple(block.block_id for block in blocks))
-        completion = Completion(params.send_id, params.begin, params.end)
+        completion = SendComplete(params.send_id, params.begin, params.end)
         try:
             self._agents.call_each([PushCached(opening, push, completion) for opening in params.openings()])
         except BaseException:

@@ -33,7 +33,7 @@ from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
-from tercet.transport import Destination, LeaseFilled, routes
+from tercet.transport import LeaseFilled, SendDestination, routes
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
@@ -160,13 +160,13 @@ class EngineVerbs:
             output = computing.result()
         return (output if call.sample else None), min(request.num_cached, len(tokens))
 
-    def _destinations(self, call: RemoteSendCall) -> list[list[Destination]]:
+    def _destinations(self, call: RemoteSendCall) -> list[list[SendDestination]]:
         """For each rank of this engine, the receiver's ranks that have heads in common with it."""
         info = call.kv_addr_info
         ranks = sorted(info.ranks, key=lambda rank: rank.rank)[call.recv_rank :]
         return [
             [
-                Destination(ranks[route.receiver].addresses, route.head_slice)
+                SendDestination(ranks[route.receiver].addresses, route.head_slice)
                 for route in routes(self.layout, info.layout, rank)
             ]
             for rank in range(len(self._about.transports))

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from tercet.protocol import EngineError, TercetError
-from tercet.transport.agent.messages import Command
+from tercet.transport.agent.agent_messages import Command
 
 ANSWER_SECONDS = 10.0
 
@@ -28,7 +28,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     command: Command
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer to ``serial``: a value, or what went wrong."""
 
     serial: int
@@ -71,13 +71,13 @@ class ControlServer:
                 continue
             self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
 
-    def _answer(self, envelope: Envelope) -> Answer:
+    def _answer(self, envelope: Envelope) -> ControlAnswer:
         try:
-            return Answer(envelope.serial, self._handle(envelope.command))
+            return ControlAnswer(envelope.serial, self._handle(envelope.command))
         except TercetError as error:
-            return Answer(envelope.serial, error=error.message)
+            return ControlAnswer(envelope.serial, error=error.message)
         except Exception as error:  # the thread must live on, whatever one command did
-            return Answer(envelope.serial, error=f"{type(error).__name__}: {error}")
+            return ControlAnswer(envelope.serial, error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Stop answering and join the thread."""
@@ -117,7 +117,7 @@ class ControlClient:
     def _await(self, rank: int) -> Any:
         socket = self._sockets[rank]
         while socket.poll(int(self._answer_seconds * 1000)):
-            answer = msgspec.msgpack.decode(socket.recv(), type=Answer)
+            answer = msgspec.msgpack.decode(socket.recv(), type=ControlAnswer)
             if answer.serial != self._serial:
                 continue
             if answer.error is not None:

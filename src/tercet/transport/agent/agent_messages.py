@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tercet.transport.mapping import HeadSlice
-
-
-class Destination(msgspec.Struct, frozen=True):
-    """One receiving rank: its addresses, and which part of the blocks it gets."""
-
-    addresses: tuple[str, ...]
-    head_slice: HeadSlice
+from tercet.transport.sender import SendDestination
 
 
 class SendOpening(msgspec.Struct, frozen=True):
@@ -23,7 +16,7 @@ class SendOpening(msgspec.Struct, frozen=True):
 
     send_id: str
     lease: str
-    destinations: tuple[Destination, ...]
+    destinations: tuple[SendDestination, ...]
     notify: str
 
 
@@ -35,7 +28,7 @@ class Push(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
-class Completion(msgspec.Struct, frozen=True):
+class SendComplete(msgspec.Struct, frozen=True):
     """Everything of the tokens ``[begin, end)`` has been pushed."""
 
     send_id: str
@@ -74,7 +67,7 @@ class PushCached(msgspec.Struct, frozen=True, tag=True):
 
     opening: SendOpening
     push: Push
-    completion: Completion
+    completion: SendComplete
 
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +95,7 @@ class LayersDone(msgspec.Struct, frozen=True, tag=True):
 class StepEnds(msgspec.Struct, frozen=True, tag=True):
     """All layers are done; these sends are complete."""
 
-    completed: tuple[Completion, ...]
+    completed: tuple[SendComplete, ...]
 
 
 StepNote = StepBegins | LayersDone | StepEnds

@@ -6,8 +6,9 @@ import ctypes
 import os
 import secrets
 import threading
+from collections.abc import Callable
 
-from tercet.transport.backends.base import BackendUnavailable, Reader
+from tercet.transport.backends.reading import BackendUnavailable
 from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion
 
 INFINIBAND = "/sys/class/infiniband"
@@ -57,12 +58,12 @@ class WordSlots:
         at = self.place(slot)
         return int.from_bytes(self._region.bytes[at : at + WORD_BYTES], "little")
 
-    def require_readable(self, reader: Reader, name: str) -> None:
-        """The self-check: a random word of our own must come back through ``reader``, which reads our own region."""
+    def require_readable(self, read_word: Callable[[int], int], name: str) -> None:
+        """The self-check: a random word of our own must come back through ``read_word``, given where it is."""
         slot, word = self.take(), secrets.randbits(63) + 1
         try:
             self._put(slot, word)
-            if reader.word(self.place(slot)) != word:
+            if read_word(self.place(slot)) != word:
                 raise BackendUnavailable(f"{name}: its self-check read other bytes than were in memory")
         finally:
             self._put(slot, 0)

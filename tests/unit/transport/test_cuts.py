@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.transport.agent.sends import neighbouring
-from tercet.transport.frames import MAX_PIECE_BYTES
-from tercet.transport.outgoing import LEAST_BYTES, frame_bytes, units
+from tercet.transport.agent.agent import neighbouring
+from tercet.transport.backends.tcp import LEAST_CHUNK_BYTES, MAX_CHUNK_BYTES, chunk_bytes
+from tercet.transport.peer import cuts
 
 
 @given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
-def test_units_are_every_block_of_every_layer_once(first: int, num_layers: int, count: int, limit: int) -> None:
+def test_cuts_are_every_block_of_every_layer_once(first: int, num_layers: int, count: int, limit: int) -> None:
     layers = range(first, first + num_layers)
-    found = list(units(layers, count, limit))
+    found = list(cuts(layers, count, limit))
     places = [(layer, at) for some, cut in found for layer in some for at in range(count)[cut]]
     assert sorted(places) == [(layer, at) for layer in layers for at in range(count)]
     sizes = [(len(some), cut.stop - cut.start) for some, cut in found]
@@ -24,10 +24,10 @@ def test_units_are_every_block_of_every_layer_once(first: int, num_layers: int, 
 
 
 @given(st.integers(0, 2**40), st.integers(1, 64))
-def test_every_connection_gets_a_frame_unless_frames_were_small(total: int, streams: int) -> None:
-    size = frame_bytes(total, streams)
-    assert LEAST_BYTES <= size <= MAX_PIECE_BYTES
-    assert size == LEAST_BYTES or -(-total // size) >= streams
+def test_every_connection_gets_a_chunk_unless_chunks_were_small(total: int, streams: int) -> None:
+    size = chunk_bytes(total, streams)
+    assert LEAST_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+    assert size == LEAST_CHUNK_BYTES or -(-total // size) >= streams
 
 
 @pytest.mark.parametrize(

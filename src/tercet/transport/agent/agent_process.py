@@ -8,17 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from tercet.protocol import EngineError
 from tercet.transport.agent.agent import MAX_NOTE_BYTES, Ready, Setup
-from tercet.transport.agent.messages import StepNote
-from tercet.transport.copying import past_the_caches
-from tercet.transport.rank import TransportSettings
-from tercet.transport.recut import BlockShape
+from tercet.transport.agent.agent_messages import StepNote
+from tercet.transport.block_sizes import BlockShape
+from tercet.transport.local_rank import TransportSettings
 from tercet.transport.region import RegionShape
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,12 @@ START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 # Notes that the channel holds while the agent does not read; more than any stall that is not a failure.
 CHANNEL_BYTES = 4 * 1024 * 1024
+TUNABLES = "GLIBC_TUNABLES"
+# From the first size on past the caches (glibc takes no less than 0x4040), and up to there never by ``rep movsb``.
+COPY_PAST_THE_CACHES = {
+    "glibc.cpu.x86_non_temporal_threshold": "0x4800",
+    "glibc.cpu.x86_rep_movsb_threshold": "0x10000000",
+}
 
 
 @dataclass(frozen=True)
@@ -120,3 +125,18 @@ class AgentProcess:
             logger.warning("the KV agent (process %d) did not end within %.0f s, and is killed", self.pid, STOP_SECONDS)
             self._process.kill()
             self._process.wait()
+
+
+def past_the_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` for a process that copies KV; a tunable that its user has set stays as it is.
+
+    Of what is copied nobody reads a byte soon, so it need not push out of the caches what the engine computes with.
+    Stores past the caches also save reading each line before it is overwritten, a third of the traffic on the way to
+    memory. The C library has such a copy, but takes it for sizes only that are about as large as a cache, and for
+    several hundred KiB ``rep movsb``. Both limits are tunables that it reads when a process starts: see "Hardware
+    Capability Tunables" in the glibc manual. Other C libraries and processors ignore them, and copy as ever.
+    """
+    found = [part for part in environment.get(TUNABLES, "").split(":") if part]
+    known = {part.partition("=")[0] for part in found}
+    added = [f"{name}={value}" for name, value in COPY_PAST_THE_CACHES.items() if name not in known]
+    return {**environment, TUNABLES: ":".join([*found, *added])}

@@ -23,25 +23,25 @@ class HeadSlice(NamedTuple):
     parts: int = 1
 
 
-class Route(NamedTuple):
+class RankRoute(NamedTuple):
     """One sending rank to one receiving rank."""
 
     receiver: int
     head_slice: HeadSlice
 
 
-def routes(source: KVLayout, target: KVLayout, rank: int) -> list[Route]:
+def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
     """Where rank ``rank`` of the source sends its blocks; empty if other ranks hold the same heads and send them.
 
     The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     here = heads(source, rank)
-    found: list[Route] = []
+    found: list[RankRoute] = []
     for receiver in range(target.tp_size):
         there = heads(target, receiver)
         common = range(max(here.start, there.start), min(here.stop, there.stop))
         if common and _first_holder(source, common) == rank:
-            found.append(Route(receiver, _head_slice(source, here, there, common)))
+            found.append(RankRoute(receiver, _head_slice(source, here, there, common)))
     return found
 
 

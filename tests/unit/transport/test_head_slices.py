@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import KVLayout
-from tercet.transport.mapping import HeadSlice, Route, heads, routes
+from tercet.transport.head_slices import HeadSlice, RankRoute, heads, routes
 
 DEGREES = (1, 2, 4, 8)
 HEAD_BYTES = 6
@@ -84,9 +84,9 @@ def test_equal_degrees_send_whole_blocks_to_their_own_rank() -> None:
 
 def test_one_rank_to_four_and_back() -> None:
     one, four = layout(8, 1), layout(8, 4)
-    assert routes(one, four, 0) == [Route(rank, HeadSlice(rank * 12, 12, 0, 1)) for rank in range(4)]
+    assert routes(one, four, 0) == [RankRoute(rank, HeadSlice(rank * 12, 12, 0, 1)) for rank in range(4)]
     assert [routes(four, one, rank) for rank in range(4)] == [
-        [Route(0, HeadSlice(0, 12, rank, 4))] for rank in range(4)
+        [RankRoute(0, HeadSlice(0, 12, rank, 4))] for rank in range(4)
     ]
 
 

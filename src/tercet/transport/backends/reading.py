@@ -1,0 +1,192 @@
+"""How a receiver reads a sender's memory: what every backend has, and what is to be copied for a chunk.
+
+A backend lets others read this rank's region (:meth:`Backend.offer`), and reads theirs (:meth:`Backend.connect`).
+The receiver reads and the sender never writes: so the fence around a lease is the receiver's own affair, and a peer
+that is late, stuck or hostile cannot touch memory that was given to somebody else meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tercet.protocol import TransferFailed
+from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
+from tercet.transport.wire import BLOCK_NUMBER, ReadDescriptors
+
+# A row for each copy: bytes, where in the sender's region, where in the batch's target.
+Copies = NDArray[np.int64]
+# Runs a step that copies, and returns how many bytes, while the lease is held; raises LeaseEnded if it is over. A step
+# waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
+Fence = Callable[[Callable[[], int]], int]
+
+# Neighbours are joined up to here.
+MAX_COPY_BYTES = 1024 * 1024
+NO_COPIES: Copies = np.zeros((0, 3), dtype=np.int64)
+
+
+class BackendUnavailable(TransferFailed):
+    """A backend is missing or failed its self-check here; the message names it and says what to do."""
+
+    code = "backend_unavailable"
+
+
+@dataclass(frozen=True)
+class SendingPeer:
+    """The sender at a connection's other end: its region's plan, and a descriptor of the region, if one came."""
+
+    shape: RegionShape
+    memory: int | None = None
+
+
+@dataclass
+class Batch:
+    """Chunks of one send that are read together: ``copies[i]`` for ``chunks[i]``, into ``target``.
+
+    ``staged``: the target is no KV, but room from which tokens are put into blocks of another size.
+    """
+
+    send: int
+    lease: str
+    target: memoryview
+    staged: bool = False
+    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
+    copies: list[Copies] = field(default_factory=list[Copies])
+
+    @property
+    def rows(self) -> Copies:
+        """What is to be copied for all of them."""
+        if not self.copies:
+            return NO_COPIES
+        return self.copies[0] if len(self.copies) == 1 else np.concatenate(self.copies)
+
+
+class Reader(Protocol):
+    """Reads one sender's region."""
+
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        """Copy it all in; returns whether the send's generation word was still set after that, which alone makes it KV.
+
+        An empty batch just looks at the word. Nothing is written to our region after this has returned or raised.
+        Raises :class:`~tercet.protocol.TransferFailed`, ``OSError``, or what ``fence`` raises.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what reading needs."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to read memory of other ranks; one object per rank."""
+
+    @property
+    def name(self) -> str:
+        """As settings call it."""
+        ...
+
+    @property
+    def stages(self) -> bool:
+        """Whether it reads into memory that is outside of our region."""
+        ...
+
+    def offer(self) -> bytes:
+        """What another rank's backend needs to read our region."""
+        ...
+
+    def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
+        """A reader of the region that ``offer`` is about; raises :class:`BackendUnavailable` if it cannot be had."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it took; readers are closed before."""
+        ...
+
+
+def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: RegionShape, blocks: Numbers) -> Copies:
+    """From the sender's blocks to ``size`` bytes, the chunk's part, of each of our ``blocks``; in the chunk's layers.
+
+    Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
+    not fit.
+    """
+    sources, targets = _sources(chunk, size, theirs, len(blocks)), blocks
+    counts: Numbers | int = 1
+    whole = chunk.parts == 1 and chunk.offset == 0 and size == theirs.block_bytes == ours.block_bytes
+    if whole and not (apart := _apart(sources, targets)).all():
+        first, counts = _runs(apart, max(1, MAX_COPY_BYTES // size))
+        sources, targets = sources[first], targets[first]
+    within = np.empty((len(sources), 3), dtype=np.int64)
+    within[:, 0] = counts * size
+    within[:, 1] = sources * theirs.block_bytes
+    within[:, 2] = targets * ours.block_bytes
+    here = chunk.part * size
+    layers = range(chunk.layer, chunk.layer + chunk.layers)
+    begins = np.array([(0, theirs.planes[layer] + chunk.offset, ours.planes[layer] + here) for layer in layers])
+    return (begins[:, None] + within).reshape(-1, 3)
+
+
+def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: int) -> Copies:
+    """As :func:`copies_of`, to one place after the other from ``at`` on, layer by layer."""
+    sources = _sources(chunk, size, theirs, chunk.end - chunk.begin)
+    found = np.empty((chunk.layers, len(sources), 3), dtype=np.int64)
+    found[:, :, 0] = size
+    planes = theirs.planes[chunk.layer : chunk.layer + chunk.layers]
+    found[:, :, 1] = np.array(planes)[:, None] + sources * theirs.block_bytes + chunk.offset
+    found[:, :, 2] = at + np.arange(chunk.layers * len(sources)).reshape(chunk.layers, -1) * size
+    return found.reshape(-1, 3)
+
+
+def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int) -> Numbers:
+    """The sender's blocks, if ``size`` bytes of each of ``count`` blocks are what it describes."""
+    if len(chunk.blocks) % WORD_BYTES:
+        raise TransferFailed("the read descriptors name half a block")
+    sources = np.frombuffer(chunk.blocks, dtype=BLOCK_NUMBER).astype(np.int64, copy=False)
+    # As unsigned numbers, of which negative ones are the largest.
+    inside = sources.size > 0 and int(sources.view(np.uint64).max()) < theirs.num_blocks
+    fits = 0 <= chunk.offset <= theirs.block_bytes - size and chunk.layer + chunk.layers <= len(theirs.planes)
+    if chunk.size != size or len(sources) != count or not (inside and fits):
+        raise TransferFailed("the read descriptors do not fit the slots that they are for")
+    return sources
+
+
+def _apart(sources: Numbers, targets: Numbers) -> NDArray[np.bool_]:
+    """For each pair of blocks but the first, whether it is not next to the one before, on both sides."""
+    # Slices and not np.diff, which costs several times as much for a few numbers.
+    return (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
+
+
+def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
+    """Where runs of neighbours begin, and how many blocks they have: at most ``limit``."""
+    first, counts = groups(apart)
+    if counts.max() <= limit:
+        return first, counts
+    cuts = -(-counts // limit)
+    within = np.arange(int(cuts.sum())) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    return np.repeat(first, cuts) + within * limit, np.minimum(np.repeat(counts, cuts) - within * limit, limit)
+
+
+def in_steps(copies: Copies, limit: int) -> Iterator[tuple[Copies, int]]:
+    """Copies of up to ``limit`` bytes together, at least one at a time; and their bytes."""
+    # A loop: what numpy needs for this is out of the caches each time, after copying megabytes.
+    first = held = 0
+    for at, size in enumerate(copies[:, 0].tolist()):
+        if held + size > limit and at > first:
+            yield copies[first:at], held
+            first, held = at, 0
+        held += size
+    if held:
+        yield copies[first:], held
+
+
+def require_word(reader: Reader, name: str, word: int, target: memoryview) -> None:
+    """The check of a new reader: it must see the word that the sender has set; else it is closed."""
+    try:
+        if word == 0 or not reader.read(Batch(word, "", target), lambda step: step()):
+            raise BackendUnavailable(f"{name}: it does not read what the sender has in its memory")
+    except BaseException:
+        reader.close()
+        raise

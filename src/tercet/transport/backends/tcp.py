@@ -1,0 +1,259 @@
+"""``tcp``: the receiver asks for chunks over several connections, and the sender writes them from where they lie.
+
+The sender opens the connections; a thread of it waits on each for requests (:func:`serve`). What a receiver can ask for
+are chunks of sends to it that are under way, nothing else. A request is on its way while the one before is answered, so
+a round trip is paid once, not for each chunk.
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from tercet.protocol import TercetError, TransferFailed
+from tercet.transport.backends.reading import Batch, Fence, SendingPeer
+from tercet.transport.region import KVRegion
+from tercet.transport.sockets import send_all
+from tercet.transport.vectors import Vector, address_of, nowhere
+from tercet.transport.wire import REQUESTS, WORD, ProtocolViolation, ReadDescriptors, ReadRequest, Splitter, framed
+
+# As many connections as one session may have.
+MAX_STREAMS = 64
+# Asked for and not come yet, on each connection.
+REQUESTS_AHEAD = 2
+CONNECT_SECONDS = 10.0
+# A chunk has no more bytes, unless one block has.
+MAX_CHUNK_BYTES = 8 * 1024 * 1024
+# No smaller chunks are made for the sake of further connections.
+LEAST_CHUNK_BYTES = 4 * 1024 * 1024
+_ZEROS = memoryview(bytearray(64 * 1024))
+
+Reading = Callable[[ReadRequest], AbstractContextManager[Vector | None]]
+
+
+class TcpBackend:
+    """Reads regions of ranks anywhere, by asking them."""
+
+    name = "tcp"
+    stages = True
+
+    def offer(self) -> bytes:
+        """See :meth:`~tercet.transport.backends.reading.Backend.offer`; what must be known are the connections."""
+        return b""
+
+    def connect(self, offer: bytes, sender: SendingPeer) -> TcpReader:
+        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
+        return TcpReader()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# ---- the sender's side -----------------------------------------------------------------------------------------------
+
+
+def chunk_bytes(total: int, streams: int) -> int:
+    """KV in a chunk at most, for ``total`` bytes over some connections: a share for each, within bounds.
+
+    What either side does between two chunks runs out of cold caches, so many small ones cost.
+    """
+    return min(MAX_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-total // streams)))
+
+
+def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
+    """Answer requests until the receiver closes the connection; raises ``OSError`` or :class:`ProtocolViolation`.
+
+    While ``reading`` is entered, its value is where a chunk's bytes are, ``None`` if its send is over. It raises for a
+    chunk that was never offered.
+    """
+    splitter = Splitter(REQUESTS)
+    while True:
+        try:
+            data = sock.recv(64 * 1024)
+        except (TimeoutError, BlockingIOError):
+            continue  # a receiver that wants nothing is fine
+        if not data:
+            raise ConnectionResetError("the receiver closed the connection")
+        for request in splitter.feed(data):
+            with reading(request) as found:
+                _answer(sock, region, request, found)
+
+
+def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: Vector | None) -> None:
+    if found is None:
+        if request.nbytes > max(MAX_CHUNK_BYTES, region.shape.block_bytes):
+            raise ProtocolViolation(f"a request of {request.nbytes} bytes")
+        found = nowhere(request.nbytes, _ZEROS)
+    send_all(sock, found)
+    # Only now: what was sent is KV if the blocks were pinned after the last byte was taken from them.
+    sock.sendall(WORD.pack(request.send if region.has_word(request.send) else 0))
+
+
+# ---- the receiver's side ---------------------------------------------------------------------------------------------
+
+
+class TcpReader:
+    """See :class:`~tercet.transport.backends.reading.Reader`. Its connections join it, each with a thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._connections: list[_Connection] = []
+        self._joined = 0
+        self._closed = False
+
+    def serve(self, sock: socket.socket) -> None:
+        """Be a connection of the session, until that is over; called by the connection's thread."""
+        connection = _Connection(sock)
+        with self._changed:
+            if self._closed or self._joined >= MAX_STREAMS:
+                raise ProtocolViolation("no such session, or too many connections of it")
+            self._joined += 1
+            self._connections.append(connection)
+            self._changed.notify_all()
+        connection.work()
+
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
+        if not batch.chunks:
+            return True
+        first, *others = self._ready()
+        work = _Work(batch, fence)
+        for each in others[: len(batch.chunks) - 1]:
+            each.jobs.put(work)
+        work.run(first)
+        return work.finish()
+
+    def _ready(self) -> list[_Connection]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._connections or self._closed, CONNECT_SECONDS) or self._closed:
+                raise TransferFailed("tcp: the sender opened no connection to read from")
+            return list(self._connections)
+
+    def close(self) -> None:
+        """The session is over: the connections' threads may go."""
+        with self._changed:
+            self._closed = True
+            connections = list(self._connections)
+            self._changed.notify_all()
+        for each in connections:
+            each.jobs.put(None)
+
+
+class _Work:
+    """A batch that several connections share; each takes the next chunk when it has room for it."""
+
+    def __init__(self, batch: Batch, fence: Fence) -> None:
+        self._batch, self._fence = batch, fence
+        self._next = 0
+        self._working = 0
+        self._alive = True
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+
+    def run(self, connection: _Connection) -> None:
+        with self._changed:
+            self._working += 1
+        try:
+            asked: deque[tuple[ReadDescriptors, Vector]] = deque()
+            while True:
+                while len(asked) < REQUESTS_AHEAD and (wanted := self._take()) is not None:
+                    connection.ask(wanted[0])
+                    asked.append(wanted)
+                if not asked:
+                    return
+                self._receive(connection, *asked.popleft())
+        except Exception as error:
+            self._fail(error)  # whoever waits for the whole batch raises it
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[ReadDescriptors, Vector] | None:
+        with self._changed:
+            if self._error is not None or self._next == len(self._batch.chunks):
+                return None
+            chunk, copies = self._batch.chunks[self._next], self._batch.copies[self._next]
+            self._next += 1
+        places = np.empty((len(copies), 2), dtype=np.uint64)
+        places[:, 0] = copies[:, 2] + address_of(self._batch.target)
+        places[:, 1] = copies[:, 0]
+        return chunk, Vector(places, self._batch.target, chunk.nbytes)
+
+    def _receive(self, connection: _Connection, chunk: ReadDescriptors, into: Vector) -> None:
+        """Take a chunk in; one that the lease does not take any more goes nowhere, for others come behind it."""
+        while into.left:
+            connection.wait()
+            try:
+                self._fence(lambda: connection.fill(into))
+            except TercetError as error:
+                self._fail(error)
+                rest = nowhere(into.left, connection.scratch)
+                while rest.left:
+                    connection.wait()
+                    connection.fill(rest)
+                break
+        if connection.word() != chunk.send:
+            with self._changed:
+                self._alive = False
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+
+    def finish(self) -> bool:
+        """Wait for the other connections. Raises what went wrong; else whether the blocks were pinned all the time."""
+        with self._changed:
+            # A connection that comes late finds nothing to take.
+            self._changed.wait_for(lambda: not self._working)
+            if self._error is not None:
+                raise self._error
+            self._next = len(self._batch.chunks)
+            return self._alive
+
+
+class _Connection:
+    """One connection that chunks come over; at any time one thread uses it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.scratch = memoryview(bytearray(64 * 1024))
+        self._sock = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    def work(self) -> None:
+        """Take part in reads until the session is over."""
+        while (job := self.jobs.get()) is not None:
+            job.run(self)
+
+    def ask(self, chunk: ReadDescriptors) -> None:
+        self._sock.sendall(framed(ReadRequest(chunk.send, chunk.chunk, chunk.nbytes)))
+
+    def wait(self) -> None:
+        """Until something comes."""
+        self._readable.poll()
+
+    def fill(self, into: Vector) -> int:
+        """Take in what has come; waits for more for as long as ``SO_RCVTIMEO`` says."""
+        count = into.receive(self._sock)
+        if count == 0:
+            raise ConnectionResetError("the sender closed the connection")
+        into.advance(count or 0)
+        return count or 0
+
+    def word(self) -> int:
+        """What the sender says of the chunk that has come."""
+        data = bytearray(WORD.size)
+        into = Vector(np.array([(address_of(data), len(data))], dtype=np.uint64), data, len(data))
+        while into.left:
+            self.wait()
+            self.fill(into)
+        return WORD.unpack(data)[0]

@@ -1,0 +1,214 @@
+"""What two ranks say to each other: each message is a short header and a MessagePack body.
+
+| message | from | |
+| --- | --- | --- |
+| :class:`Challenge` | receiver, first | what the sender's proof must cover |
+| :class:`Greeting` | sender, first | who it is and how its memory can be read; on a Unix socket with its descriptor |
+| :class:`Welcome` | receiver | how KV is to travel |
+| :class:`ReadDescriptors` | sender | one chunk: where its blocks are, and which of the lease's slots they fill |
+| :class:`SendEnd` | sender | the KV of a token range is complete, in so many chunks |
+| :class:`Acknowledged` | receiver | all of a send is in place |
+| :class:`Refused` | receiver | nothing more of a send is taken; of send 0, of anything |
+| :class:`ReadRequest` | receiver, over ``tcp`` | the bytes of a chunk, please |
+
+A session has one connection for these messages. Over ``tcp`` it has further ones, on which only requests and the bytes
+that answer them travel: those of the chunk, then the send's number in :data:`WORD` if its blocks were still pinned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+
+from tercet.protocol import TercetError
+from tercet.transport.block_sizes import BlockShape
+from tercet.transport.region import RegionShape
+
+MAGIC = b"TRC5"
+MAX_MESSAGE_BYTES = 1024 * 1024
+NONCE_BYTES = 16
+WORD = struct.Struct("<Q")
+# A block's number in read descriptors, as NumPy calls it.
+BLOCK_NUMBER = "<i8"
+_HEADER = struct.Struct("<4sI")  # and the bytes that follow
+HEADER_BYTES = _HEADER.size
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+# A sender's number for a send, never used twice by its process.
+SendNumber = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Lease = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+M = TypeVar("M")
+
+
+class ProtocolViolation(TercetError):
+    """The peer does not speak this protocol, or breaks it; its connection is closed."""
+
+    code = "protocol_violation"
+    status = 502
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Random bytes, other ones for each connection."""
+
+    nonce: bytes
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Who a sender is, and how its memory can be read.
+
+    ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream`` counts
+    them; the first one has the messages. ``offers`` has, for each transport that the sender has, what a receiver needs
+    to read the sender's region, of which ``shape`` is the plan; ``word`` is the number of a generation word that is
+    set, so that a receiver can try. ``proof`` shows that the sender knows the fleet's secret. ``block`` tells how its
+    blocks can be cut between tokens, if they can.
+    """
+
+    fingerprint: str
+    session: Session
+    stream: Count
+    nonce: bytes
+    proof: bytes
+    shape: RegionShape | None = None
+    word: int = 0
+    offers: dict[str, bytes] = {}
+    block: BlockShape | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The transport that the receiver chose; ``proof`` shows that it knows the secret."""
+
+    transport: str
+    proof: bytes
+
+
+class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Where the receiver reads one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
+
+    ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each,
+    ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block. ``chunk``
+    counts the send's chunks. ``unit`` is how many tokens the sender's slots have, 0 if as many as the receiver's.
+    """
+
+    send: SendNumber
+    lease: Lease
+    chunk: Count
+    layer: Count
+    layers: Count
+    begin: Count
+    end: Count
+    blocks: bytes = b""
+    offset: Count = 0
+    size: Count = 0
+    part: Count = 0
+    parts: Count = 1
+    unit: Count = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return self.layers * (self.end - self.begin) * self.size
+
+
+class SendEnd(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """That ``chunks`` chunks hold part ``part`` of ``parts`` of all blocks of the tokens ``[begin, end)``."""
+
+    send: SendNumber
+    lease: Lease
+    begin: Count
+    end: Count
+    chunks: Count
+    part: Count = 0
+    parts: Count = 1
+    unit: Count = 0
+
+
+class Acknowledged(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """All of a send is in place."""
+
+    send: SendNumber
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Nothing more of a send is taken; of send 0: the connection is closed."""
+
+    send: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    reason: str
+
+
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The bytes of a send's chunk, of which there are ``nbytes``."""
+
+    send: SendNumber
+    chunk: Count
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+
+
+FromSender = Greeting | ReadDescriptors | SendEnd
+FromReceiver = Challenge | Welcome | Acknowledged | Refused
+FROM_SENDER: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+FROM_RECEIVER: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
+REQUESTS: msgspec.msgpack.Decoder[ReadRequest] = msgspec.msgpack.Decoder(ReadRequest)
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message as it travels."""
+    body = msgspec.msgpack.encode(message)
+    return _HEADER.pack(MAGIC, len(body)) + body
+
+
+class Splitter(Generic[M]):
+    """Cuts what arrives into messages of the kinds that a decoder knows."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._data = bytearray()
+
+    @property
+    def left(self) -> int:
+        """Bytes of a message that is not complete."""
+        return len(self._data)
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """The messages that are complete with ``data``; raises :class:`ProtocolViolation` for what is none."""
+        self._data += data
+        while len(self._data) >= HEADER_BYTES:
+            magic, nbytes = _HEADER.unpack_from(self._data)
+            if magic != MAGIC:
+                raise ProtocolViolation(f"not a KV transfer: the header begins with {magic!r}")
+            if nbytes > MAX_MESSAGE_BYTES:
+                raise ProtocolViolation(f"a message of {nbytes} bytes, which is more than {MAX_MESSAGE_BYTES}")
+            end = HEADER_BYTES + nbytes
+            if len(self._data) < end:
+                return
+            body = bytes(self._data[HEADER_BYTES:end])
+            del self._data[:end]
+            yield self._decode(body)
+
+    def _decode(self, body: bytes) -> M:
+        try:
+            return self._decoder.decode(body)
+        # Beside its own errors msgspec lets these two through: text that is not UTF-8, and what is nested deeply.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolViolation(f"not a message of this protocol: {error}") from error
+
+
+def sender_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
+    """What a sender answers to a challenge (HMAC-SHA256, RFC 2104)."""
+    return _proof(secret, "sender", challenge, greeting_nonce, session)
+
+
+def receiver_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
+    """What a receiver answers to a greeting."""
+    return _proof(secret, "receiver", challenge, greeting_nonce, session)
+
+
+def _proof(secret: str, role: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
+    # MessagePack says how long each field is, so that bytes of one cannot be taken for bytes of the next.
+    said = msgspec.msgpack.encode((role, challenge, nonce, session))
+    return hmac.digest(secret.encode(), said, hashlib.sha256)
