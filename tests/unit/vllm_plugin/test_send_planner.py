@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.protocol import EngineError, UnknownSequence
-from tercet.transport import Completion, Push, PushCached
+from tercet.transport import Push, PushCached, SendComplete
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata
 
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine, send_of, tokens_of
@@ -33,7 +33,7 @@ def test_each_step_pushes_the_blocks_that_it_completes(engine: TinyEngine) -> No
     assert (first.finish, second.opened) == ([], [])
     assert second.pushes[0].slot == 4
     assert len(second.pushes[0].blocks) == 3, "the last one, partly filled, goes with its last token"
-    assert second.finish == [Completion("s", 0, 100)]
+    assert second.finish == [SendComplete("s", 0, 100)]
     engine.end_send("s")
 
 
@@ -59,7 +59,7 @@ def test_what_is_cached_is_pushed_with_the_first_step(engine: TinyEngine) -> Non
     engine.add("r", tokens, max_tokens=1, send=send_of("s", 0, 100))
     _, metadata = engine.step()
     assert [len(push.blocks) for push in metadata.pushes] == [7]
-    assert metadata.finish == [Completion("s", 0, 100)]
+    assert metadata.finish == [SendComplete("s", 0, 100)]
     engine.end_send("s")
 
 
@@ -122,7 +122,7 @@ def test_what_is_cached_in_full_needs_no_step(engine: TinyEngine) -> None:
     assert engine.push_cached(tokens, send_of("s", BLOCK, 3 * BLOCK))
     (command,) = engine.agents.pushed
     assert (command.push.slot, len(command.push.blocks)) == (1, 2)
-    assert command.completion == Completion("s", BLOCK, 3 * BLOCK)
+    assert command.completion == SendComplete("s", BLOCK, 3 * BLOCK)
     assert engine.free_blocks == NUM_BLOCKS - 1 - 2
     engine.end_send("s")
 
