@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tercet.protocol import EngineError, from_wire
-from tercet.transport import CancelSend, Destination, GrantLease, HeadSlice, PushCached, ReadCounters, RevokeLease
+from tercet.transport import CancelSend, GrantLease, HeadSlice, PushCached, ReadCounters, RevokeLease, SendDestination
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, StepMetadata, TercetParams
@@ -223,5 +223,5 @@ def tokens_of(length: int, start: int = 10) -> list[int]:
 
 
 def send_of(send_id: str, begin: int, end: int, base: int = 0) -> SendParams:
-    to = [[Destination(("tcp://127.0.0.1:2",), HeadSlice(0, 1, 0, 1))]]
+    to = [[SendDestination(("tcp://127.0.0.1:2",), HeadSlice(0, 1, 0, 1))]]
     return SendParams(send_id, "f" * 32, base, begin, end, to, "tcp://127.0.0.1:1")
