@@ -62,37 +62,44 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         context = context_of(scope)
-        async with AsyncExitStack() as held:
-            try:
-                receive = await self._enter(context, scope, receive, held)
-            except TercetError as error:
-                await self._refusals({**scope, ERROR: error}, receive, send)
-                return
-            except ClientLeft:
-                return
-            with serving(context):
-                await self._serve(context, scope, receive, send)
+        held: AsyncExitStack | None = None
+        try:
+            body = await self._enter(context, scope, receive)
+            if body is not None and context.path in GENERATING and not self._gate.is_open:
+                held = await self._place(context, body)
+        except TercetError as error:
+            await self._refusals({**scope, ERROR: error}, receive, send)
+            return
+        except ClientLeft:
+            return
+        receive = receive if body is None else body.receive
+        if held is None:
+            await self._serve(context, scope, receive, send)
+            return
+        async with held:
+            await self._serve(context, scope, receive, send)
 
-    async def _enter(self, context: RequestContext, scope: Scope, receive: Receive, held: AsyncExitStack) -> Receive:
-        """What the application receives from; what the request takes is in ``held``."""
+    async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
         self._require_key(context)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
-        if scope["method"] != "POST":
-            return receive
-        body = await read_body(context, receive, self._max_bytes)
-        if context.path in GENERATING and not self._gate.is_open:
-            held.callback(body.close)
-            await held.enter_async_context(self._gate.place(context.asked.priority, body.left))
-        return body.receive
+        return await read_body(context, receive, self._max_bytes) if scope["method"] == "POST" else None
+
+    async def _place(self, context: RequestContext, body: ReceivedBody) -> AsyncExitStack:
+        """The request's place, and what watches its client meanwhile: given back when the stack is left."""
+        async with AsyncExitStack() as taken:
+            taken.callback(body.close)
+            await taken.enter_async_context(self._gate.place(context.asked.priority, body.left))
+            return taken.pop_all()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._fast is not None and await self._fast.serve(context, scope, send):
-            return
-        context.fields = None  # vLLM reads the body by itself
-        if context.headers.get(TRACE_HEADER) == "1":
-            send = TracingSend(send, context.traces)
-        await self._app(scope, receive, send)
+        with serving(context):
+            if self._fast is not None and await self._fast.serve(context, scope, send):
+                return
+            context.fields = None  # vLLM reads the body by itself
+            if context.headers.get(TRACE_HEADER) == "1":
+                send = TracingSend(send, context.traces)
+            await self._app(scope, receive, send)
 
     def _require_key(self, context: RequestContext) -> None:
         if not self._keys or context.path in OPEN:

@@ -23,6 +23,12 @@ NOT_FORWARDED = frozenset(
      "flat_logprobs"}
 )  # fmt: skip
 _DEFAULTS = SamplingParams()
+# What is forwarded, with its default.
+_FORWARDED = tuple(
+    (name, getattr(_DEFAULTS, name))
+    for name in SamplingParams.__struct_fields__
+    if not name.startswith("_") and name not in NOT_FORWARDED
+)
 
 
 def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str | None = None) -> Request:
@@ -53,17 +59,11 @@ def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
     extra = {key for key in params.extra_args or {} if key != "kv_transfer_params"}
     if extra:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
-    fields: dict[str, Any] = {}
-    for name in SamplingParams.__struct_fields__:
-        value = getattr(params, name)
-        if name.startswith("_") or name in NOT_FORWARDED or _is_default(name, value):
-            continue
-        fields[name] = _plain(value)
-    return fields
+    given = ((name, getattr(params, name), default) for name, default in _FORWARDED)
+    return {name: _plain(value) for name, value, default in given if not _is_default(value, default)}
 
 
-def _is_default(name: str, value: Any) -> bool:
-    default = getattr(_DEFAULTS, name)
+def _is_default(value: Any, default: Any) -> bool:
     return value is default or (not isinstance(value, np.ndarray) and value == default)
 
 
