@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
 from tercet.transport.block_sizes import Move, first_token, moves
+from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 from tercet.transport.region import Numbers
-from tercet.transport.wire import ReadDescriptors, SendEnd
 
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
@@ -44,7 +44,7 @@ class Grant:
 
 
 @dataclass
-class _Arrival:
+class _Receive:
     """One send under a lease: what has arrived, by layer and slot, and its end once that is here."""
 
     part: int
@@ -65,7 +65,7 @@ Ranges = list[tuple[int, int]]
 class _Lease:
     grant: Grant
     numbers: Numbers  # the grant's blocks
-    sends: dict[SendKey, _Arrival] = field(default_factory=dict[SendKey, _Arrival])
+    sends: dict[SendKey, _Receive] = field(default_factory=dict[SendKey, _Receive])
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
     writers: int = 0
@@ -211,7 +211,7 @@ class GrantTable:
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
-    def _arrival_of(self, opened: _Lease, send: SendKey, part: int, parts: int, unit: int) -> _Arrival:
+    def _arrival_of(self, opened: _Lease, send: SendKey, part: int, parts: int, unit: int) -> _Receive:
         found = opened.sends.get(send)
         same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
         if not (same and 0 <= part < parts <= MAX_PARTS):
@@ -220,10 +220,10 @@ class GrantTable:
             if len(opened.sends) >= MAX_SENDS:
                 raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
             arrived = np.zeros((self._num_layers, _num_slots(opened.grant, unit)), dtype=np.bool_)
-            found = opened.sends[send] = _Arrival(part, parts, unit, arrived)
+            found = opened.sends[send] = _Receive(part, parts, unit, arrived)
         return found
 
-    def _settle(self, opened: _Lease, send: SendKey, found: _Arrival) -> int | None:
+    def _settle(self, opened: _Lease, send: SendKey, found: _Receive) -> int | None:
         if found.ended is None or found.chunks < found.ended.chunks:
             return None
         del opened.sends[send]

@@ -12,10 +12,10 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Backend, Reader, SendingPeer, require_word
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome
+from tercet.transport.peer_messages import receiver_proof as proof_of_receiver
+from tercet.transport.peer_messages import sender_proof as proof_of_sender
 from tercet.transport.region import RegionShape
-from tercet.transport.wire import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome
-from tercet.transport.wire import receiver_proof as proof_of_receiver
-from tercet.transport.wire import sender_proof as proof_of_sender
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from tercet.transport.backends.reading import Batch, Copies, copies_of, staging_
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.peer_messages import FromSender, ProtocolViolation, ReadDescriptors, Refused, SendEnd
 from tercet.transport.region import RegionShape
-from tercet.transport.wire import FromSender, ProtocolViolation, ReadDescriptors, Refused, SendEnd
 
 S = TypeVar("S", ReadDescriptors, SendEnd)
 

@@ -47,7 +47,7 @@ class TransportSettings:
             raise BadRequest(f"receive_limit: {self.receive_limit} bytes/s must be 0 or greater", "receive_limit")
 
 
-class Counters:
+class TransportCounters:
     """What a rank has sent, taken in and refused since its start. Thread-safe."""
 
     NAMES: tuple[str, ...] = (
@@ -84,4 +84,4 @@ class LocalRank:
     settings: TransportSettings
     backends: Sequence[Backend]
     block: BlockShape | None = None
-    counters: Counters = field(default_factory=Counters)
+    counters: TransportCounters = field(default_factory=TransportCounters)

@@ -28,10 +28,7 @@ from tercet.transport.greeting import chosen, greet
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import start_thread
-from tercet.transport.region import Numbers
-from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
-from tercet.transport.vectors import Vector
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     BLOCK_NUMBER,
     FROM_RECEIVER,
     Acknowledged,
@@ -46,6 +43,9 @@ from tercet.transport.wire import (
     Welcome,
     framed,
 )
+from tercet.transport.region import Numbers
+from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
+from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=FromReceiver)

@@ -28,8 +28,7 @@ from tercet.transport.greeting import Agreement, agree, require_ours
 from tercet.transport.inbound import Action, Filled, Inbound
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import Pace, Turn, start_thread
-from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, tune, wait_in_calls
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     FROM_SENDER,
     NONCE_BYTES,
     Acknowledged,
@@ -42,6 +41,7 @@ from tercet.transport.wire import (
     Splitter,
     framed,
 )
+from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, tune, wait_in_calls
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0

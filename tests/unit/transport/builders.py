@@ -14,10 +14,7 @@ from tercet.transport.backends.reading import Batch, Copies, Fence, Reader, Send
 from tercet.transport.greeting import Agreement, agree, require_ours
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import Pace
-from tercet.transport.receiver import SenderSession
-from tercet.transport.region import RegionShape
-from tercet.transport.vectors import Places
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     FROM_SENDER,
     NONCE_BYTES,
     Acknowledged,
@@ -32,6 +29,9 @@ from tercet.transport.wire import (
     receiver_proof,
     sender_proof,
 )
+from tercet.transport.receiver import SenderSession
+from tercet.transport.region import RegionShape
+from tercet.transport.vectors import Places
 
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE, OTHER_LEASE = "12" * 16, "34" * 16

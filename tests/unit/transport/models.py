@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import Grant
 from tercet.transport.grants import MAX_PARTS, MAX_SENDS, SendKey
-from tercet.transport.wire import ReadDescriptors, SendEnd
+from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 
 LEASE = "ab" * 16
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TercetError, TransferFailed, UnknownSequence
 from tercet.transport import Grant, GrantTable
 from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, SendKey
-from tercet.transport.wire import ReadDescriptors, SendEnd
+from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 from tests.unit.transport.models import LEASE, LeaseModel, chunk, ending
 
 LAYERS, SIZE = 3, 16

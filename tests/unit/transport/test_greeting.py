@@ -12,8 +12,8 @@ from tercet.transport import BlockShape, KVRegion
 from tercet.transport.backends import BackendUnavailable
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.reading import Batch, Fence
+from tercet.transport.peer_messages import Challenge, ProtocolViolation
 from tercet.transport.region import RegionShape
-from tercet.transport.wire import Challenge, ProtocolViolation
 from tests.unit.transport.builders import (
     BLOCK_BYTES,
     BLOCKS,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tercet.protocol import TransferFailed
 from tercet.transport import BlockShape, Grant
 from tercet.transport.inbound import REMEMBERED_REFUSED
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     HEADER_BYTES,
     Acknowledged,
     Challenge,

@@ -14,8 +14,7 @@ import pytest
 
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion, TransportSettings
-from tercet.transport.sockets import parse_address
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     FROM_SENDER,
     MAGIC,
     NONCE_BYTES,
@@ -31,6 +30,7 @@ from tercet.transport.wire import (
     framed,
     receiver_proof,
 )
+from tercet.transport.sockets import parse_address
 from tests.unit.transport.ranks import (
     SECONDS,
     Held,

@@ -14,8 +14,8 @@ import pytest
 
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion, TransportSettings, receiver
+from tercet.transport.peer_messages import HEADER_BYTES, MAGIC, NONCE_BYTES, Acknowledged, Challenge, SendEnd, framed
 from tercet.transport.sockets import parse_address
-from tercet.transport.wire import HEADER_BYTES, MAGIC, NONCE_BYTES, Acknowledged, Challenge, SendEnd, framed
 from tests.unit.transport.ranks import (
     SECONDS,
     TOKENS,

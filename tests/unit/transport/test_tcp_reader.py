@@ -14,8 +14,8 @@ from tercet.protocol import LeaseEnded, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.reading import Batch, Fence
 from tercet.transport.backends.tcp import TcpReader
+from tercet.transport.peer_messages import REQUESTS, WORD, ProtocolViolation, ReadDescriptors, ReadRequest, Splitter
 from tercet.transport.sockets import wait_in_calls
-from tercet.transport.wire import REQUESTS, WORD, ProtocolViolation, ReadDescriptors, ReadRequest, Splitter
 from tests.unit.transport.ranks import SECONDS, settle
 
 SIZE = 64 * 1024

@@ -11,14 +11,14 @@ import numpy as np
 
 from tercet.bench.transfer.cases import Case
 from tercet.bench.transfer.libraries import LIBRARIES
-from tercet.bench.transfer.peer import Peer
+from tercet.bench.transfer.receiving_process import ReceivingProcess
 from tercet.bench.transfer.ways import Way
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
 
 
 def direct_ways(
-    case: Case, source: KVRegion, peer: Peer, backends: Sequence[str]
+    case: Case, source: KVRegion, peer: ReceivingProcess, backends: Sequence[str]
 ) -> list[tuple[str, Callable[[], Way]]]:
     """The libraries among ``backends``, each as a way of its own."""
     return [
@@ -32,7 +32,7 @@ class Direct:
     Nothing is granted or checked: no protocol on top of the library can do with less.
     """
 
-    def __init__(self, library: str, case: Case, source: KVRegion, peer: Peer) -> None:
+    def __init__(self, library: str, case: Case, source: KVRegion, peer: ReceivingProcess) -> None:
         self.name = f"{library} direct"
         self._case, self._source, self._peer, self._library = case, source, peer, library
         self._choose = random.Random(0)

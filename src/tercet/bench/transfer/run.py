@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from tercet.bench.transfer.cases import Case, Table
 from tercet.bench.transfer.direct import direct_ways
-from tercet.bench.transfer.peer import Peer
+from tercet.bench.transfer.receiving_process import ReceivingProcess
 from tercet.bench.transfer.ways import ChunkedSockets, Memcpy, OurTransport, PlainSockets, Way
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
@@ -34,7 +34,7 @@ def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams
         progress(f"{case.chunk_bytes / 1024:g} KiB chunks, {case.total_bytes / 1024**2:g} MiB")
         source = case.region()
         try:
-            with Peer(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
+            with ReceivingProcess(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
                 for number in range(-WARM_UP, rounds):
                     for way in shuffle.sample(ways, len(ways)):
                         _one(way, case, table, ways, warm=number < 0)
@@ -56,7 +56,7 @@ def _one(way: Way, case: Case, table: Table, ways: list[Way], *, warm: bool) -> 
 
 @contextmanager
 def _ways(
-    case: Case, source: KVRegion, peer: Peer, backends: Sequence[str], streams: int, table: Table
+    case: Case, source: KVRegion, peer: ReceivingProcess, backends: Sequence[str], streams: int, table: Table
 ) -> Generator[list[Way]]:
     makers: list[tuple[str, Maker]] = [("memcpy", lambda: Memcpy(case, source))]
     makers += [
@@ -94,7 +94,7 @@ def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[
         progress(f"watching an idle pair of ranks over {name} for {IDLE_SECONDS:g} s")
         source = case.region()
         try:
-            with Peer(case) as peer:
+            with ReceivingProcess(case) as peer:
                 found[name] = _idle(
                     OurTransport(name, case, source, peer, TransportSettings(name, streams=streams)), peer
                 )
@@ -105,7 +105,7 @@ def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[
     return found
 
 
-def _idle(way: OurTransport, peer: Peer) -> float:
+def _idle(way: OurTransport, peer: ReceivingProcess) -> float:
     try:
         way.move()
         began, here, there = time.perf_counter(), time.process_time(), peer.call("cpu_seconds")

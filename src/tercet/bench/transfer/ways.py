@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tercet.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
-from tercet.bench.transfer.peer import FINGERPRINT, Peer, chunks_of
+from tercet.bench.transfer.receiving_process import FINGERPRINT, ReceivingProcess, chunks_of
 from tercet.protocol import TercetError, TransferFailed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.vectors import Vector
@@ -71,7 +71,7 @@ class Memcpy:
 class PlainSockets:
     """TCP over loopback, contiguous memory in calls of 1 MiB, a thread per stream on both sides, and nothing else."""
 
-    def __init__(self, case: Case, source: KVRegion, peer: Peer, streams: int) -> None:
+    def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
         self.name = f"socket x{streams}"
         self._share = case.moved_bytes // streams
         host, port = peer.call("sockets", streams)
@@ -101,7 +101,7 @@ class ChunkedSockets:
     What sockets can do for KV: the chunks are not joined in memory first.
     """
 
-    def __init__(self, case: Case, source: KVRegion, peer: Peer, streams: int) -> None:
+    def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
         self.name = f"chunks x{streams}"
         self._case, self._source, self._peer, self._streams = case, source, peer, streams
         self._choose = random.Random(0)
@@ -144,7 +144,9 @@ def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) ->
 class OurTransport:
     """A whole send, as an engine does it: open, every layer's blocks, the claim, the acknowledgement."""
 
-    def __init__(self, name: str, case: Case, source: KVRegion, peer: Peer, settings: TransportSettings) -> None:
+    def __init__(
+        self, name: str, case: Case, source: KVRegion, peer: ReceivingProcess, settings: TransportSettings
+    ) -> None:
         self.name = name
         self._case, self._peer = case, peer
         self._choose = random.Random(0)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
+from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
-from tercet.transport.wire import BLOCK_NUMBER, ReadDescriptors
 
 # A row for each copy: bytes, where in the sender's region, where in the batch's target.
 Copies = NDArray[np.int64]

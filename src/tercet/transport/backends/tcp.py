@@ -19,10 +19,18 @@ import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Batch, Fence, SendingPeer
+from tercet.transport.peer_messages import (
+    REQUESTS,
+    WORD,
+    ProtocolViolation,
+    ReadDescriptors,
+    ReadRequest,
+    Splitter,
+    framed,
+)
 from tercet.transport.region import KVRegion
 from tercet.transport.sockets import send_all
 from tercet.transport.vectors import Vector, address_of, nowhere
-from tercet.transport.wire import REQUESTS, WORD, ProtocolViolation, ReadDescriptors, ReadRequest, Splitter, framed
 
 # As many connections as one session may have.
 MAX_STREAMS = 64

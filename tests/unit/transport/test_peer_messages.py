@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.transport.block_sizes import BlockShape
-from tercet.transport.region import shape_of
-from tercet.transport.wire import (
+from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
     HEADER_BYTES,
@@ -35,6 +34,7 @@ from tercet.transport.wire import (
     receiver_proof,
     sender_proof,
 )
+from tercet.transport.region import shape_of
 
 LEASE = "ab" * 16
 GREETING = Greeting(

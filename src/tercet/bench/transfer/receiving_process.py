@@ -27,7 +27,7 @@ FINGERPRINT = "bench"
 ANSWER_SECONDS = 120.0
 
 
-class Peer:
+class ReceivingProcess:
     """A process with a region of one case. Calls raise :class:`~tercet.protocol.EngineError` for what failed there."""
 
     def __init__(self, case: Case) -> None:
@@ -53,7 +53,7 @@ class Peer:
             raise EngineError(error)
         return value
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> ReceivingProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
