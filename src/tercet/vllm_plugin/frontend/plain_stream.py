@@ -133,7 +133,8 @@ class PlainStream:
 
     def _consume(self, output: Output) -> None:
         """Write an output as soon as it arrives. Raises :class:`TextEnded` where no more are wanted."""
-        left = self._write_text(output.token_ids) if self._is_middle(output) else self._in_vllms_words(output)
+        is_text = self._is_flowing and output.finish_reason is None and output.logprobs is None and output.token_ids
+        left = self._write_text(output.token_ids) if is_text else self._in_vllms_words(output)
         if left is not None:
             self._process(left)
             if self._is_finished and output.finish_reason is None:
@@ -151,9 +152,6 @@ class PlainStream:
         if result is not None:
             self._write(result)
             self._connection.flush()
-
-    def _is_middle(self, output: Output) -> bool:
-        return self._is_flowing and output.finish_reason is None and output.logprobs is None and bool(output.token_ids)
 
     def _write_text(self, token_ids: Sequence[int]) -> EngineCoreOutput | None:
         """Send the text of these tokens; returns the end of the stream instead, if they complete a stop string.

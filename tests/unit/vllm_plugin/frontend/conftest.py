@@ -137,7 +137,8 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 
     model = resolve_model("smollm2", lambda _: None)
-    args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, ())
+    more = ("--enable-prompt-tokens-details",)
+    args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(ServicePrograms(doors.service), args)
     server = await vllm.openai_server(args, client)
     admin.install(

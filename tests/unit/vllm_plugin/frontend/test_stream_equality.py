@@ -74,6 +74,7 @@ def test_usage_counts_the_tokens_of_the_fast_path(doors: Doors, path: str) -> No
     events = both(doors, path, script, stream_options={"include_usage": True})
     usage = json.loads(events.splitlines()[-2].removeprefix("data: "))["usage"]
     assert usage["completion_tokens"] == len(script) - 1
+    assert "cached_tokens" in usage["prompt_tokens_details"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
