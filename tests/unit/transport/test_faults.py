@@ -259,7 +259,7 @@ def test_a_cancel_towards_a_stopped_receiver_is_bounded_and_a_fence(backend: str
         canceller.join(SECONDS)
         assert not canceller.is_alive()
         for layer in range(LAYERS):
-            region.blocks(layer, 0, BLOCKS)[:] = b"\0" * (BLOCKS * LARGE)
+            region.blocks(layer, 0, BLOCKS)[:] = b"\xff" * (BLOCKS * LARGE)
         assert "cancelled" in failed(send)
         child.go_on()
         ours.close()
@@ -268,4 +268,5 @@ def test_a_cancel_towards_a_stopped_receiver_is_bounded_and_a_fence(backend: str
         if backend == "tcp":  # a backend that reads late copies what it finds, and drops it
             for now, new, before in zip(child.call("content"), sent, old, strict=True):
                 found, either = np.frombuffer(now, "u1"), (np.frombuffer(new, "u1"), np.frombuffer(before, "u1"))
-                assert ((found == either[0]) | (found == either[1])).all()
+                # What is asked for after the cancel is answered with zeros.
+                assert ((found == either[0]) | (found == either[1]) | (found == 0)).all()
