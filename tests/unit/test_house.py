@@ -1,0 +1,71 @@
+"""The house: one name for each thing, and no word that people of this field do not use."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
+# Names of files that say nothing without their folder: each may be there once.
+VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run", "spec",
+         "stream"}  # fmt: skip
+# What these words were for has a name in the field.
+RETIRED = {
+    "short way": "streaming fast path",
+    "tap": "output callback or observer",
+    "voice": "output stream",
+    "recut": "block-size conversion",
+    "chooser": "picker",
+    "hearing": "engine observer",
+    "live word": "generation word",
+    "tempo": "arrival rate",
+}
+
+
+def class_names() -> dict[str, list[str]]:
+    """Where each class of the package is defined."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+def words_of(text: str) -> str:
+    """Text with names taken apart: ``ShortWay`` and ``short_way`` are both ``short way``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).replace("_", " ").replace("-", " ").lower()
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    twice = {name: where for name, where in class_names().items() if len(where) > 1}
+    assert not twice, "give one of each another name: " + "; ".join(f"{n} in {', '.join(w)}" for n, w in twice.items())
+
+
+def test_no_two_files_have_a_name_that_says_nothing() -> None:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        if path.stem in VAGUE:
+            found[path.stem].append(path.relative_to(SOURCE).as_posix())
+    twice = [", ".join(sorted(where)) for where in found.values() if len(where) > 1]
+    assert not twice, f"one has to open these to tell them apart: {'; '.join(twice)}"
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_retired_words_stay_away(word: str) -> None:
+    pattern = re.compile(rf"\b{re.escape(word)}s?\b")
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(words_of(line))
+    ]
+    assert not found, f"say {RETIRED[word]}: {', '.join(found)}"
+
+
+def test_names_are_taken_apart() -> None:
+    assert words_of("class ShortWay: short_way, short-way") == "class short way: short way, short way"
