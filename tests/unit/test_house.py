@@ -11,8 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 # Names of files that say nothing without their folder: each may be there once.
-VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run", "spec",
-         "stream"}  # fmt: skip
+VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run",
+         "spec", "stream"}  # fmt: skip
 # What these words were for has a name in the field.
 RETIRED = {
     "short way": "streaming fast path",
