@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from tercet.cluster import guard
 from tercet.protocol import TercetError
 
@@ -144,16 +146,14 @@ class Process:
 
 def _any_alive(group: int) -> bool:
     """Whether a process of this group still runs; an orphan that nobody has reaped yet does not."""
-    return any(_runs_in(group, entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return any(_runs_in(group, process) for process in psutil.process_iter())
 
 
-def _runs_in(group: int, pid: str) -> bool:
+def _runs_in(group: int, process: psutil.Process) -> bool:
     try:
-        stat = Path("/proc", pid, "stat").read_text()
-    except OSError:
+        return os.getpgid(process.pid) == group and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return False  # it ended meanwhile
-    state, _, its_group = stat[stat.rindex(")") + 2 :].split()[:3]
-    return int(its_group) == group and state not in "ZX"
 
 
 def describe_exit(code: int) -> str:
