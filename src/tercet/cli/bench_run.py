@@ -18,7 +18,7 @@ from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
 from tercet.bench.result_report import point_text, ratio_table
 from tercet.bench.results import BenchResult, Point, command_line, machine, now, save_result, versions
 from tercet.bench.summary import Summary
-from tercet.cli.fleet_run import say
+from tercet.cli.up import say
 from tercet.cluster.model import resolve_model
 from tercet.protocol import BadRequest, EngineError
 

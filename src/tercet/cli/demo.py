@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import typer
 
-from tercet.cli.fleet_run import console, run_fleet, say
+from tercet.cli.up import console, run_fleet, say
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace, TraceEvent

@@ -21,7 +21,7 @@ from tercet.settings import (
     key_values,
     read_yaml,
 )
-from tercet.settings.settings_table import said_of
+from tercet.settings.declaration import said_of
 
 Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")

@@ -1,16 +1,125 @@
-"""``tercet up``: a whole fleet on this machine."""
+"""``tercet up``: a whole fleet on this machine, in the foreground: progress, signals, and one clear end."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tercet.cli.fleet_run import run_fleet, say
+from rich.console import Console
+
 from tercet.cli.setting_flags import settings_command
-from tercet.cluster.local import RunningFleet
+from tercet.cluster.child_process import GRACE_SECONDS
+from tercet.cluster.local import RunningFleet, local_fleet
+from tercet.cluster.model import resolve_model
+from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
+from tercet.programs import load_program
 from tercet.scheduling import load_scheduling
 from tercet.sim import load_profile
+
+console = Console(stderr=False, highlight=False, soft_wrap=True)
+STILL_SECONDS = 10.0
+
+
+def say(text: str) -> None:
+    """Print a line as it is: no markup, and at once, also into a pipe. A reader that is gone is no reason to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        console.print(text, markup=False)
+        console.file.flush()
+
+
+class Progress:
+    """Says how each process gets on: a live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._loading: list[str] = []
+        self._status = console.status("starting") if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is loading any more; may be called twice."""
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, name: str, state: str) -> None:
+        """One process reached a state."""
+        if state == "loading":
+            self._loading.append(name)
+        elif name in self._loading:
+            self._loading.remove(name)
+        say(f"  {name}: {state}")
+
+    async def tick(self) -> None:
+        """Show the time that passes, until cancelled."""
+        while True:
+            await asyncio.sleep(1 if self._status is not None else STILL_SECONDS)
+            if not self._loading:
+                continue
+            line = f"loading {', '.join(self._loading)} ({time.monotonic() - self._began:.0f} s)"
+            if self._status is not None:
+                self._status.update(line)
+            else:
+                say(f"  {line}")
+
+
+def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+    """Start the fleet, run ``then``, stop the fleet; Ctrl-C and SIGTERM stop it at any moment.
+
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
+    """
+    load_program(config.program, config.program_args)
+    if config.port:
+        require_free(config.host, config.port)
+    # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.
+    model = resolve_model(config.model, lambda line: say(f"  model: {line}"))
+    asyncio.run(_run(config, model, then))
+
+
+async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+    stopped_by: list[int] = []
+    task = asyncio.ensure_future(_fleet(config, model, then))
+
+    def stop(number: int) -> None:
+        if stopped_by:
+            say(f"still stopping; what is left is killed after {GRACE_SECONDS:.0f} s")
+        else:
+            say("stopping")
+            task.cancel()
+        stopped_by.append(number)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        sys.exit(128 + stopped_by[0] if stopped_by else 1)
+
+
+async def _fleet(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+    with Progress() as progress:
+        ticking = asyncio.create_task(progress.tick())
+        try:
+            async with local_fleet(config, model, progress) as fleet:
+                ticking.cancel()
+                progress.close()
+                await then(fleet)
+        finally:
+            ticking.cancel()
 
 
 @settings_command(UpConfig, rest="engine-args")

@@ -26,7 +26,7 @@ from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
-from tercet.router.workers.worker import Shared
+from tercet.router.workers import Shared
 from tercet.settings import RouterConfig
 from tercet.streams import StreamListener
 

@@ -38,8 +38,8 @@ def main() -> None:
 def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
     # As `tercet.cli.main` does for its own imports, which happen here already.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tercet.cli import fleet_run
     from tercet.cli import main as tercet
+    from tercet.cli import up
     from tercet.cluster import local
     from tercet.cluster.child_process import Process
 
@@ -58,7 +58,7 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
     for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
-    setattr(fleet_run, "resolve_model", resolve_model)  # noqa: B010
+    setattr(up, "resolve_model", resolve_model)  # noqa: B010
     sys.argv = ["tercet", *arguments]
     tercet()
 

@@ -17,7 +17,7 @@ from tercet.cluster.local import RunningEngine, router_argv, router_config
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.server import stream_port
-from tercet.router.workers.worker import Shared
+from tercet.router.workers import Shared
 from tercet.settings import (
     EngineAddress,
     FrontDoorConfig,

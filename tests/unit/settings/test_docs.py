@@ -9,7 +9,7 @@ import pytest
 
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import FrontDoorConfig, RouterConfig
-from tercet.settings.settings_table import settings_table
+from tercet.settings.declaration import settings_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 TABLES = {

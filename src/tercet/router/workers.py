@@ -1,4 +1,8 @@
-"""The process that owns the port: it starts workers, and replaces those that end."""
+"""Several front-door processes behind one port: a supervisor starts workers and replaces those that end.
+
+Each worker has its own view of the fleet, its own programs and its own token streams. What operators change reaches all
+of them by the state that they follow: see :mod:`tercet.router.shared_state`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,58 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from prometheus_client import multiprocess
 
-from tercet.router.workers.worker import LOAD_BYTES, SERVING, Started
 from tercet.settings import RouterConfig
+
+LOAD_BYTES = 4
+SERVING = b"serving"
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What a worker reads from its standard input: its place, and the file descriptors that it inherits."""
+
+    config: RouterConfig
+    index: int
+    line: int
+    listening: int
+    loads: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a worker has in common with others: the port, each one's number of connections, and the supervisor."""
+
+    index: int
+    listening: socket.socket
+    loads: memoryview[int]
+    line: socket.socket
+
+    def serving(self) -> None:
+        """Tell the supervisor that this worker takes connections."""
+        self.line.sendall(SERVING)
+
+    async def until_supervisor_ends(self) -> None:
+        """Then nobody would replace this worker, or stop it: it stops itself."""
+        self.line.setblocking(False)
+        while await asyncio.get_running_loop().sock_recv(self.line, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Serve until told to stop, or until the supervisor is gone."""
+    from tercet.router.server import serve
+
+    started = msgspec.json.decode(sys.stdin.buffer.read(), type=Started)
+    loads = memoryview(mmap.mmap(started.loads, LOAD_BYTES * started.config.workers)).cast("i")
+    with socket.socket(fileno=started.line) as line, socket.socket(fileno=started.listening) as listening:
+        serve(started.config, Shared(started.index, listening, loads, line))
+
 
 logger = logging.getLogger("tercet.router")
 GRACE_SECONDS = 20.0
@@ -26,7 +75,7 @@ AGAIN_SECONDS = 1.0
 # Replacements that end before they serve, in a row, after which something is wrong with more than a worker.
 MOST_FAILURES = 5
 NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
-COMMAND = "from tercet.router.workers.worker import main; main()"
+COMMAND = "from tercet.router.workers import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
