@@ -52,7 +52,7 @@ test: lint ## style, types and all tests, those with real engines included
 
 test-vllm: setup ## the plugin's own tests with the other vLLMs that it carries
 	scripts/with-vllm 0.31.0
-	scripts/with-vllm 0.33.0
+	scripts/with-vllm 0.33.0 pytest -q tests/unit/vllm_plugin --ignore tests/unit/vllm_plugin/frontend
 
 clean: ## remove caches and build products
 	rm -rf build .pytest_cache .ruff_cache .hypothesis

