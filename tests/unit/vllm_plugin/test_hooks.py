@@ -25,7 +25,8 @@ from tercet.vllm_plugin.hooks import (
     vllm_version,
 )
 
-HOOKS = hooks_of(*(side for side in SIDES if is_supported(side, vllm_version())))
+HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
+HOOKS = hooks_of(*HERE)
 LEAVES = [
     pytest.param(hook, leaf, id=f"{hook.name}: {type(leaf).__name__} {leaf.target}")
     for hook in HOOKS
@@ -104,7 +105,7 @@ def test_a_router_refuses_what_an_engine_takes(monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_says_what_does_not_hold(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    assert hooks.main([side for side in SIDES if is_supported(side, vllm_version())]) == 0
+    assert hooks.main(HERE) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for hook in HOOKS for word in hook.name.split())
     monkeypatch.setattr("vllm.v1.core.block_pool.BlockPool.touch", None)
