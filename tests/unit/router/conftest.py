@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -185,6 +186,7 @@ class Door:
 def shared_over(service: Service, membership: Membership, metrics: Metrics) -> SharedState:
     """Of a fleet that nothing changes."""
     path = Path(tempfile.mkdtemp(prefix="tercet-test-")) / "state.json"
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     return SharedState(path, service.fleet, membership, service, SchedulingFile(service.fleet), metrics)
 
 
