@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
-from tercet.vllm_plugin.frontend_versions import accept_by_load, parsed_serve_args, structured_outputs_config
+from tercet.vllm_plugin.frontend.vllm_versions import accept_by_load, parsed_serve_args, structured_outputs_config
 
 
 @dataclass(frozen=True)
