@@ -11,9 +11,6 @@ from typing import Any, Protocol
 from tercet.protocol.errors import TercetError
 from tercet.protocol.types import Output
 
-# Whether it took the output; what it leaves is queued for who iterates. Called on the event loop; must not raise.
-OutputCallback = Callable[[Output], bool]
-
 
 class OutputObserver(Protocol):
     """Is told of every output once, in order, before the consumer has it. Must not raise."""
@@ -34,10 +31,9 @@ class OutputObserver(Protocol):
 class OutputStream:
     """The outputs of one sequence. ``produce`` is called with the stream when a consumer begins, and puts them in it.
 
-    There is one consumer. It iterates; then ``produce`` runs in a task of its own, and an ``async for`` that is left
-    early ends it. Or it gives :meth:`run` a function, and then ``produce`` runs in the consumer's task, without a
-    queue. What an iterating consumer can do at once, while it waits, it may leave to :attr:`callback`: to wake up its
-    task costs more than all else that is done for a token.
+    There is one consumer. It gives :meth:`run` a function, the output callback; then ``produce`` runs in the consumer's
+    task, and no task is woken up for an output, which costs more than all else that is done for a token. Or it
+    iterates; then ``produce`` runs in a task of its own, and an ``async for`` that is left early ends it.
 
     The stream is over with the first output that has a finish reason, with an error, and when ``produce`` returns.
     Nothing is put into it then. ``produce`` is cancelled when the consumer leaves, and has ended when :meth:`aclose`
@@ -46,11 +42,10 @@ class OutputStream:
 
     __slots__ = (
         "_begun", "_consume", "_demand", "_failure", "_interrupted", "_observers", "_over", "_produce", "_queue",
-        "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter", "_was_cancelled", "callback",
+        "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter", "_was_cancelled",
     )  # fmt: skip
 
     def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
-        self.callback: OutputCallback | None = None
         self._produce = produce
         self._observers: tuple[OutputObserver, ...] = ()
         self._consume: Callable[[Output], object] | None = None
@@ -113,8 +108,7 @@ class OutputStream:
                 self._interrupt()
         elif waiter is None or waiter.done():
             self._queue.append(output)
-        # The consumer waits, so it has had everything before this.
-        elif self.callback is None or not self.callback(output):
+        else:
             self._queue.append(output)
             waiter.set_result(None)
 

@@ -208,7 +208,7 @@ async def test_a_program_that_goes_on_after_its_cancellation_is_cancelled_all_th
     assert (task.cancelled(), stubborn, source.open) == (True, ["caught"], 0)
 
 
-async def test_what_is_done_at_once_is_done_for_streams_of_inner_programs_too(source: Source) -> None:
+async def test_who_runs_a_program_is_called_with_the_outputs_of_inner_programs_too(source: Source) -> None:
     async def inner() -> Answer:
         yield source.stream(2, 3, 4)
 
@@ -217,12 +217,5 @@ async def test_what_is_done_at_once_is_done_for_streams_of_inner_programs_too(so
         yield inner()
 
     taken = list[Output]()
-
-    def take(output: Output) -> bool:
-        taken.append(output)
-        return output.token_ids != (4,)
-
-    outputs = outputs_of(program())
-    outputs.callback = take
-    assert [output async for output in outputs] == [Output((4,))]
+    await outputs_of(program()).run(taken.append)
     assert taken == [Output((token,)) for token in (1, 2, 3, 4)]
