@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import psutil
 
 from tercet import __version__
 from tercet.protocol import BadRequest
@@ -215,6 +214,9 @@ def command_line(argv: Sequence[str], secret: Sequence[str]) -> tuple[str, ...]:
 
 def machine() -> dict[str, Any]:
     """The measuring machine: CPU, cores, memory (GiB), system and how loaded it was (1-minute average)."""
+    # Imported here: commands that measure nothing start faster without it.
+    import psutil
+
     return {
         "cpu": _cpu_model() or platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(),

@@ -9,7 +9,6 @@ from typing import cast
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from tercet.protocol import BadRequest
 from tercet.sim.step_times import StepModel, StepTimes, pairs_of
@@ -77,6 +76,9 @@ def _row(knots: Sequence[int], tokens: int, pairs: float, contexts: float, seque
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """``x >= 0`` that minimizes ``|matrix @ x - target|``."""
+    # Imported here: SciPy takes 0.4 s to load, and every command of the CLI would wait for it.
+    from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
     # Columns differ by ten orders of magnitude; a tolerance for one would be noise for another.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
