@@ -21,8 +21,8 @@ from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
 from tercet.settings import RouterConfig, key_values
 from tercet.sim import EngineOptions, load_profile, options_from
-from tercet.sim.serving import ServerConfig
-from tercet.sim.serving import serve as serve_simulated
+from tercet.sim.sim_server import ServerConfig
+from tercet.sim.sim_server import serve as serve_simulated
 
 
 def engine(

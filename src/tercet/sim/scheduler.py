@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from tercet.protocol import EngineLoad, TercetError, Usage
 from tercet.sim.block_pool import BlockPool
-from tercet.sim.decode_steps import DecodeRun, DecodingBatch
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import Alarm, EngineTime
+from tercet.sim.sequence_work import DecodeRun, DecodingBatch, Work
 from tercet.sim.step_times import StepModel, pairs_of
-from tercet.sim.work import Work
 
 Chunk = tuple[Work, int]
 

@@ -30,14 +30,20 @@ from tercet.protocol import (
 )
 from tercet.protocol.ranges import resolve_end
 from tercet.sim.block_pool import BlockPool, Lease, Leases
-from tercet.sim.engine_options import EngineOptions
+from tercet.sim.engine_options import (
+    EngineOptions,
+    check_prompt,
+    check_same,
+    check_send,
+    max_tokens_of,
+    tokens_to_produce,
+)
 from tercet.sim.hosts import EngineTime, Host, LoopTime
 from tercet.sim.load_reports import LoadReports, SimObserver
 from tercet.sim.network import Network, Send
-from tercet.sim.refusals import check_prompt, check_same, check_send, max_tokens_of, tokens_to_produce
 from tercet.sim.scheduler import Counters, SimScheduler
+from tercet.sim.sequence_work import Work
 from tercet.sim.step_times import Profile, StepModel, Transfer
-from tercet.sim.work import Work
 
 T = TypeVar("T")
 

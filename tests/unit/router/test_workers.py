@@ -23,7 +23,7 @@ import pytest
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import free_ports
 from tercet.sim import load_profile
-from tercet.sim.serving.sim_server import ServerConfig, serving
+from tercet.sim.sim_server import ServerConfig, serving
 
 WAIT_SECONDS = 200
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}

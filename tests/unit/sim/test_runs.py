@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tercet.protocol import Request
 from tercet.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.sim.decode_steps import DecodeRun, DecodingBatch
 from tercet.sim.prompts import Prompt
+from tercet.sim.sequence_work import DecodeRun, DecodingBatch, Work
 from tercet.sim.step_times import StepTimes
-from tercet.sim.work import Work
 
 from .models import BLOCK, is_empty, profile_of
 

@@ -18,7 +18,7 @@ from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.sim import EngineOptions, SimEngine, run_virtual
-from tercet.sim.serving import ServerConfig, serving
+from tercet.sim.sim_server import ServerConfig, serving
 from tercet.sim.step_times import StepTimes
 from tercet.streams import StreamListener
 

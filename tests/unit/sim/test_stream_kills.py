@@ -17,7 +17,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.sim import SimEngine
-from tercet.sim.serving import ServerConfig, serving
+from tercet.sim.sim_server import ServerConfig, serving
 from tercet.streams import StreamListener
 
 from .models import is_empty, profile_of, request_of
@@ -30,7 +30,7 @@ SECONDS = 30
 
 ENGINE = """
 import sys
-from tercet.sim.serving import serve
+from tercet.sim.sim_server import serve
 from tests.unit.sim.test_stream_kills import config_of
 serve(config_of("child", int(sys.argv[1])))
 """

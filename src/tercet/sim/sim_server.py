@@ -21,9 +21,8 @@ from tercet import __version__
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, TercetError
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.sim.engine_options import EngineOptions
-from tercet.sim.serving.http_network import HttpNetwork
-from tercet.sim.serving.verb_routes import EVENT_STREAM, Verbs, errors_as_json, json_of, text_of, tokens_of
 from tercet.sim.sim_engine import SimEngine
+from tercet.sim.sim_verbs import EVENT_STREAM, HttpNetwork, Verbs, errors_as_json, json_of, text_of, tokens_of
 from tercet.sim.step_times import Profile
 
 # As vLLM names them, so that what reads a real engine's load reads this one's.
