@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
 from tercet.protocol import EngineLoad, Request
-from tercet.scheduling.engine_columns import Floats, Integers
 from tercet.scheduling.hashing import block_hashes, key_of
+from tercet.scheduling.plugin import Floats, Integers
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten of those that engines send every 100 ms have not come."""
@@ -85,14 +85,14 @@ class LoadTable:
         return load, self._clock() - float(self._at[row])
 
     def column(self, name: str, rows: Integers) -> Floats:
-        """See :class:`tercet.scheduling.engine_columns.Reports`."""
+        """See :class:`tercet.scheduling.plugin.Reports`."""
         age = self._clock() - self._at[rows]
         if name == "age":
             return np.where(np.isfinite(age), age, np.nan)
         return np.where(age <= self._stale_after, self._columns[name][rows], np.nan)
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
-        """See :class:`tercet.scheduling.engine_columns.Reports`."""
+        """See :class:`tercet.scheduling.plugin.Reports`."""
         return self._keys[rows]
 
     def _grow(self) -> None:

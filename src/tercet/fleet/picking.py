@@ -13,9 +13,9 @@ import numpy as np
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import BadRequest, EngineUnreachable, EngineView, PrefillRule, Request, Role
 from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
-from tercet.scheduling.engine_columns import Integers
 from tercet.scheduling.hashing import block_hashes
 from tercet.scheduling.pickers import TurnPicker
+from tercet.scheduling.plugin import Integers
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.scheduling.engine_columns import Integers
 from tercet.scheduling.hashing import next_hash, root_of
+from tercet.scheduling.plugin import Integers
 
 MANY = 24
 

@@ -3,7 +3,7 @@
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import prefilled_for
 from tercet.protocol import Fleet, Request
-from tercet.scheduling.deciders import LoadBasedDecider
+from tercet.scheduling.profiles import LoadBasedDecider
 
 
 async def conditional(

@@ -4,10 +4,8 @@ A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :
 """
 
 from tercet.scheduling.assembly import files_of, load_scheduling
-from tercet.scheduling.decision import Decision, Knowledge
-from tercet.scheduling.engine_columns import Engines
 from tercet.scheduling.pickers import PICKERS, least_loaded, round_robin
-from tercet.scheduling.plugin import Decider, Filter, Picker, Scorer
+from tercet.scheduling.plugin import Decider, Decision, Engines, Filter, Knowledge, Picker, Scorer
 from tercet.scheduling.profiles import SCHEDULED, Scheduling, SchedulingProfile
 
 __all__ = [

@@ -1,18 +1,187 @@
-"""What a plugin is: a frozen record of its parameters with one method.
+"""What a plugin is, a frozen record of its parameters with one method, and what it is given to decide.
 
-In a file they are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused.
+In a file parameters are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
+from random import Random
+from typing import ClassVar, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from tercet.protocol import Request
-from tercet.scheduling.decision import Decision
-from tercet.scheduling.engine_columns import Booleans, Engines, Floats, Integers
+from tercet.protocol import EngineView, Request, Role
+from tercet.scheduling.hashing import block_hashes
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+
+
+class Reports(Protocol):
+    """What engines said of themselves, by row; a row is an engine's place in every column, for as long as it is here.
+
+    What was never said, or too long ago, is NaN.
+    """
+
+    def column(self, name: str, rows: Integers) -> Floats:
+        """``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` or ``age`` of the engines in ``rows``."""
+        ...
+
+    def keys(self, rows: Integers) -> NDArray[np.uint64]:
+        """Numbers made of the engines' names, the same in every process."""
+        ...
+
+
+class Engines:
+    """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
+
+    Iterating gives :class:`EngineView` objects. Columns of what engines report have NaN where nothing is known.
+    """
+
+    def __init__(self, views: Sequence[EngineView], rows: Integers, reports: Reports) -> None:
+        self.views = views
+        self.rows = rows
+        self._reports = reports
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[EngineView]:
+        return iter(self.views)
+
+    def __getitem__(self, index: int) -> EngineView:
+        return self.views[index]
+
+    def where(self, keep: Sequence[bool] | Booleans) -> Engines:
+        """Those for which ``keep`` is true."""
+        chosen = np.asarray(keep, dtype=np.bool_)
+        if chosen.all():
+            return self
+        return Engines(list(compress(self.views, chosen.tolist())), self.rows[chosen], self._reports)
+
+    @cached_property
+    def in_flight(self) -> Floats:
+        """Sequences that this front door runs on each."""
+        return np.array([view.in_flight for view in self.views], dtype=np.float64)
+
+    @cached_property
+    def in_flight_tokens(self) -> Floats:
+        """Prompt tokens of the sequences that this front door runs on each."""
+        return np.array([view.in_flight_tokens for view in self.views], dtype=np.float64)
+
+    @cached_property
+    def waiting(self) -> Floats:
+        """Requests in each engine's queue, as it said."""
+        return self._reports.column("waiting", self.rows)
+
+    @cached_property
+    def running(self) -> Floats:
+        """Requests in each engine's batch, as it said."""
+        return self._reports.column("running", self.rows)
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Tokens that each engine has still to work on, as it said."""
+        return self._reports.column("tokens", self.rows)
+
+    @cached_property
+    def kv_usage(self) -> Floats:
+        """Share of each engine's KV cache that is in use, from 0 to 1, as it said."""
+        return self._reports.column("kv_usage", self.rows)
+
+    @cached_property
+    def step_time(self) -> Floats:
+        """Seconds of each engine's recent steps, as it said."""
+        return self._reports.column("step_time", self.rows)
+
+    @cached_property
+    def age(self) -> Floats:
+        """Seconds since each engine said something, however long ago; NaN if it never did."""
+        return self._reports.column("age", self.rows)
+
+    @cached_property
+    def keys(self) -> NDArray[np.uint64]:
+        """A number made of each engine's name, the same in every process."""
+        return self._reports.keys(self.rows)
+
+
+class PrefixIndex(Protocol):
+    """Which engine holds which blocks."""
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """By row: how many of the first blocks the engine holds, without a gap."""
+        ...
+
+
+class RoutedPrefixes(PrefixIndex, Protocol):
+    """An index that knows only what was routed where."""
+
+    def note(self, row: int, hashes: Sequence[int]) -> None:
+        """These blocks are on their way to the engine in ``row``."""
+        ...
+
+
+class Knowledge(Protocol):
+    """What a fleet remembers beyond its engines' reports.
+
+    It belongs to the fleet, not to plugins: a scheduling file that is loaded anew finds it as it was.
+    """
+
+    def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
+        """The index of what was routed, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
+        ...
+
+    @property
+    def stored(self) -> Mapping[int, PrefixIndex]:
+        """The indexes of what engines say they hold, by the block size (tokens) that they use."""
+        ...
+
+    def cold_turns(self, rows: Integers, size: int) -> Floats:
+        """When each engine last took a prompt that nobody had cached: larger is later, 0 is never.
+
+        Only the ``size`` latest engines are remembered.
+        """
+        ...
+
+    def note_cold(self, row: int) -> None:
+        """The engine in ``row`` takes a prompt that nobody had cached."""
+        ...
+
+
+@dataclass
+class Decision:
+    """One pick: for whom, in which role, and what scorers found out on the way.
+
+    ``matched`` are the tokens of the prompt that each engine (by row) is believed to hold; None while no scorer looked.
+    """
+
+    request: Request | None
+    role: Role
+    knowledge: Knowledge
+    random: Random
+    matched: Integers | None = None
+    _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
+
+    def hashes(self, block_size: int, limit: int | None = None) -> list[int]:
+        """The prompt's block hashes, computed once per decision; none without a request."""
+        if self.request is None:
+            return []
+        key = block_size, limit
+        if key not in self._hashes:
+            self._hashes[key] = block_hashes(self.request, block_size, limit)
+        return self._hashes[key]
+
+    def note_match(self, tokens: Integers) -> None:
+        """A scorer believes that engines hold so many tokens, by row; the largest belief counts."""
+        self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
+
 
 Scores = Floats | Sequence[float]
 
@@ -64,6 +233,3 @@ class Decider(Plugin, frozen=True):
         ``prefill`` leaves the decode engine out, and is never empty.
         """
         raise NotImplementedError(f"{type(self).__name__} has no disaggregates()")
-
-
-__all__ = ["Booleans", "Decider", "Decision", "Engines", "Filter", "Floats", "Integers", "Picker", "Plugin", "Scorer"]

@@ -1,17 +1,51 @@
-"""Profiles: filters, then weighted scorers, then a picker; and all profiles and deciders of one scheduling file."""
+"""Profiles pick one engine, deciders say whether a second one shall prefill, handlers assign both to roles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from tercet.protocol import BadRequest, EngineUnreachable, Role
-from tercet.scheduling.deciders import AlwaysDisaggregate
-from tercet.scheduling.decision import Decision
-from tercet.scheduling.engine_columns import Engines, Floats
-from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
+from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
+from tercet.scheduling.plugin import Decider, Decision, Engines, Filter, Floats, Picker, Plugin, Scorer
+
+
+class AlwaysDisaggregate(Decider, frozen=True):
+    """Every request is prefilled on another engine."""
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        return True
+
+
+class PrefixBasedDecider(Decider, frozen=True):
+    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine.
+
+    Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached. 0 means no limit.
+    """
+
+    non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        return request.num_tokens >= self.prompt_tokens and request.num_tokens - cached >= self.non_cached_tokens
+
+
+class LoadBasedDecider(PrefixBasedDecider, frozen=True):
+    """As :class:`PrefixBasedDecider`, but one engine serves while every prefill engine has a queue.
+
+    A queue is more than ``max_waiting`` waiting requests; an engine of which nothing recent is known has none.
+    """
+
+    max_waiting: Annotated[int, Meta(ge=0)] = 5
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        free = ~(prefill.waiting > self.max_waiting)
+        return bool(free.any()) and super().disaggregates(request, cached, prefill)
+
 
 SCHEDULED = "scheduled"
 """As ``by`` of a pick: the profile that the handler has for the role."""
@@ -96,3 +130,74 @@ class Scheduling:
             known = ", ".join(self.deciders) or "none"
             raise BadRequest(f"by: there is no decider {name!r}; the scheduling file has {known}", "by")
         return found
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The profile's name for each role, and the decider."""
+
+    by_role: Mapping[Role, str]
+    decider: Decider
+
+
+class Handler(Plugin, frozen=True):
+    """Assigns the profiles of a file."""
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+        """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+        raise NotImplementedError(f"{type(self).__name__} has no assign()")
+
+
+class SingleProfileHandler(Handler, frozen=True):
+    """One profile for every role."""
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+        if len(profiles) != 1:
+            field = "schedulingProfiles"
+            raise BadRequest(
+                f"{field}: a single-profile-handler takes one profile, and there are {len(profiles)}", field
+            )
+        return of_one_profile(profiles)
+
+
+class DeciderNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``prefill`` is the name of the decider plugin that is asked whether a second engine shall prefill."""
+
+    prefill: str | None = None
+
+
+class ProfileNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of the profile for each role."""
+
+    prefill: str = "prefill"
+    decode: str = "decode"
+
+
+class DisaggProfileHandler(Handler, frozen=True):
+    """One profile for decode engines, one for prefill engines, and a decider; without one, always both."""
+
+    profiles: ProfileNames = ProfileNames()
+    deciders: DeciderNames = DeciderNames()
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+        prefill, decode, wanted = self.profiles.prefill, self.profiles.decode, self.deciders.prefill
+        _require(prefill in profiles, f"{at}.profiles.prefill", "profile", prefill, profiles)
+        _require(decode in profiles, f"{at}.profiles.decode", "profile", decode, profiles)
+        by_role: Mapping[Role, str] = {"prefill": prefill, "decode": decode, "both": decode}
+        if wanted is None:
+            return Assignment(by_role, AlwaysDisaggregate())
+        _require(wanted in deciders, f"{at}.deciders.prefill", "decider", wanted, deciders)
+        return Assignment(by_role, deciders[wanted])
+
+
+def of_one_profile(profiles: Mapping[str, SchedulingProfile]) -> Assignment:
+    """Every role by the only profile; with several and no handler, none by any."""
+    if len(profiles) != 1:
+        return Assignment({}, AlwaysDisaggregate())
+    (name,) = profiles
+    return Assignment({"prefill": name, "decode": name, "both": name}, AlwaysDisaggregate())
+
+
+def _require(there: bool, field: str, kind: str, name: str, known: Mapping[str, object]) -> None:
+    if not there:
+        raise BadRequest(f"{field}: there is no {kind} {name!r}; there are {', '.join(known) or 'none'}", field)

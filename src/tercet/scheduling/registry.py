@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from tercet.protocol import BadRequest
-from tercet.scheduling.deciders import AlwaysDisaggregate, LoadBasedDecider, PrefixBasedDecider
 from tercet.scheduling.filters import (
     ByLabel,
     ByLabelSelector,
@@ -17,9 +16,15 @@ from tercet.scheduling.filters import (
     PrefillFilter,
     SaturationFilter,
 )
-from tercet.scheduling.handlers import DisaggProfileHandler, SingleProfileHandler
 from tercet.scheduling.pickers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
+from tercet.scheduling.profiles import (
+    AlwaysDisaggregate,
+    DisaggProfileHandler,
+    LoadBasedDecider,
+    PrefixBasedDecider,
+    SingleProfileHandler,
+)
 from tercet.scheduling.scorers import (
     ActiveRequestScorer,
     KVCacheUtilizationScorer,

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.cost.cost_model import ArrivalRate, CostModel, EnginePace, features_of
+from tercet.cost.cost_model import ArrivalRate, CostModel, EnginePace, OnlineFit, features_of
 from tercet.cost.costs import Costs
 from tercet.cost.engine_work import EngineWork, Job
-from tercet.cost.online_fit import OnlineFit
 from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, options_of
 from tercet.protocol import Request
 

@@ -12,8 +12,7 @@ import numpy as np
 from tercet.fleet import FleetKnowledge
 from tercet.protocol import EngineLoad, Request, Role
 from tercet.scheduling import Decision, Engines, Scheduling, load_scheduling
-from tercet.scheduling.engine_columns import Floats
-from tercet.scheduling.plugin import Scorer
+from tercet.scheduling.plugin import Floats, Scorer
 
 
 @dataclass

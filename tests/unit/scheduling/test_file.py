@@ -8,9 +8,9 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.scheduling import Engines, load_scheduling
-from tercet.scheduling.deciders import AlwaysDisaggregate, PrefixBasedDecider
 from tercet.scheduling.filters import ByLabel, DecodeFilter
 from tercet.scheduling.pickers import MaxScorePicker, WeightedRandomPicker
+from tercet.scheduling.profiles import AlwaysDisaggregate, PrefixBasedDecider
 from tercet.scheduling.registry import BUILT_IN
 from tercet.scheduling.scorers import LoadAwareScorer, NoHitLRUScorer, PrefixCacheScorer
 
