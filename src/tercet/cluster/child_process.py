@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from tercet.cluster import guard
 from tercet.protocol import TercetError
 
@@ -146,14 +144,17 @@ class Process:
 
 def _any_alive(group: int) -> bool:
     """Whether a process of this group still runs; an orphan that nobody has reaped yet does not."""
-    return any(_runs_in(group, process) for process in psutil.process_iter())
+    # Imported here: commands that start no process do without it.
+    import psutil
 
+    def runs_in_group(process: psutil.Process) -> bool:
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        try:
+            return os.getpgid(process.pid) == group and process.status() not in ended
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False  # it ended meanwhile
 
-def _runs_in(group: int, process: psutil.Process) -> bool:
-    try:
-        return os.getpgid(process.pid) == group and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False  # it ended meanwhile
+    return any(map(runs_in_group, psutil.process_iter()))
 
 
 def describe_exit(code: int) -> str:

@@ -1,1 +1,0 @@
-"""Where step-time profiles come from: published silicon tables, and measurements of a running engine."""
