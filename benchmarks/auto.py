@@ -31,8 +31,7 @@ import numpy as np
 
 from tercet.bench.compare import STATISTICS, Floats, ratio_interval
 from tercet.bench.results import load_result
-from tercet.bench.simulated.fleet_spec import parse_fleet
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
+from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet.bench.simulated.virtual_run import run_requests
 from tercet.bench.summary import Samples
 from tercet.programs import load_program

@@ -38,8 +38,17 @@ from msgspec.structs import replace
 
 from tercet.bench.bench_config import ServeConfig
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet.bench.profiles.engine_probe import Probe, names_from
-from tercet.bench.profiles.shared_host import BATCH, CONTEXT, STEPS, Neighbour, Seconds, measure_steps, sharing_from
+from tercet.bench.profiles.engine_probe import (
+    BATCH,
+    CONTEXT,
+    STEPS,
+    Neighbour,
+    Probe,
+    Seconds,
+    measure_steps,
+    names_from,
+    sharing_from,
+)
 from tercet.bench.results import Point, RequestRecord
 from tercet.bench.simulated import parse_fleet, point_of, run_requests
 from tercet.bench.simulated.virtual_run import Outcome

@@ -16,12 +16,11 @@ import numpy as np
 from tercet.bench.arrivals import arrival_times, burstiness_of, replayed
 from tercet.bench.bench_config import BenchConfig, Load
 from tercet.bench.compose import Style, compose
-from tercet.bench.live_progress import LiveProgress
 from tercet.bench.openai_client import Client, Clock
 from tercet.bench.results import Point
 from tercet.bench.summary import Distribution, Summary, summarize
 from tercet.bench.target import BenchTarget, ModelVocabulary, ask_target, chat_overhead
-from tercet.bench.traffic import Traffic
+from tercet.bench.traffic import LiveProgress, Traffic
 from tercet.bench.workloads import Conversation, Vocabulary, plan
 from tercet.bench.workloads.recorded import ShareGPT
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +90,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def gaps(self) -> tuple[float, ...]:
         """Inter-token latencies: gaps between successive events that carried tokens (seconds)."""
-        return tuple(later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False))
+        return tuple(later - earlier for earlier, later in pairwise(self.token_times))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

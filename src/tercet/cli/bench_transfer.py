@@ -12,8 +12,7 @@ from rich.table import Table as Lines
 
 from tercet.bench.transfer.cases import KIB, MIB, Table, cases
 from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
-from tercet.bench.transfer.report import draw, failures, report, rows
-from tercet.bench.transfer.run import BACKENDS, idle_cpu, measure
+from tercet.bench.transfer.measurement import BACKENDS, draw, failures, idle_cpu, measure, report, rows
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import TransportSettings
 

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.bench.profiles.engine_probe import Probe, measure_front_door, names_from
-from tercet.bench.profiles.shared_host import Neighbour, linger_from, sharing_from
+from tercet.bench.profiles.engine_probe import (
+    Neighbour,
+    Probe,
+    linger_from,
+    measure_front_door,
+    names_from,
+    sharing_from,
+)
 from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from, transfer_from
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
 from tercet.sim import (

@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from tercet.bench import live_progress
+from tercet.bench import traffic
 from tercet.bench.bench_config import SECRET_HEADERS
-from tercet.bench.live_progress import LiveProgress
 from tercet.bench.results import RequestRecord, command_line, machine, versions
+from tercet.bench.traffic import LiveProgress
 
 
 class Terminal(io.StringIO):
@@ -46,7 +46,7 @@ async def until(out: io.StringIO, text: str) -> None:
 
 
 async def test_a_terminal_has_a_bar_that_is_rewritten_and_goes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_progress, "TERMINAL_SECONDS", 0.01)
+    monkeypatch.setattr(traffic, "TERMINAL_SECONDS", 0.01)
     out = Terminal()
     async with LiveProgress("dp", 2, out) as seen:
         seen.due()
@@ -57,7 +57,7 @@ async def test_a_terminal_has_a_bar_that_is_rewritten_and_goes_at_the_end(monkey
 
 
 async def test_a_file_has_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_progress, "PLAIN_SECONDS", 0.01)
+    monkeypatch.setattr(traffic, "PLAIN_SECONDS", 0.01)
     out = io.StringIO()
     async with LiveProgress("dp", 2, out):
         await until(out, "dp: 0/2")

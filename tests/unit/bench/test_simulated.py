@@ -14,9 +14,8 @@ import pytest
 
 from tercet.bench.results import load_result
 from tercet.bench.simulated import Simulation, SyntheticWorkload, parse_fleet, run_once, run_requests
-from tercet.bench.simulated.fleet_spec import members_of, names_of
+from tercet.bench.simulated.scenario import members_of, names_of, requests_of
 from tercet.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
-from tercet.bench.simulated.synthetic_traffic import requests_of
 from tercet.bench.summary import Slo
 from tercet.cli import app
 from tercet.programs import BUILT_IN, load_program

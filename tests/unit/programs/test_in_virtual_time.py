@@ -12,8 +12,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from tercet.bench.simulated.fleet_spec import parse_fleet
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
+from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet.bench.simulated.virtual_run import run_requests
 from tercet.cost import RouteDecision
 from tercet.fleet import EngineFleet, Member, Trace

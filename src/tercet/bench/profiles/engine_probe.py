@@ -1,4 +1,9 @@
-"""Single requests to an engine, directly or through a front door, and when their tokens came."""
+"""Requests to engines, directly or through a front door, and when their tokens came.
+
+What two engines of one machine do to one another: one is measured while the other sleeps, computes, or lingers. An
+engine lingers when it has nothing to do any more and its processes still look for work without a pause, which keeps
+their cores busy.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,19 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
-from itertools import count
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from itertools import count, pairwise
+from typing import Literal
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from tercet.bench.experiment import PROGRAM_HEADER
 from tercet.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
 from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
+from tercet.sim.step_times import HostSharing
 
 # Token ids that every vocabulary has, and that mean nothing special in most.
 FIRST_ID, LAST_ID = 1000, 20_000
@@ -119,3 +127,148 @@ async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, 
     if record.failure is not None or record.first_token is None:
         raise EngineError(f"the front door at {url} failed: {record.error or record.failure}")
     return record.first_token - record.sent
+
+
+Seconds = tuple[float, float]
+"""Mean seconds of a prefill and of a decode step."""
+Neighbour = Literal["sleep", "prefill", "decode", "linger"]
+NEIGHBOURS: tuple[Neighbour, ...] = ("sleep", "prefill", "decode", "linger")
+# What is measured, and what the other engine does meanwhile.
+PREFILLS, BATCH, CONTEXT, STEPS = 4, 2, 128, 48
+DECODE_TOKENS = 512
+SETTLE_SECONDS = 1.0
+# Before each prefill, as between requests: an engine that slept beside one that computed finds its caches taken.
+SLEEP_SECONDS = 1.0
+# A neighbour that lingers is given a short prompt this often; how long it does so is looked for within some seconds.
+POKE_TOKENS, POKE_SECONDS = 16, 0.5
+LINGER_SECONDS = 3.0
+# Less than this is noise.
+NOTABLE = 1.1
+
+
+async def measure_sharing(
+    one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
+) -> HostSharing:
+    """How much longer ``one``'s steps take while ``other`` computes or lingers, and for how long it lingers."""
+    found = await measure_steps(one, other, prefill_tokens, rounds, note)
+    gaps = list[tuple[float, float]]()
+    for number in range(rounds):
+        note(f"after an engine's work, {number + 1} of {rounds}")
+        gaps += await _gaps_after(one, other, prefill_tokens)
+    return sharing_from(found, linger_from(gaps))
+
+
+async def measure_steps(
+    one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
+) -> dict[Neighbour, list[Seconds]]:
+    """How long ``one``'s steps take, by what ``other`` does meanwhile.
+
+    The conditions take turns, so that a machine that gets slower in the meantime does so for all of them.
+    """
+    found: dict[Neighbour, list[Seconds]] = {neighbour: [] for neighbour in NEIGHBOURS}
+    for number in range(rounds):
+        for neighbour in NEIGHBOURS:
+            note(f"beside an engine: {neighbour}, {number + 1} of {rounds}")
+            async with _busy(other, neighbour, prefill_tokens):
+                found[neighbour].append(await _steps(one, prefill_tokens))
+    return found
+
+
+def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) -> HostSharing:
+    """The factors, as ratios of means; less than 1 is noise, and counts as 1. ``linger`` is taken as it is."""
+    means = {
+        neighbour: [statistics.mean(each) for each in zip(*rows, strict=True)] for neighbour, rows in found.items()
+    }
+
+    def factor(kind: int, neighbour: Neighbour) -> float:
+        return max(1.0, means[neighbour][kind] / means["sleep"][kind])
+
+    return HostSharing(
+        prefill_beside_prefill=factor(0, "prefill"),
+        prefill_beside_decode=factor(0, "decode"),
+        decode_beside_prefill=factor(1, "prefill"),
+        decode_beside_decode=factor(1, "decode"),
+        prefill_beside_linger=factor(0, "linger") if linger else 1.0,
+        decode_beside_linger=factor(1, "linger") if linger else 1.0,
+        linger=linger,
+    )
+
+
+def linger_from(gaps: Sequence[tuple[float, float]]) -> float:
+    """For how long steps stay longer after a neighbour's work: the step function that fits best.
+
+    ``gaps`` are ``(seconds since the work ended, seconds of a step)``. 0 if steps were not notably longer.
+    """
+    rows = np.array(sorted(gaps))
+    at, sums = rows[:, 0], np.cumsum(rows[:, 1])
+    cuts = np.arange(1, len(rows))
+    before, after = sums[:-1] / cuts, (sums[-1] - sums[:-1]) / (len(rows) - cuts)
+    # Least squares: the means on both sides take the most out of the squares when these are largest.
+    best = int(np.argmax(cuts * before**2 + (len(rows) - cuts) * after**2))
+    return float(at[best + 1]) if before[best] > NOTABLE * after[best] else 0.0
+
+
+async def _gaps_after(one: Probe, other: Probe, prefill_tokens: int) -> list[tuple[float, float]]:
+    """The decode steps of ``one`` after a prefill on ``other``, each with the time since its end."""
+    step, _ = await one.decode(1, CONTEXT, STEPS)
+    tokens = round(2 * LINGER_SECONDS / step)
+    decoding = asyncio.create_task(one.token_times(one.fresh(CONTEXT), tokens))
+    try:
+        await asyncio.sleep(SETTLE_SECONDS)
+        await other.ttft(other.fresh(prefill_tokens))
+        ended = asyncio.get_running_loop().time()
+        times = await decoding
+    finally:
+        decoding.cancel()
+    gaps = [(begin - ended, end - begin) for begin, end in pairwise(times)]
+    return [gap for gap in gaps if 0 <= gap[0] <= LINGER_SECONDS]
+
+
+async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
+    """Mean seconds of a prefill and of a decode step."""
+    prefills = list[float]()
+    for _ in range(PREFILLS):
+        await asyncio.sleep(SLEEP_SECONDS)
+        prefills.append((await one.ttft(one.fresh(prefill_tokens)))[0])
+    seconds, _ = await one.decode(BATCH, CONTEXT, STEPS)
+    return statistics.mean(prefills), seconds
+
+
+@asynccontextmanager
+async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> AsyncGenerator[None]:
+    """Let an engine do one thing all the time."""
+    tasks = list[asyncio.Task[None]]()
+    if neighbour == "prefill":
+        tasks.append(asyncio.create_task(_prefill(other, prefill_tokens)))
+    elif neighbour == "decode":
+        tasks += [asyncio.create_task(_decode(other)) for _ in range(BATCH)]
+    elif neighbour == "linger":
+        tasks.append(asyncio.create_task(_poke(other)))
+    await asyncio.sleep(SETTLE_SECONDS)
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()  # raises: it computes until it is told to stop
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.sleep(2 * SETTLE_SECONDS)
+
+
+async def _prefill(other: Probe, tokens: int) -> None:
+    while True:
+        await other.ttft(other.fresh(tokens))
+
+
+async def _decode(other: Probe) -> None:
+    while True:
+        await other.token_times(other.fresh(CONTEXT), DECODE_TOKENS)
+
+
+async def _poke(other: Probe) -> None:
+    while True:
+        await other.ttft(other.fresh(POKE_TOKENS))
+        await asyncio.sleep(POKE_SECONDS)

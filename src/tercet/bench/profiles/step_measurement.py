@@ -17,8 +17,7 @@ from datetime import UTC, datetime
 import msgspec
 import numpy as np
 
-from tercet.bench.profiles.engine_probe import Probe, measure_front_door, names_from
-from tercet.bench.profiles.shared_host import measure_sharing
+from tercet.bench.profiles.engine_probe import Probe, measure_front_door, measure_sharing, names_from
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
 from tercet.sim.fit import DecodePoint, PrefillPoint, fit_steps
 from tercet.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer

@@ -1,8 +1,7 @@
 """Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
 
-from tercet.bench.simulated.fleet_spec import EngineGroup, Fault, FleetSpec, parse_fleet
+from tercet.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload
 from tercet.bench.simulated.virtual_run import Outcome, run_once, run_requests
 
 __all__ = [

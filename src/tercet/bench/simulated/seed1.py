@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from tercet.bench.simulated.scenario import SyntheticWorkload
 from tercet.bench.simulated.simulation import Simulation
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload
 from tercet.protocol import BadRequest
 
 RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)

@@ -11,8 +11,7 @@ import msgspec
 
 from tercet import __version__
 from tercet.bench.results import BenchResult, Point
-from tercet.bench.simulated.fleet_spec import parse_fleet
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload
+from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.virtual_run import Outcome, run_once
 from tercet.bench.summary import Slo, Summary, summarize
 from tercet.programs import load_program

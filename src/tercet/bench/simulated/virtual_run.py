@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.bench.simulated.fleet_spec import Fault, FleetSpec, members_of
-from tercet.bench.simulated.synthetic_traffic import SyntheticWorkload, requests_of
+from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member
 from tercet.programs import Program, data_parallel, outputs_of

@@ -71,7 +71,8 @@ class DirectNixl:
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
         """See :class:`Library`."""
-        assert self._reading is not None, "not connected"
+        if self._reading is None:
+            raise RuntimeError("read before connect")
         agent, _, here, there = self._reading
         nixl, shape = self._nixl, self._region.shape
         layers = np.arange(len(shape.planes), dtype=np.int32)[:, None] * shape.num_blocks
@@ -103,7 +104,8 @@ class DirectMooncake:
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
         """See :class:`Library`."""
-        assert self._theirs is not None, "not connected"
+        if self._theirs is None:
+            raise RuntimeError("read before connect")
         size, engine = self._region.shape.block_bytes, self._theirs.handle.decode()
         there = _addresses(self._theirs.address, self._theirs.shape, sources)
         here = _addresses(self._placed.address, self._region.shape, targets)
