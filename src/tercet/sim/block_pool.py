@@ -5,10 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
-from tercet.protocol import Conflict, NoSpace
-from tercet.sim.load_reports import SimObserver
+from tercet.protocol import Conflict, EngineLoad, NoSpace
 from tercet.sim.prompts import Prompt
+
+
+class SimObserver(Protocol):
+    """Hears of one engine. Blocks are named by hashes that cover everything before them and the cache salt."""
+
+    def load(self, load: EngineLoad) -> None:
+        """How busy it is now."""
+        ...
+
+    def stored(self, hashes: Sequence[int]) -> None:
+        """These blocks can be found in its cache now."""
+        ...
+
+    def dropped(self, hashes: Sequence[int]) -> None:
+        """These cannot any more."""
+        ...
+
+    def cleared(self) -> None:
+        """Its cache is empty, or will be told anew."""
+        ...
 
 
 class Holding:

@@ -29,7 +29,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
-from tercet.sim.block_pool import BlockPool, Lease, Leases
+from tercet.sim.block_pool import BlockPool, Lease, Leases, SimObserver
 from tercet.sim.engine_options import (
     EngineOptions,
     check_prompt,
@@ -39,9 +39,8 @@ from tercet.sim.engine_options import (
     tokens_to_produce,
 )
 from tercet.sim.hosts import EngineTime, Host, LoopTime
-from tercet.sim.load_reports import LoadReports, SimObserver
 from tercet.sim.network import Network, Send
-from tercet.sim.scheduler import Counters, SimScheduler
+from tercet.sim.scheduler import Counters, LoadReports, SimScheduler
 from tercet.sim.sequence_work import Work
 from tercet.sim.step_times import Profile, StepModel, Transfer
 
@@ -91,7 +90,6 @@ class SimEngine:
         self._scheduler = SimScheduler(self._model, self._pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
-
         if self._observer is not None:
             self.observe(self._observer)
 
