@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tercet.bench.workloads import Conversation, HashedWords, parse_phases, plan
+from tercet.bench.workloads import Conversation, parse_phases, plan
 from tercet.protocol import BadRequest
+from tests.unit.bench.hashed_words import HashedWords
 
 WORDS = HashedWords()
 

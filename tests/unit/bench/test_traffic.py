@@ -15,7 +15,8 @@ from tercet.bench.openai_client import Client, Clock, Sampling
 from tercet.bench.results import RequestRecord
 from tercet.bench.summary import summarize
 from tercet.bench.traffic import Traffic
-from tercet.bench.workloads import Conversation, ConversationTurn, HashedWords
+from tercet.bench.workloads import Conversation, ConversationTurn
+from tests.unit.bench.hashed_words import HashedWords
 from tests.unit.bench.openai_server import MODEL, FakeServer, prompt_length
 
 WORDS = HashedWords()

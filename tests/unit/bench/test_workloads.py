@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tercet.bench.target import fit_text
-from tercet.bench.workloads import Conversation, HashedWords, Workload, parse_phase
+from tercet.bench.workloads import Conversation, Workload, parse_phase
 from tercet.bench.workloads.conversations import Draw
 from tercet.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 from tercet.protocol import BadRequest
+from tests.unit.bench.hashed_words import HashedWords
 
 WORDS = HashedWords()
 

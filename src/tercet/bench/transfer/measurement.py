@@ -17,8 +17,9 @@ import msgspec
 from tercet import __version__
 from tercet.bench.transfer.cases import KIB, MIB, Case, Result, Table
 from tercet.bench.transfer.interference import Interference
+from tercet.bench.transfer.libraries import LIBRARIES
 from tercet.bench.transfer.receiving_process import ReceivingProcess
-from tercet.bench.transfer.ways import ChunkedSockets, Memcpy, OurTransport, PlainSockets, Way, direct_ways
+from tercet.bench.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
 
@@ -79,7 +80,9 @@ def _ways(
     for name in backends:
         settings = TransportSettings(name, streams=streams)
         makers.append((name, lambda name=name, settings=settings: OurTransport(name, case, source, peer, settings)))
-    makers += direct_ways(case, source, peer, backends)
+    makers += [
+        (f"{name} direct", lambda name=name: Direct(name, case, source, peer)) for name in backends if name in LIBRARIES
+    ]
     table.order = [name for name, _ in makers]
     ways: list[Way] = []
     with ExitStack() as stack:

@@ -147,7 +147,7 @@ def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) ->
 
 
 class OurTransport:
-    """A whole send, as an engine does it: open, every layer's blocks, the claim, the acknowledgement."""
+    """A whole send, as an engine does it: open, every layer's blocks, the completion, the acknowledgement."""
 
     def __init__(
         self, name: str, case: Case, source: KVRegion, peer: ReceivingProcess, settings: TransportSettings
@@ -179,29 +179,14 @@ class OurTransport:
         if self._peer.call("revoke", self.name, lease) != end:
             raise TransferFailed(f"{self.name}: acknowledged, but not all of it is valid")
         if not self._checked:
-            self._compare(sources, targets)
+            _require_same(self.name, self._source, sources, self._peer, targets)
             self._checked = True
         return took
-
-    def _compare(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        for layer in range(self._case.layers):
-            sent = b"".join(bytes(self._source.blocks(layer, block)) for block in sources[:4])
-            if self._peer.call("content", layer, targets[:4]) != sent:
-                raise TransferFailed(f"{self.name}: layer {layer} arrived with other bytes than were sent")
 
     def close(self) -> None:
         """See :class:`Way`."""
         self._transport.close()
         self._peer.call("close", self.name)
-
-
-def direct_ways(
-    case: Case, source: KVRegion, peer: ReceivingProcess, backends: Sequence[str]
-) -> list[tuple[str, Callable[[], Way]]]:
-    """The libraries among ``backends``, each as a way of its own."""
-    return [
-        (f"{name} direct", lambda name=name: Direct(name, case, source, peer)) for name in backends if name in LIBRARIES
-    ]
 
 
 class Direct:
@@ -219,24 +204,28 @@ class Direct:
         self._checked = False
 
     def move(self) -> float:
-        """See :class:`~tercet.bench.transfer.ways.Way`; the first time, what arrived is compared."""
+        """See :class:`Way`; the first time, what arrived is compared."""
         sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
         there, here = np.array(sources, dtype=np.int32), np.array(targets, dtype=np.int32)
         began = time.perf_counter()
         self._peer.call("direct_read", self._library, there.tobytes(), here.tobytes())
         took = time.perf_counter() - began
         if not self._checked:
-            self._compare(sources, targets)
+            _require_same(self.name, self._source, sources, self._peer, targets)
             self._checked = True
         return took
 
-    def _compare(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        for layer in range(self._case.layers):
-            sent = b"".join(bytes(self._source.blocks(layer, block)) for block in sources[:4])
-            if self._peer.call("content", layer, targets[:4]) != sent:
-                raise TransferFailed(f"{self.name}: layer {layer} arrived with other bytes than were sent")
-
     def close(self) -> None:
-        """See :class:`~tercet.bench.transfer.ways.Way`."""
+        """See :class:`Way`."""
         self._peer.call("direct_close", self._library)
         del self._offering
+
+
+def _require_same(
+    way: str, source: KVRegion, sources: Sequence[int], peer: ReceivingProcess, targets: Sequence[int]
+) -> None:
+    """Compare the first blocks of each layer; raises :class:`~tercet.protocol.TransferFailed`."""
+    for layer in range(source.num_layers):
+        sent = b"".join(bytes(source.blocks(layer, block)) for block in sources[:4])
+        if peer.call("content", layer, targets[:4]) != sent:
+            raise TransferFailed(f"{way}: layer {layer} arrived with other bytes than were sent")

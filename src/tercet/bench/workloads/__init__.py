@@ -1,12 +1,11 @@
 """What requests ask. A workload plans conversations as token ids; no I/O but reading the files that users name."""
 
-from tercet.bench.workloads.conversations import Conversation, ConversationTurn, HashedWords, Vocabulary, Workload
+from tercet.bench.workloads.conversations import Conversation, ConversationTurn, Vocabulary, Workload
 from tercet.bench.workloads.phases import Phase, parse_phase, parse_phases, plan
 
 __all__ = [
     "Conversation",
     "ConversationTurn",
-    "HashedWords",
     "Phase",
     "Vocabulary",
     "Workload",
