@@ -79,7 +79,8 @@ def point_of(rate: float, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
     )  # fmt: skip
 
 
-HEADINGS = ["rate", "done", "failed", "req/s", "TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy"]
+FIGURE_HEADINGS = ["TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy"]
+HEADINGS = ["rate", "done", "failed", "req/s", *FIGURE_HEADINGS]
 
 
 def table(report: SimulationReport) -> list[list[str]]:
@@ -89,7 +90,13 @@ def table(report: SimulationReport) -> list[list[str]]:
 
 def _row(point: SimulatedPoint) -> list[str]:
     summary = point.summary
-    cells = [f"{point.rate:g}", str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
+    counts = [f"{point.rate:g}", str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
+    return [*counts, *figures_of(point)]
+
+
+def figures_of(point: SimulatedPoint) -> list[str]:
+    """The cells under :data:`FIGURE_HEADINGS`."""
+    summary, cells = point.summary, list[str]()
     for found, scale, digits in ((summary.ttft, 1e3, 1), (summary.tpot, 1e3, 2), (summary.e2el, 1.0, 3)):
         cells += [f"{value * scale:.{digits}f}" for value in (found.mean, found.p99)] if found else ["-", "-"]
     return [*cells, f"{point.busy:.0%}"]
@@ -115,10 +122,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         when it refuses every request.
         """
         program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
-        options, workload = (
-            options_from(EngineOptions(), self.options),
-            msgspec.structs.replace(self.workload, rate=rate),
-        )
+        options = options_from(EngineOptions(), self.options)
+        workload = msgspec.structs.replace(self.workload, rate=rate)
         # Read anew for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()

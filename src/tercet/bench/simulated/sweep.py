@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tercet import __version__
-from tercet.bench.simulated.simulation import SimulatedPoint, Simulation
+from tercet.bench.simulated.simulation import FIGURE_HEADINGS, SimulatedPoint, Simulation, figures_of
 from tercet.protocol import BadRequest
 from tercet.sim import EngineOptions
 
@@ -142,20 +142,14 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
 
 def headings(axes: Sequence[Axis]) -> list[str]:
     """The headings of :func:`rows`."""
-    return [*(axis.name for axis in axes), "TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy", "efficient"]
+    return [*(axis.name for axis in axes), *FIGURE_HEADINGS, "efficient"]
 
 
 def rows(report: SweepReport) -> list[list[str]]:
     """A row for each trial: its settings, means and 99th percentiles, and a star if nothing beats it."""
-    return [_row(trial) for trial in report.trials]
-
-
-def _row(trial: Trial) -> list[str]:
-    cells = list(trial.settings.values())
-    for latency, scale, digits in (("ttft", 1e3, 1), ("tpot", 1e3, 2), ("e2el", 1.0, 3)):
-        found = getattr(trial.point.summary, latency)
-        cells += [f"{getattr(found, name) * scale:.{digits}f}" if found else "-" for name in ("mean", "p99")]
-    return [*cells, f"{trial.point.busy:.0%}", "*" if trial.efficient else ""]
+    return [
+        [*trial.settings.values(), *figures_of(trial.point), "*" if trial.efficient else ""] for trial in report.trials
+    ]
 
 
 def plot_sweep(report: SweepReport, path: Path) -> None:

@@ -38,11 +38,6 @@ class ReceivingProcess:
             self._process.start()
         theirs.close()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid or 0
-
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of :class:`_Receiving` there."""
         self._pipe.send((method, args))
