@@ -106,11 +106,10 @@ class OutputStream:
                 self._failure = error
                 self._end()
                 self._interrupt()
-        elif waiter is None or waiter.done():
-            self._queue.append(output)
         else:
             self._queue.append(output)
-            waiter.set_result(None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     def fail(self, error: TercetError) -> None:
         """The sequence has ended in an error."""
