@@ -44,7 +44,7 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
             try:
                 part = await (anext(parts) if failure is None else parts.athrow(failure))
             except StopAsyncIteration:
-                return
+                break
             if isinstance(failure, asyncio.CancelledError):
                 raise failure  # the program would go on all the same
             failure = None

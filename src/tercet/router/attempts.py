@@ -45,10 +45,18 @@ class Attempts:
         try:
             await run_program(program(), self)
             failure: BaseException = self._fault or ProgramFault("it ended before its sequence did")
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            failure = ProgramFault("it was cancelled by nobody")
+            failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
-            _require_wanted(error)
             failure = self._fault or error
-        return None if self._stream.over else failure
+        if self._stream.over:
+            return None
+        if _is_cancelled():  # the program ended, or turned its cancellation into another error
+            raise asyncio.CancelledError from failure
+        return failure
 
     @property
     def over(self) -> bool:
@@ -90,8 +98,6 @@ async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ())
         yield engine.start_generate(request, output=output)
 
 
-def _require_wanted(error: BaseException) -> None:
-    """A program that turned its cancellation into another error is cancelled all the same."""
+def _is_cancelled() -> bool:
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError from error
+    return task is None or task.cancelling() > 0
