@@ -45,17 +45,34 @@ class Followers:
 
     def __init__(self, path: Path) -> None:
         self._directory = Path(f"{path}.followers")
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._told: FollowerReport | None = None
+        self._alive: int | None = self._enter()
+
+    def _enter(self) -> int:
+        """Show that this process lives; returns the descriptor that holds the lock."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         # It gets its name when the lock is held: who looks for the dead never takes it for one of them.
         nameless = self._directory / f"{self._name}.new"
-        self._alive = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
-        nameless.rename(self._directory / (self._name + ALIVE))
+        alive = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX)
+            nameless.rename(self._directory / (self._name + ALIVE))
+        except OSError:
+            os.close(alive)
+            raise
+        return alive
 
     def tell(self, report: FollowerReport) -> None:
-        """What others read of this process from now on."""
+        """What others read of this process from now on; files that somebody removed are made anew.
+
+        Raises ``OSError``, or :class:`~tercet.protocol.BadRequest`, where that cannot be written.
+        """
+        if self._alive is None:
+            return
+        if not (self._directory / (self._name + ALIVE)).exists():
+            before, self._alive, self._told = self._alive, self._enter(), None
+            os.close(before)
         if report != self._told:
             write_whole(self._directory / (self._name + REPORT), msgspec.json.encode(report))
             self._told = report
@@ -67,8 +84,11 @@ class Followers:
 
     def close(self) -> None:
         """This process follows no more."""
-        self._remove(self._name)
-        os.close(self._alive)
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+            with suppress(OSError):  # without the lock, others take them away
+                self._remove(self._name)
 
     def _living(self) -> Iterator[str]:
         for file in sorted(self._directory.glob(f"*{ALIVE}")):

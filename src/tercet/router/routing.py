@@ -198,6 +198,10 @@ class Routing:
         self._use(version)
         self.returned = None
 
+    def forget(self) -> None:
+        """No version before the one in use is returned to."""
+        self._before = []
+
     def succeeded(self, chosen: Chosen) -> None:
         """A request was served to its end by its program."""
         if chosen.version == self.current.number:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
@@ -57,10 +60,13 @@ class SharedState:
         self._serving = False
         self._seen = 0
         self._failure = ""
+        self._applying = TaskSet()
+        self._unreported = False
         self.state: FleetState
 
     def close(self) -> None:
         """This process follows no more."""
+        self._applying.cancel()
         self._followers.close()
 
     # ---- following -------------------------------------------------------------------------------------------
@@ -100,26 +106,42 @@ class SharedState:
             self._report()
 
     async def _catch_up(self, loaded: Loaded) -> None:
-        """Apply the newest state; one that cannot be applied is reported, and the last good one stays in use."""
+        """Apply the newest state, to its end even if nobody waits for that any more."""
+        await asyncio.shield(self._applying.spawn(self._apply_newest(loaded), "state"))
+
+    async def _apply_newest(self, loaded: Loaded) -> None:
+        """A state that cannot be applied is reported, and the last good one stays in use."""
         async with self._turn:
             self._stamp = self._file.stamp()
+            version = 0
             try:
                 state = await asyncio.to_thread(self._file.read)
-                if state is not None and state.version > self._seen:
-                    self._seen = state.version
+                if state is None:  # it is written again, so that versions only go up
+                    state = await asyncio.to_thread(self._file.update, lambda state: state, self._newest())
+                if state.version > self._seen:
+                    version = state.version
                     await self._apply(state, loaded)
             except Exception as error:  # a user's module may raise anything
+                self._seen = max(self._seen, version)
                 self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
                 logger.error("state: version %d goes on: %s", self.state.version, self._failure)
             self._metrics.fleet_state(self.state.version, bool(self._failure))
             self._report()
 
+    def _newest(self) -> FleetState:
+        """What to go on from without a file: what is in use here, no older than any version that was read."""
+        return msgspec.structs.replace(self.state, version=max(self._seen, self.state.version))
+
     async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
         """Load all of it, then use all of it."""
         await self._load(state, loaded, from_scratch)
+        is_first = from_scratch and not self._number_at_start(state)
         for used in (state.before, state.program):
             if used is not None and used.number in loaded.programs:
                 self._service.use(used.number, used.plan, loaded.programs[used.number])
+                if is_first:  # the command's own programs were never in use here
+                    self._service.routing.forget()
+                    is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
         await self._apply_members(state, from_scratch)
@@ -221,7 +243,7 @@ class SharedState:
         return await self._change(lambda state: state.with_role(name, role))
 
     async def _change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
-        state = await asyncio.to_thread(self._file.update, change, self.state)
+        state = await asyncio.to_thread(self._file.update, change, self._newest())
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 
@@ -257,4 +279,12 @@ class SharedState:
         return FollowerReport(os.getpid(), self._serving, self._seen, self._failure, engines)
 
     def _report(self) -> None:
-        self._followers.tell(self._own_report())
+        """A report that cannot be written is no failure of what it says; it is tried again."""
+        try:
+            self._followers.tell(self._own_report())
+        except (TercetError, OSError) as error:
+            if not self._unreported:
+                logger.error("state: others cannot read what is in use here: %s", error)
+            self._unreported = True
+        else:
+            self._unreported = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineUnreachable
 from tercet.router import shared_state
+from tercet.router.fleet_state import FleetState
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
 from tercet.router.scheduling_file import SchedulingFile
@@ -188,3 +190,72 @@ async def test_the_file_is_for_people_too(door: Door) -> None:
     await door.shared.drain("d", True)
     found = json.loads((door.directory / "state.json").read_text())
     assert (found["version"], found["members"][1]["draining"]) == (3, True)
+
+
+async def test_reports_that_cannot_be_written_end_nothing(
+    door: Door, other: Other, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = door.directory / "state.json.followers"
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+    assert await door.shared.drain("d", True) == []
+    async with asyncio.timeout(10):
+        while not other.fleet.member("d").draining:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    assert caplog.text.count("others cannot read") == 2, "each of both says it once"
+    directory.unlink()
+    async with asyncio.timeout(10):
+        while len(door.shared._followers.others()) != 1:
+            await asyncio.sleep(0.01)
+    assert await door.shared.drain("d", False) == []
+    assert not other.fleet.member("d").draining
+
+
+async def test_a_change_whose_client_has_gone_is_made_to_its_end(
+    door: Door, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    apply = door.shared._apply_members
+
+    async def wait(state: FleetState, from_scratch: bool) -> None:
+        reached.set()
+        await go_on.wait()
+        await apply(state, from_scratch)
+
+    monkeypatch.setattr(door.shared, "_apply_members", wait)
+    request = asyncio.ensure_future(door.shared.drain("d", True))
+    await reached.wait()
+    assert door.shared._own_report().version == door.shared.state.version, "not applied yet"
+    request.cancel()
+    await asyncio.wait({request})
+    go_on.set()
+    async with asyncio.timeout(10):
+        while not (door.fleet.member("d").draining and other.fleet.member("d").draining):
+            await asyncio.sleep(0.01)
+    assert door.shared.state.version == door.shared._own_report().version == 3
+
+
+async def test_a_state_that_is_gone_is_written_again(door: Door, other: Other) -> None:
+    await door.shared.drain("d", True)
+    before, file = other.shared.state, door.directory / "state.json"
+    file.unlink()
+    async with asyncio.timeout(10):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+    assert json.loads(file.read_text())["version"] == before.version
+    assert await door.shared.drain("d", False) == []
+    assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
+
+
+async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has_others(
+    door: Door, metrics: Metrics, programs: str
+) -> None:
+    for name in ("good", "marked"):
+        await door.use(Plan(program=f"{programs}:{name}"))
+    async with joined(door, metrics) as late:
+        routing = late.service.routing
+        assert routing.previous is not None
+        assert routing.previous.number == 2
+        routing.failed(late.service.routing.choose({}, "", 0.0), "")
+        assert [version.number for version in routing._before] == [2]
