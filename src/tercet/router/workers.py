@@ -54,8 +54,9 @@ class Shared:
     async def until_supervisor_ends(self) -> None:
         """Then nobody would replace this worker, or stop it: it stops itself."""
         self.line.setblocking(False)
-        while await asyncio.get_running_loop().sock_recv(self.line, 1):
-            pass
+        with suppress(ConnectionError):
+            while await asyncio.get_running_loop().sock_recv(self.line, 1):
+                pass
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -161,8 +162,8 @@ class Place:
             with theirs:
                 process = await self._start(theirs)
             try:
-                served = await self._serves(ours)
-                return await process.wait(), served
+                code = await process.wait()
+                return code, _served(ours)
             finally:
                 await _stopped(process)
                 self._forget(process.pid)
@@ -178,20 +179,20 @@ class Place:
             process.stdin.close()
         return process
 
-    async def _serves(self, line: socket.socket) -> bool:
-        """Whether the worker said that it serves, by the time that it ends."""
-        line.setblocking(False)
-        said = b""
-        while data := await asyncio.get_running_loop().sock_recv(line, len(SERVING)):
-            said += data
-        return said == SERVING
-
     def _env(self) -> Mapping[str, str]:
         return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)}
 
     def _forget(self, pid: int) -> None:
         multiprocess.mark_process_dead(pid, str(self._metrics))  # pyright: ignore[reportUnknownMemberType]
         os.pwrite(self._loads, NOT_ACCEPTING, LOAD_BYTES * self._index)
+
+
+def _served(line: socket.socket) -> bool:
+    """Whether a worker that has ended said that it serves; a child of it may hold the line open for longer."""
+    with suppress(BlockingIOError, ConnectionError):
+        line.setblocking(False)
+        return line.recv(len(SERVING)) == SERVING
+    return False
 
 
 async def _stopped(process: asyncio.subprocess.Process) -> None:

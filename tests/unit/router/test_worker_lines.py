@@ -1,0 +1,71 @@
+"""The line between a worker and its supervisor: who has ended is noticed, whoever else holds the line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tercet.router import workers
+from tercet.router.workers import Place, Shared
+from tercet.settings import EngineAddress, RouterConfig
+
+CONFIG = RouterConfig(engines=(EngineAddress("e", "http://e"),))
+
+
+@pytest.fixture
+def loads() -> Iterator[int]:
+    loads = os.memfd_create("loads")
+    os.ftruncate(loads, workers.LOAD_BYTES)
+    yield loads
+    os.close(loads)
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_a_worker_has_ended_when_its_process_has(
+    says: bool, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "child"
+    said = f"os.write(line, {workers.SERVING!r})" if says else "None"
+    monkeypatch.setattr(
+        workers,
+        "COMMAND",
+        f"""
+import json, os, sys, time
+line = json.load(sys.stdin)["line"]
+{said}
+child = os.fork()
+if not child:
+    time.sleep(60)
+open({str(held)!r}, "w").write(str(child))
+os._exit(3)
+""",
+    )
+    with socket.socket() as listening:
+        place = Place(CONFIG, 0, listening, loads, tmp_path)
+        try:
+            async with asyncio.timeout(20):
+                assert await place._one() == (3, says)
+        finally:
+            os.kill(int(held.read_text()), signal.SIGKILL)
+
+
+async def test_a_line_that_breaks_is_the_supervisors_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _, number: told.append(number))
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        line = socket.create_connection(server.getsockname())
+        supervisor, _ = server.accept()
+    with line:
+        supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        supervisor.close()
+        async with asyncio.timeout(5):
+            await Shared(0, line, memoryview(bytearray(4)).cast("i"), line).until_supervisor_ends()
+    assert told == [signal.SIGTERM]
