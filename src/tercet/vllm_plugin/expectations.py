@@ -44,7 +44,10 @@ class _Targeted:
             found = resolve(self.target)
         except Exception as error:  # importing a version that is not known may fail in any way
             return f"{self.target} is not there ({type(error).__name__}: {error})"
-        return self._missing_in(found)
+        try:
+            return self._missing_in(found)
+        except Exception as error:  # such as a class where a function was, or code without a source
+            return f"{self.target} cannot be checked ({type(error).__name__}: {error})"
 
     def _missing_in(self, found: Any) -> str:
         raise NotImplementedError

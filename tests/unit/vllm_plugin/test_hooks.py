@@ -162,3 +162,8 @@ def test_all_that_is_replaced_is_in_the_registry() -> None:
     assert {path.name: names for path, names in found.items() if not set(names) <= listed | {"*"}} == {}
     assert {path.name for path, names in found.items() if "*" in names} <= {"core_methods.py"}
     assert {"put", "update_scheduler_stats", "_sample", "wait"} <= {name for names in found.values() for name in names}
+
+
+@pytest.mark.parametrize("target", ["builtins:len", "math:pi"])
+def test_what_cannot_be_looked_at_is_said(target: str) -> None:
+    assert Says(target, "x").unmet().startswith(f"{target} cannot be checked")
