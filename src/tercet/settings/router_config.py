@@ -13,7 +13,8 @@ from tercet.settings.declaration import Setting, Settings, complaint, key_values
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+# Infinity, which JSON cannot say, is beyond it.
+Seconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
 LABEL = "label."

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings import (
+    EngineAddress,
     RouterConfig,
     Setting,
     Settings,
@@ -199,3 +200,10 @@ def test_engines_as_text_and_as_mappings() -> None:
         decode_settings(RouterConfig, {"engines": [{"url": "http://h:2", "rolle": "b"}]})
     with pytest.raises(BadRequest, match="engines: two engines are called b"):
         decode_settings(RouterConfig, {"engines": [{"url": "http://h:2", "name": "b"}, "http://h:1,name=b"]})
+
+
+@pytest.mark.parametrize(("given", "why"), [("inf", "at most 1000000000"), ("nan", "greater than 0")])
+def test_seconds_are_a_number_that_json_can_say(given: str, why: str) -> None:
+    engines = (EngineAddress("e", "http://e"),)
+    with pytest.raises(BadRequest, match=f"request-timeout: must be {why}"):
+        RouterConfig(engines=engines, request_timeout_s=float(given))
