@@ -87,8 +87,14 @@ router = APIRouter(prefix=PREFIX, tags=["tercet"], route_class=_Route)
 
 def _json(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Response:
     """``behind`` is what to say of processes that share the fleet and have not followed a change."""
-    headers = {BEHIND_HEADER: "; ".join(behind)} if behind else None
+    headers = {BEHIND_HEADER: _one_line("; ".join(behind))} if behind else None
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def _one_line(text: str) -> str:
+    """As a header can carry it."""
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(printable.split()).encode("ascii", "backslashreplace").decode()
 
 
 # ---- programs ------------------------------------------------------------------------------------------------

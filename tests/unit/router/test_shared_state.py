@@ -177,13 +177,13 @@ async def test_those_who_have_not_followed_are_in_the_answer(
     door: Door, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(_: Plan) -> None:
-        raise BadRequest("program: not here", "program")
+        raise BadRequest("program: not here,\r\nsays\x00 K\u00f6ln \u2713", "program")
 
     monkeypatch.setattr(other.service, "load", refuse)
     async with door.client() as client:
         answer = await client.put("/program", json={"program": "data_parallel"})
     assert answer.status_code == 200
-    assert "not here" in answer.headers["x-tercet-behind"]
+    assert answer.headers["x-tercet-behind"].endswith(r"not here, says K\xf6ln \u2713"), "one line of ascii"
 
 
 async def test_the_file_is_for_people_too(door: Door) -> None:
