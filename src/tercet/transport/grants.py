@@ -142,6 +142,22 @@ class GrantTable:
             if not opened.writers:
                 self._changed.notify_all()
 
+    def overwriting(self, chunk: ReadDescriptors) -> None:
+        """Where a chunk goes, which :meth:`locate` has found right, nothing is valid until its send is in place.
+
+        To be called before the first byte is written. Raises :class:`~tercet.protocol.LeaseEnded`.
+        """
+        with self._changed:
+            opened = self._find(chunk.lease)
+            unit = chunk.unit or opened.grant.block_size
+            origin = first_token(opened.grant.begin, unit)
+            gone = (origin + chunk.begin * unit, origin + chunk.end * unit)
+            for parts, valid in opened.valid.items():
+                for part, ranges in valid.items():
+                    # As fractions of a block: the parts may be cut in another way.
+                    if part * chunk.parts < (chunk.part + 1) * parts and chunk.part * parts < (part + 1) * chunk.parts:
+                        valid[part] = _without(ranges, gone)
+
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
         """A chunk, which :meth:`locate` has found right, is in place; returns as :meth:`ended` does."""
         with self._changed:
@@ -287,3 +303,10 @@ def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
         else:
             begin, end = min(begin, low), max(end, high)
     return sorted([*kept, (begin, end)])
+
+
+def _without(ranges: Ranges, gone: tuple[int, int]) -> Ranges:
+    """Take a range out of disjoint sorted ones."""
+    begin, end = gone
+    pieces = [piece for low, high in ranges for piece in ((low, min(high, begin)), (max(low, end), high))]
+    return [(low, high) for low, high in pieces if low < high]

@@ -11,8 +11,9 @@
 | :class:`Refused` | receiver | nothing more of a send is taken; of send 0, of anything |
 | :class:`ReadRequest` | receiver, over ``tcp`` | the bytes of a chunk, please |
 
-A session has one connection for these messages. Over ``tcp`` it has further ones, on which only requests and the bytes
-that answer them travel: those of the chunk, then the send's number in :data:`WORD` if its blocks were still pinned.
+A session has one connection for these messages. Over ``tcp`` it has further ones, on which only requests and what
+answers them travel: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks were still
+pinned; or just 0 for a send that is over.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tercet.protocol import TercetError
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC5"
+MAGIC = b"TRC6"
 MAX_MESSAGE_BYTES = 1024 * 1024
 NONCE_BYTES = 16
 WORD = struct.Struct("<Q")

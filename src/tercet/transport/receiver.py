@@ -333,7 +333,7 @@ class SenderSession:
                     self._say(refused)
 
     def _read(self, batch: Batch) -> list[Action]:
-        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch.lease)
+        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch)
         try:
             alive = self._agreed.reader.read(batch, fence)
             if batch.staged and alive:
@@ -348,9 +348,16 @@ class SenderSession:
             return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
         return self._inbound.was_read(batch, alive=alive)
 
-    def _fence(self, lease: str) -> Fence:
+    def _fence(self, batch: Batch) -> Fence:
+        begun = False
+
         def run(step: Callable[[], int]) -> int:
-            with self._grants.writing(lease):
+            nonlocal begun
+            with self._grants.writing(batch.lease):
+                if not begun:  # several threads may find it so, and none writes before it has done this
+                    for chunk in batch.chunks:
+                        self._grants.overwriting(chunk)
+                    begun = True
                 moved = step()
             self._turn.took(moved)
             self._pace.took(moved)
@@ -368,6 +375,7 @@ class SenderSession:
             heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
             slots = chunk.end - chunk.begin
             moves = self._grants.locate_tokens(chunk)
+            self._grants.overwriting(chunk)
             for layer in range(chunk.layer, chunk.layer + chunk.layers):
                 for move in moves:
                     source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]

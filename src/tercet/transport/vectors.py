@@ -108,7 +108,7 @@ class Vector:
 
 
 def nowhere(nbytes: int, scratch: memoryview) -> Vector:
-    """``nbytes`` that nobody wants, or zeros: the same few bytes, over and over."""
+    """Room for ``nbytes`` that nobody wants: the same few bytes, over and over."""
     whole, rest = divmod(nbytes, scratch.nbytes)
     lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
     return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch, nbytes)

@@ -53,6 +53,7 @@ def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
     calls: list[Callable[[str], object]] = [
         lambda lease: table.locate(chunk(0, 0, 1, lease=lease)),
         lambda lease: table.locate_tokens(chunk(0, 0, 1, unit=32, lease=lease)),
+        lambda lease: table.overwriting(chunk(0, 0, 1, lease=lease)),
         lambda lease: table.arrived(SEND, chunk(0, 0, 1, lease=lease)),
         lambda lease: table.ended(SEND, ending(32, 48, 1, lease=lease)),
         lambda lease: table.writing(lease).__enter__(),
@@ -208,6 +209,29 @@ def test_all_parts_of_one_cut_make_kv_valid() -> None:
             table.arrived(send, chunk(layer, 0, 5, part, parts))
         ends.append(table.ended(send, ending(32, 100, LAYERS, part, parts)))
     assert ends == [32, 32, 100]
+
+
+def test_what_is_being_overwritten_is_not_valid_until_its_own_send_is_in_place() -> None:
+    table, again = opened(), ("sender", 2)
+    fill(table, 0, 5)
+    assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
+    table.overwriting(chunk(0, 2, 3))
+    fill(table, 3, 4, again)
+    assert table.ended(again, ending(80, 96, LAYERS)) == 64
+    fill(table, 2, 3, again)
+    assert table.ended(again, ending(64, 80, LAYERS)) == 100
+    table.overwriting(chunk(1, 4, 5))
+    assert table.revoke(LEASE) == 96
+
+
+def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part() -> None:
+    table = opened()
+    for part in range(2):
+        for layer in range(LAYERS):
+            table.arrived(("sender", part), chunk(layer, 0, 5, part=part, parts=2))
+        table.ended(("sender", part), ending(32, 100, LAYERS, part=part, parts=2))
+    table.overwriting(chunk(0, 1, 2, unit=64, part=3, parts=4))
+    assert table.revoke(LEASE) == 64
 
 
 def test_sends_under_a_lease_are_limited() -> None:

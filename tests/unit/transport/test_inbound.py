@@ -173,6 +173,15 @@ def test_blocks_that_were_given_up_while_they_were_read() -> None:
     assert talk.receiving.finished == []
 
 
+def test_kv_that_another_send_writes_over_and_does_not_complete_is_valid_no_more() -> None:
+    talk = Conversation()
+    assert talk.say(*WHOLE) == DONE
+    talk.theirs.set_word(2)
+    talk.reader.after = lambda: talk.theirs.clear_word(2)
+    assert talk.say(chunk(0, 1, [7], send=2)) == [("Refused", 2)]
+    assert talk.receiving.grants.revoke(LEASE) == SIZE
+
+
 def test_the_word_of_another_send_does_not_do() -> None:
     talk = Conversation()
     talk.theirs.set_word(1 + 4096)

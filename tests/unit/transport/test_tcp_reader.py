@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -14,8 +14,18 @@ from tercet.protocol import LeaseEnded, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.reading import Batch, Fence
 from tercet.transport.backends.tcp import TcpReader
-from tercet.transport.peer_messages import REQUESTS, WORD, ProtocolViolation, ReadDescriptors, ReadRequest, Splitter
+from tercet.transport.peer_messages import (
+    REQUESTS,
+    WORD,
+    ProtocolViolation,
+    ReadDescriptors,
+    ReadRequest,
+    Splitter,
+    framed,
+)
 from tercet.transport.sockets import wait_in_calls
+from tercet.transport.vectors import Vector, address_of
+from tests.unit.transport.builders import sending_region
 from tests.unit.transport.ranks import SECONDS, settle
 
 SIZE = 64 * 1024
@@ -32,7 +42,7 @@ def content(number: int) -> bytes:
 
 
 def answer(sock: socket.socket, request: ReadRequest) -> None:
-    sock.sendall(content(request.chunk) + WORD.pack(request.send))
+    sock.sendall(WORD.pack(request.send) + content(request.chunk) + WORD.pack(request.send))
 
 
 def batch_of(count: int, target: bytearray) -> Batch:
@@ -98,11 +108,39 @@ def test_chunks_are_in_their_places(servers: int, count: int) -> None:
 def test_one_chunk_whose_blocks_were_given_up_spoils_the_batch() -> None:
     def give_up(sock: socket.socket, request: ReadRequest) -> None:
         word = 0 if request.chunk == 2 else request.send
-        sock.sendall(content(request.chunk) + WORD.pack(word))
+        sock.sendall(WORD.pack(request.send) + content(request.chunk) + WORD.pack(word))
 
     with reader_of(give_up, give_up) as reader:
         assert not reader.read(batch_of(4, bytearray(4 * SIZE)), straight)
         assert reader.read(batch_of(2, bytearray(2 * SIZE)), straight)
+
+
+def test_of_a_send_that_is_over_nothing_is_written_and_no_more_asked_for() -> None:
+    asked: list[int] = []
+
+    def over(sock: socket.socket, request: ReadRequest) -> None:
+        asked.append(request.chunk)
+        sock.sendall(WORD.pack(0))
+
+    target = bytearray(9 * SIZE)
+    with reader_of(over) as reader:
+        assert not reader.read(batch_of(9, target), straight)
+    assert not any(target)
+    assert asked == [0, 1]  # as many as are asked for ahead
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_of_a_send_that_is_over_a_sender_says_so_and_sends_nothing(offered: bool) -> None:
+    region = sending_region()
+    region.clear_word(1)
+    near, far = socket.socketpair()
+    place = Vector(np.array([(address_of(region.bytes), SIZE)], dtype=np.uint64), region, SIZE)
+    with near, far:
+        far.sendall(framed(ReadRequest(1, 0, SIZE)))
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError):
+            tcp.serve(near, region, lambda _request: nullcontext(place if offered else None))
+        assert far.recv(2 * SIZE) == WORD.pack(0)
 
 
 def ending_after(steps: int) -> Fence:
@@ -121,6 +159,7 @@ def ending_after(steps: int) -> Fence:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_after_the_lease_not_a_byte_is_written_and_the_connections_go_on(servers: int, steps: int) -> None:
     def in_drops(sock: socket.socket, request: ReadRequest) -> None:
+        sock.sendall(WORD.pack(request.send))
         for start in range(0, SIZE, SIZE // 4):
             sock.sendall(content(request.chunk)[start : start + SIZE // 4])
         sock.sendall(WORD.pack(request.send))
@@ -139,7 +178,7 @@ def test_after_the_lease_not_a_byte_is_written_and_the_connections_go_on(servers
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_connection_that_breaks_fails_the_batch(which: int) -> None:
     def leave(sock: socket.socket, request: ReadRequest) -> None:
-        sock.sendall(content(request.chunk)[: SIZE // 2])
+        sock.sendall(WORD.pack(request.send) + content(request.chunk)[: SIZE // 2])
         sock.shutdown(socket.SHUT_RDWR)
 
     servers: Sequence[Serve] = [answer, leave] if which else [leave, answer]

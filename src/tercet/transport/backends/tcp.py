@@ -41,7 +41,6 @@ CONNECT_SECONDS = 10.0
 MAX_CHUNK_BYTES = 8 * 1024 * 1024
 # No smaller chunks are made for the sake of further connections.
 LEAST_CHUNK_BYTES = 4 * 1024 * 1024
-_ZEROS = memoryview(bytearray(64 * 1024))
 
 Reading = Callable[[ReadRequest], AbstractContextManager[Vector | None]]
 
@@ -95,12 +94,15 @@ def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
 
 
 def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: Vector | None) -> None:
-    if found is None:
+    if found is None or not region.has_word(request.send):
         if request.nbytes > max(MAX_CHUNK_BYTES, region.shape.block_bytes):
             raise ProtocolViolation(f"a request of {request.nbytes} bytes")
-        found = nowhere(request.nbytes, _ZEROS)
+        sock.sendall(WORD.pack(0))
+        return
+    # Nothing is sent for a send that is over: the receiver would write it over KV that it may have.
+    sock.sendall(WORD.pack(request.send), socket.MSG_MORE)
     send_all(sock, found)
-    # Only now: what was sent is KV if the blocks were pinned after the last byte was taken from them.
+    # Again: what was sent is KV if the blocks were pinned after the last byte was taken from them.
     sock.sendall(WORD.pack(request.send if region.has_word(request.send) else 0))
 
 
@@ -186,7 +188,7 @@ class _Work:
 
     def _take(self) -> tuple[ReadDescriptors, Vector] | None:
         with self._changed:
-            if self._error is not None or self._next == len(self._batch.chunks):
+            if self._error is not None or not self._alive or self._next == len(self._batch.chunks):
                 return None
             chunk, copies = self._batch.chunks[self._next], self._batch.copies[self._next]
             self._next += 1
@@ -197,6 +199,8 @@ class _Work:
 
     def _receive(self, connection: _Connection, chunk: ReadDescriptors, into: Vector) -> None:
         """Take a chunk in; one that the lease does not take any more goes nowhere, for others come behind it."""
+        if connection.word() != chunk.send:
+            return self._give_up()  # no bytes follow
         while into.left:
             connection.wait()
             try:
@@ -209,8 +213,13 @@ class _Work:
                     connection.fill(rest)
                 break
         if connection.word() != chunk.send:
-            with self._changed:
-                self._alive = False
+            self._give_up()
+        return None
+
+    def _give_up(self) -> None:
+        """The sender has ended the send."""
+        with self._changed:
+            self._alive = False
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -258,7 +267,7 @@ class _Connection:
         return count or 0
 
     def word(self) -> int:
-        """What the sender says of the chunk that has come."""
+        """What the sender says before a chunk, and again after it: the send's number, 0 if the send is over."""
         data = bytearray(WORD.size)
         into = Vector(np.array([(address_of(data), len(data))], dtype=np.uint64), data, len(data))
         while into.left:
