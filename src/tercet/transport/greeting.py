@@ -85,6 +85,8 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
         greeting.shape.require_sane()
     except TransferFailed as error:
         raise ProtocolViolation(error.message) from error
+    if block is not None and block.block_bytes != greeting.shape.block_bytes:
+        raise ProtocolViolation("layout: the sender's blocks have another size than it says")
     backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
     proof = proof_of_receiver(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
     return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))

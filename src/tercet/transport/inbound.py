@@ -26,6 +26,7 @@ REMEMBERED_REFUSED = 1024
 MAX_BATCH_ROWS = 65536
 # What waits to be converted; one chunk may be larger.
 MAX_STAGED_BYTES = 8 * 1024 * 1024
+MAX_STAGED_CHUNK_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Inbound:
             return Batch(chunk.send, chunk.lease, self._rank.region.bytes)
         self._grants.locate_tokens(chunk)
         needed = (chunk.end - chunk.begin) * chunk.layers * self._part_bytes(chunk, self._block)
+        if needed > MAX_STAGED_CHUNK_BYTES:
+            raise TransferFailed(f"a chunk of {needed} bytes is too large to be converted")
         if len(self._staging) < needed:
             self._staging = memoryview(bytearray(max(needed, MAX_STAGED_BYTES)))
         return Batch(chunk.send, chunk.lease, self._staging, staged=True)

@@ -54,7 +54,7 @@ CONNECT_SECONDS = 5.0
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
 # In one message, where no connection has to carry the bytes.
-MAX_BLOCKS_IN_CHUNK = 65536
+MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES = 65536, 64 * 1024 * 1024
 
 # Never given twice by a process, whatever the connection: a reader that looks at a generation word late must not find
 # there the number of a send that is over.
@@ -114,6 +114,7 @@ class TransferPeer:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._dead: TercetError | None = None
+        self._moved_at = time.monotonic()  # when a chunk was written, or an answer came
         # What is pushed before it is agreed how KV travels; from then on callers write to the post themselves.
         self._waiting: list[tuple[Leg, _Push | tuple[int, int]]] = []
         self._post: Post | None = None
@@ -225,8 +226,12 @@ class TransferPeer:
                 sock.close()
                 raise self._dead
             self._sockets.append(sock)
-        tune(sock)
-        sock.settimeout(self._rank.settings.timeout)
+        try:
+            tune(sock)
+            sock.settimeout(self._rank.settings.timeout)
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     @property
@@ -278,6 +283,7 @@ class TransferPeer:
         finally:
             with self._changed:
                 leg.readers -= 1
+                self._moved_at = time.monotonic()
                 self._changed.notify_all()
             self._tell(leg)
 
@@ -310,7 +316,7 @@ class TransferPeer:
             self._waiting.clear()
             self._post = post
         if self._dead is None:  # else who ended the session may have done so before there was a post to close
-            post.deliver(self._rank.settings.timeout)
+            post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
 
     def _write(self, post: Post, leg: Leg, what: _Push | tuple[int, int]) -> None:
         if leg.number not in self._legs:
@@ -328,7 +334,8 @@ class TransferPeer:
 
     def _chunks(self, leg: Leg, push: _Push) -> Iterator[ReadDescriptors]:
         """A push in chunks of the size that its transport takes best."""
-        part, limit = leg.head_slice, MAX_BLOCKS_IN_CHUNK
+        part = leg.head_slice
+        limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
         if self.transport == tcp.TcpBackend.name:
             total = len(push.layers) * len(push.blocks) * part.size
             limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
@@ -354,17 +361,18 @@ class TransferPeer:
             self._break(error)
 
     def _require_progress(self) -> None:
-        """Silence is fine while nothing is owed; raises when a send's end was not answered in time."""
+        """Silence is fine while nothing is owed, or something moves; raises when an answer is owed for too long."""
         overdue = time.monotonic() - self._rank.settings.timeout
         with self._changed:
             owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
-        if owed and min(owed) < overdue:
+        if owed and max(min(owed), self._moved_at) < overdue:
             raise TransferFailed(f"no acknowledgement within {self._rank.settings.timeout:.0f} s")
 
     def _answered(self, message: FromReceiver) -> None:
         if not isinstance(message, Acknowledged | Refused):
             raise ProtocolViolation(f"a receiver does not say {type(message).__name__} here")
         with self._changed:
+            self._moved_at = time.monotonic()
             leg = self._legs.get(message.send)
         if leg is None:
             return None  # cancelled meanwhile

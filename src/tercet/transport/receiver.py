@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -200,7 +201,7 @@ class KVReceiver:
         reader = self._sessions.get(session)
         if reader is None:
             raise ProtocolViolation("no such session, or one whose KV is not read over connections")
-        reader.serve(talk.connection)
+        reader.serve(talk.connection, self._rank.settings.timeout)
 
     def close(self) -> None:
         """Stop listening, drop every connection, join every thread."""
@@ -256,10 +257,13 @@ class _Talk:
         return self._splitter.feed(data)
 
     def _receive_first(self) -> bytes:
-        data, descriptors, _, _ = socket.recv_fds(self.connection, RECEIVED_AT_A_TIME, 1, socket.MSG_DONTWAIT)
-        for descriptor in descriptors:
-            self.drop_memory()
-            self.memory = descriptor
+        # Not socket.recv_fds, which leaves flags out.
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        data, ancillary, _, _ = self.connection.recvmsg(RECEIVED_AT_A_TIME, socket.CMSG_LEN(4), flags)
+        for level, kind, content in ancillary:
+            if (level, kind, len(content)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4):
+                self.drop_memory()
+                self.memory = int.from_bytes(content, sys.byteorder)
         return data
 
     def wait(self) -> None:

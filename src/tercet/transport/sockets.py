@@ -10,7 +10,8 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest, EngineError
 from tercet.transport.vectors import Vector
@@ -176,16 +177,20 @@ class Post:
                 self._rest += data
                 self._changed.notify()
 
-    def deliver(self, timeout: float) -> None:
+    def deliver(self, timeout: float, moved_at: Callable[[], float]) -> None:
         """Write what is left over, until :meth:`close`.
 
-        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it took nothing for ``timeout`` seconds.
+        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it took nothing for ``timeout`` seconds
+        and nothing else moved either: ``moved_at`` says when something did last, in monotonic time.
         """
         room = select.poll()
         room.register(self._sock, select.POLLOUT)
         while self._has_rest():
-            if not room.poll(timeout * 1000):
-                raise TimeoutError
+            since = time.monotonic()
+            while not room.poll(max(0.0, since + timeout - time.monotonic()) * 1000):
+                if moved_at() <= since:
+                    raise TimeoutError
+                since = moved_at()
             with self._changed:
                 del self._rest[: self._write(self._rest)]
 

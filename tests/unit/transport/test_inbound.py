@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import TransferFailed
-from tercet.transport import BlockShape, Grant
+from tercet.transport import BlockShape, Grant, inbound
 from tercet.transport.inbound import REMEMBERED_REFUSED
 from tercet.transport.peer_messages import (
     HEADER_BYTES,
@@ -459,6 +459,20 @@ def test_blocks_of_another_size_are_put_together(tokens: int, together: bool) ->
         for slot, ours in enumerate((5, 2, 3)):
             assert talk.receiving.block(layer, ours) == other_block(16, slot)
     assert talk.receiving.touched() == LEASED
+
+
+def test_a_chunk_that_needs_too_much_staging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = BlockShape(16, 1, 1, 2), BlockShape(32, 1, 1, 2)
+    talk = Conversation(Receiving(block=ours), sending_region(theirs.block_bytes), block=theirs)
+    monkeypatch.setattr(inbound, "MAX_STAGED_CHUNK_BYTES", theirs.block_bytes)
+    assert talk.say(chunk(0, 0, [1, 2], size=theirs.block_bytes)) == NOT_DONE
+    assert "too large" in talk.reason()
+
+
+def test_a_sender_whose_blocks_are_not_what_it_says_is_refused() -> None:
+    ours, theirs = BlockShape(16, 1, 1, 2), BlockShape(32, 1, 1, 2)
+    with pytest.raises(ProtocolViolation, match="another size than it says"):
+        Conversation(Receiving(block=ours), sending_region(theirs.block_bytes // 2), block=theirs)
 
 
 def test_heads_of_another_size_come_from_two_ranks() -> None:

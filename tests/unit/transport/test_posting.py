@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,13 +21,14 @@ class Wire:
         self.sock, self.theirs = socket.socketpair()
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.post = Post(self.sock)
+        self.moved_at = 0.0
         self.ended: list[BaseException | None] = []
         self.thread = threading.Thread(target=self._deliver, args=(timeout,))
         self.thread.start()
 
     def _deliver(self, timeout: float) -> None:
         try:
-            self.post.deliver(timeout)
+            self.post.deliver(timeout, lambda: self.moved_at)
         except OSError as error:
             self.ended.append(error)
         else:
@@ -87,6 +89,18 @@ def test_frames_of_many_threads_stay_whole(wire: Wire) -> None:
 def test_a_connection_that_takes_nothing_times_out() -> None:
     wire = Wire(timeout=0.05)
     wire.post.send(bytes(1_000_000))
+    wire.thread.join(TIMEOUT)
+    assert isinstance(wire.ended[0], TimeoutError)
+    wire.close()
+
+
+def test_a_connection_that_takes_nothing_is_waited_for_while_something_else_moves() -> None:
+    wire = Wire(timeout=0.2)
+    wire.post.send(bytes(1_000_000))
+    for _ in range(12):
+        wire.moved_at = time.monotonic()
+        wire.thread.join(0.05)
+    assert not wire.ended
     wire.thread.join(TIMEOUT)
     assert isinstance(wire.ended[0], TimeoutError)
     wire.close()

@@ -55,7 +55,7 @@ def batch_of(count: int, target: bytearray) -> Batch:
 
 
 @contextmanager
-def reader_of(*servers: Serve) -> Generator[TcpReader]:
+def reader_of(*servers: Serve, timeout: float = SECONDS) -> Generator[TcpReader]:
     """A reader with a connection to each of some servers."""
     reader, threads, ends = TcpReader(), list[threading.Thread](), list[socket.socket]()
 
@@ -73,7 +73,7 @@ def reader_of(*servers: Serve) -> Generator[TcpReader]:
         ends += near, far
         wait_in_calls(near, SECONDS, 0.005)
         threads += [
-            threading.Thread(target=reader.serve, args=(near,)),
+            threading.Thread(target=reader.serve, args=(near, timeout)),
             threading.Thread(target=serve, args=(far, server)),
         ]
         for thread in threads[-2:]:
@@ -191,6 +191,15 @@ def test_a_connection_that_breaks_fails_the_batch(which: int) -> None:
         read(reader)
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_sender_that_does_not_go_on_is_given_up(ended: bool) -> None:
+    def stall(sock: socket.socket, request: ReadRequest) -> None:
+        sock.sendall(WORD.pack(request.send) + content(request.chunk)[: SIZE // 2])
+
+    with reader_of(stall, timeout=0.05) as reader, pytest.raises(TimeoutError):
+        reader.read(batch_of(1, bytearray(SIZE)), ending_after(0) if ended else straight)
+
+
 def test_a_failure_of_ours_is_told_by_whichever_thread_meets_it() -> None:
     def fail(_step: Callable[[], int]) -> int:
         raise RuntimeError("ours")
@@ -210,7 +219,7 @@ def test_connections_of_a_session_are_limited_and_end_with_it(monkeypatch: pytes
     near, far = socket.socketpair()
     with near, far, reader_of(answer) as reader:
         with pytest.raises(ProtocolViolation, match="too many connections"):
-            reader.serve(near)
+            reader.serve(near, SECONDS)
         reader.close()
         with pytest.raises(ProtocolViolation, match="no such session"):
-            reader.serve(near)
+            reader.serve(near, SECONDS)

@@ -40,7 +40,8 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
     that was asked for and cannot be had. Under ``auto``, what cannot be had is left out, and logged.
     """
     if name == AUTO:
-        return (HostBackend(region), *_first_of(RDMA if has_rdma() else (), region, host), TcpBackend())
+        rdma = RDMA if has_rdma() else ()
+        return (*_first_of(["host"], region, host), *_first_of(rdma, region, host), TcpBackend())
     if name not in FACTORIES:
         raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
     return (FACTORIES[name](region, host),)
@@ -53,4 +54,6 @@ def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend
             return [FACTORIES[name](region, host)]
         except BackendUnavailable as error:
             logger.warning("auto goes on without %s", error.message)
+        except OSError as error:
+            logger.warning("auto goes on without %s: %s", name, error)
     return []

@@ -118,9 +118,12 @@ class TcpReader:
         self._joined = 0
         self._closed = False
 
-    def serve(self, sock: socket.socket) -> None:
-        """Be a connection of the session, until that is over; called by the connection's thread."""
-        connection = _Connection(sock)
+    def serve(self, sock: socket.socket, timeout: float) -> None:
+        """Be a connection of the session, until that is over; called by the connection's thread.
+
+        A sender that says nothing for ``timeout`` seconds while something is asked of it is given up.
+        """
+        connection = _Connection(sock, timeout)
         with self._changed:
             if self._closed or self._joined >= MAX_STREAMS:
                 raise ProtocolViolation("no such session, or too many connections of it")
@@ -223,7 +226,9 @@ class _Work:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._error = self._error or error
+            # A connection that broke ends the session, whatever else went wrong.
+            if self._error is None or isinstance(error, OSError):
+                self._error = error
 
     def finish(self) -> bool:
         """Wait for the other connections. Raises what went wrong; else whether the blocks were pinned all the time."""
@@ -239,7 +244,8 @@ class _Work:
 class _Connection:
     """One connection that chunks come over; at any time one thread uses it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self._timeout = timeout
         self.jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self.scratch = memoryview(bytearray(64 * 1024))
         self._sock = sock
@@ -255,8 +261,9 @@ class _Connection:
         self._sock.sendall(framed(ReadRequest(chunk.send, chunk.chunk, chunk.nbytes)))
 
     def wait(self) -> None:
-        """Until something comes."""
-        self._readable.poll()
+        """Until something comes; raises ``TimeoutError``."""
+        if not self._readable.poll(self._timeout * 1000):
+            raise TimeoutError("the sender does not send what it was asked for")
 
     def fill(self, into: Vector) -> int:
         """Take in what has come; waits for more for as long as ``SO_RCVTIMEO`` says."""

@@ -1,0 +1,42 @@
+"""What counts as progress of a session, and what is had under ``auto``."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tercet.protocol import TransferFailed
+from tercet.transport import TransportSettings
+from tercet.transport.backends import backends_for
+from tercet.transport.head_slices import HeadSlice
+from tercet.transport.local_rank import LocalRank
+from tercet.transport.peer import Leg, TransferPeer
+from tercet.transport.peer_messages import Refused
+from tests.unit.transport.builders import sending_region
+
+
+def test_an_owed_answer_is_waited_for_while_the_session_moves() -> None:
+    rank = LocalRank(sending_region(), "", TransportSettings(timeout=0.05), ())
+    peer = TransferPeer(["tcp://127.0.0.1:1"], rank, lambda _peer: None)
+    leg = Leg("ab" * 16, HeadSlice(0, 64), lambda _outcome: None)
+    assert peer.open(leg)
+    leg.finished_at = time.monotonic() - 1
+    peer._answered(Refused(leg.number + 1, "another send"))  # pyright: ignore[reportPrivateUsage]
+    peer._require_progress()  # pyright: ignore[reportPrivateUsage]
+    time.sleep(0.06)
+    with pytest.raises(TransferFailed, match="no acknowledgement"):
+        peer._require_progress()  # pyright: ignore[reportPrivateUsage]
+    peer.close()
+
+
+def test_auto_goes_on_where_memory_cannot_be_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(os, "open", fail)
+    region = sending_region()
+    assert "host" not in [backend.name for backend in backends_for("auto", region)]
+    with pytest.raises(OSError, match="no /proc"):
+        backends_for("host", region)
