@@ -179,7 +179,7 @@ def parsed(content: bytes) -> tuple[dict[str, Any] | None, Asked]:
     """The fields of a body and what it asks for; nothing of what vLLM is going to refuse."""
     try:
         fields = msgspec.json.decode(content, type=dict[str, Any])
-        return fields, msgspec.convert(fields, Asked)
+        return fields, msgspec.convert(fields, Asked, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None, NOTHING
 

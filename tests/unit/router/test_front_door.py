@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tercet.router.admission import Gate
-from tercet.router.front_door import FrontDoor
+from tercet.router.front_door import FrontDoor, parsed
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
 from tercet.vllm_plugin.frontend.request_context import Asked, current
@@ -317,3 +317,8 @@ async def test_probes_and_metrics_need_no_key(door: Door, metrics: Metrics, path
     house = House(door, metrics, Limits(), keys=("key",))
     assert (await house.client.get(path)).status_code == 200
     assert (await house.client.options(PATH)).status_code == 200
+
+
+def test_what_vllm_takes_keeps_its_priority() -> None:
+    _, asked = parsed(b'{"model": null, "priority": "9", "stream": true}')
+    assert (asked.model, asked.priority, asked.stream) == (None, 9, True)

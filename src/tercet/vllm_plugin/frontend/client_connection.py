@@ -79,11 +79,10 @@ class ClientConnection:
 
     async def has_room(self) -> None:
         """Wait until the client has read enough; a client that does not read is disconnected."""
-        if not self.is_full:
-            return
         try:
-            async with asyncio.timeout(self._unread_seconds):
-                await self._cycle.flow.drain()
+            if self.is_full:
+                async with asyncio.timeout(self._unread_seconds):
+                    await self._cycle.flow.drain()
         except TimeoutError:
             self._cycle.transport.abort()
         finally:

@@ -1,0 +1,102 @@
+"""Cancellation and programs: one that is asked for ends everything, whatever the program does, and no other leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tercet.fleet import EngineFleet, Trace
+from tercet.programs import Answer
+from tercet.protocol import Output, OutputStream, Request
+from tercet.router.metrics import Metrics
+from tercet.router.routing import Chosen
+from tercet.router.service import NO_VERSION, Service
+
+from .conftest import Door, counted
+
+REQUEST = Request(seq_id="s", prompt=tuple(range(100)))
+
+
+class TextEnded(Exception):
+    """The consumer wants no more."""
+
+
+def stream_of(
+    door: Door, program: Callable[[Request, EngineFleet], Answer], monkeypatch: pytest.MonkeyPatch
+) -> OutputStream:
+    monkeypatch.setattr(Service, "_choose", lambda *_: Chosen(NO_VERSION, "mine", program))
+    return door.service.run(REQUEST, Trace())
+
+
+async def returns(request: Request, fleet: EngineFleet) -> Answer:
+    with fleet.pick("decode") as engine:
+        try:
+            yield engine.start_generate(request)
+        except asyncio.CancelledError:
+            return
+
+
+async def returns_from_its_own_wait(request: Request, fleet: EngineFleet) -> Answer:
+    with fleet.pick("decode") as engine:
+        try:
+            async for output in engine.start_generate(request):
+                yield output
+        except asyncio.CancelledError:
+            return
+
+
+@pytest.mark.parametrize("program", [returns, returns_from_its_own_wait])
+async def test_a_program_that_ends_when_its_client_left_is_not_tried_again(
+    door: Door, monkeypatch: pytest.MonkeyPatch, program: Callable[[Request, EngineFleet], Answer]
+) -> None:
+    door.engine("d").pause.clear()
+    running = asyncio.create_task(stream_of(door, program, monkeypatch).run(lambda _: None))
+    while not door.engine("d").running:
+        await asyncio.sleep(0)
+    calls = len(door.engine("d").calls)
+    running.cancel()
+    await asyncio.wait([running])
+    door.engine("d").pause.set()
+    assert running.cancelled()
+    assert counted("tercet_program_failures_total", program="mine") == 0
+    assert (len(door.engine("d").calls), len(door.service.sequences)) == (calls, 0)
+    assert await door.has_everything_back()
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_the_programs_fault(
+    door: Door, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def program(_request: Request, _fleet: EngineFleet) -> Answer:
+        child = asyncio.create_task(asyncio.sleep(60))
+        child.cancel()
+        await child
+        yield Output(())
+
+    outputs = list[Output]()
+    await stream_of(door, program, monkeypatch).run(outputs.append)
+    assert [token for output in outputs for token in output.token_ids] == [100, 101, 102]
+    assert counted("tercet_program_failures_total", program="mine") == 1
+
+
+async def test_where_a_consumer_leaves_no_cancellation_stays_behind(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def program(_request: Request, _fleet: EngineFleet) -> Answer:
+        try:
+            yield Output((1,))
+        finally:
+            raise ValueError("a clean-up that fails")
+
+    def leave(_: Output) -> None:
+        raise TextEnded
+
+    async def nothing() -> None: ...
+
+    with pytest.raises(TextEnded):
+        await stream_of(door, program, monkeypatch).run(leave, nothing)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)  # where it would come
