@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tercet.fleet import EngineFleet, Trace
+from tercet.fleet import Trace
 from tercet.programs import Answer
-from tercet.protocol import Output, OutputStream, Request
+from tercet.protocol import Fleet, Output, OutputStream, Request
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Chosen
 from tercet.router.service import NO_VERSION, Service
@@ -23,14 +23,12 @@ class TextEnded(Exception):
     """The consumer wants no more."""
 
 
-def stream_of(
-    door: Door, program: Callable[[Request, EngineFleet], Answer], monkeypatch: pytest.MonkeyPatch
-) -> OutputStream:
+def stream_of(door: Door, program: Callable[[Request, Fleet], Answer], monkeypatch: pytest.MonkeyPatch) -> OutputStream:
     monkeypatch.setattr(Service, "_choose", lambda *_: Chosen(NO_VERSION, "mine", program))
     return door.service.run(REQUEST, Trace())
 
 
-async def returns(request: Request, fleet: EngineFleet) -> Answer:
+async def returns(request: Request, fleet: Fleet) -> Answer:
     with fleet.pick("decode") as engine:
         try:
             yield engine.start_generate(request)
@@ -38,7 +36,7 @@ async def returns(request: Request, fleet: EngineFleet) -> Answer:
             return
 
 
-async def returns_from_its_own_wait(request: Request, fleet: EngineFleet) -> Answer:
+async def returns_from_its_own_wait(request: Request, fleet: Fleet) -> Answer:
     with fleet.pick("decode") as engine:
         try:
             async for output in engine.start_generate(request):
@@ -49,7 +47,7 @@ async def returns_from_its_own_wait(request: Request, fleet: EngineFleet) -> Ans
 
 @pytest.mark.parametrize("program", [returns, returns_from_its_own_wait])
 async def test_a_program_that_ends_when_its_client_left_is_not_tried_again(
-    door: Door, monkeypatch: pytest.MonkeyPatch, program: Callable[[Request, EngineFleet], Answer]
+    door: Door, monkeypatch: pytest.MonkeyPatch, program: Callable[[Request, Fleet], Answer]
 ) -> None:
     door.engine("d").pause.clear()
     running = asyncio.create_task(stream_of(door, program, monkeypatch).run(lambda _: None))
@@ -68,7 +66,7 @@ async def test_a_program_that_ends_when_its_client_left_is_not_tried_again(
 async def test_a_cancellation_that_nobody_asked_for_is_the_programs_fault(
     door: Door, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def program(_request: Request, _fleet: EngineFleet) -> Answer:
+    async def program(_request: Request, _fleet: Fleet) -> Answer:
         child = asyncio.create_task(asyncio.sleep(60))
         child.cancel()
         await child
@@ -83,7 +81,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_the_programs_fault(
 async def test_where_a_consumer_leaves_no_cancellation_stays_behind(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def program(_request: Request, _fleet: EngineFleet) -> Answer:
+    async def program(_request: Request, _fleet: Fleet) -> Answer:
         try:
             yield Output((1,))
         finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Asked(msgspec.Struct, frozen=True):
     """What the front door itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
 
-    model: str | None = None
+    model: str | None = ""
     priority: int = 0
     user: str | None = None
     stream: Any = None
