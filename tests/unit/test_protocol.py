@@ -58,6 +58,28 @@ def test_errors_cross_the_wire(cls: type[TercetError]) -> None:
     assert (back.message, back.param) == ("what to do", "field")
 
 
+def test_codes_on_the_wire_stay_what_they_are() -> None:
+    ours = [cls for cls in TercetError.__subclasses__() if cls.__module__ == TercetError.__module__]
+    assert {cls.code: cls.status for cls in (TercetError, *ours)} == {
+        "tercet_error": 500,
+        "bad_request": 400,
+        "unauthorized": 401,
+        "unknown_engine": 404,
+        "unknown_sequence": 404,
+        "conflict": 409,
+        "layout_mismatch": 409,
+        "lease_ended": 410,
+        "request_too_large": 413,
+        "saturated": 429,
+        "deadline_exceeded": 504,
+        "no_space": 503,
+        "engine_error": 500,
+        "transfer_failed": 502,
+        "front_door_unreachable": 502,
+        "engine_unreachable": 503,
+    }
+
+
 @pytest.mark.parametrize(
     ("status", "body", "cls"),
     [

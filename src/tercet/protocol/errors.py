@@ -20,11 +20,13 @@
     └── EngineUnreachable     503  no answer from the engine
 
 ``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
-``{"error": {"message", "type", "param", "code"}}``.
+``{"error": {"message", "type", "param", "code"}}``. A class that is declared with a status has its own name, in snake
+case, as code, so that renaming it changes the wire; any other class goes by its base's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -34,6 +36,10 @@ class TercetError(Exception):
 
     code: ClassVar[str] = "tercet_error"
     status: ClassVar[int] = 500
+
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        if status is not None:
+            cls.code, cls.status = re.sub(r"\B([A-Z])", r"_\1", cls.__name__).lower(), status
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -45,113 +51,68 @@ class TercetError(Exception):
         return {"error": {"message": self.message, "type": type(self).__name__, "param": self.param, "code": self.code}}
 
 
-class BadRequest(TercetError):
+class BadRequest(TercetError, status=400):
     """The input is wrong; sending it again will not help."""
 
-    code = "bad_request"
-    status = 400
 
-
-class Unauthorized(TercetError):
+class Unauthorized(TercetError, status=401):
     """The caller has not shown the key that this server asks for."""
 
-    code = "unauthorized"
-    status = 401
 
-
-class UnknownEngine(TercetError):
+class UnknownEngine(TercetError, status=404):
     """The fleet has no engine of that name."""
 
-    code = "unknown_engine"
-    status = 404
 
-
-class UnknownSequence(TercetError):
+class UnknownSequence(TercetError, status=404):
     """The engine holds nothing under this seq_id or lease."""
 
-    code = "unknown_sequence"
-    status = 404
 
-
-class Conflict(TercetError):
+class Conflict(TercetError, status=409):
     """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another."""
 
-    code = "conflict"
-    status = 409
 
-
-class LayoutMismatch(TercetError):
+class LayoutMismatch(TercetError, status=409):
     """KV of one engine has no meaning in the other one."""
 
-    code = "layout_mismatch"
-    status = 409
 
-
-class LeaseEnded(TercetError):
+class LeaseEnded(TercetError, status=410):
     """The lease is over, and its blocks may belong to somebody else: nothing more is written under it."""
 
-    code = "lease_ended"
-    status = 410
 
-
-class RequestTooLarge(TercetError):
+class RequestTooLarge(TercetError, status=413):
     """The request's body has more bytes than this server takes."""
 
-    code = "request_too_large"
-    status = 413
 
-
-class Saturated(TercetError):
+class Saturated(TercetError, status=429):
     """The fleet has as much to do as it may; ``retry_after`` is in seconds."""
-
-    code = "saturated"
-    status = 429
 
     def __init__(self, message: str, param: str | None = None, retry_after: int = 1) -> None:
         super().__init__(message, param)
         self.retry_after = retry_after
 
 
-class DeadlineExceeded(TercetError):
+class DeadlineExceeded(TercetError, status=504):
     """The request took longer than this server lets any take."""
 
-    code = "deadline_exceeded"
-    status = 504
 
-
-class NoSpace(TercetError):
+class NoSpace(TercetError, status=503):
     """The engine cannot pin that many blocks now."""
 
-    code = "no_space"
-    status = 503
 
-
-class EngineError(TercetError):
+class EngineError(TercetError, status=500):
     """The engine failed while it ran the request."""
 
-    code = "engine_error"
-    status = 500
 
-
-class TransferFailed(TercetError):
+class TransferFailed(TercetError, status=502):
     """KV did not arrive: the receiver refused it, vanished, or took too long."""
 
-    code = "transfer_failed"
-    status = 502
 
-
-class FrontDoorUnreachable(TercetError):
+class FrontDoorUnreachable(TercetError, status=502):
     """Nobody whom the engine may stream tokens to answers at that address."""
 
-    code = "front_door_unreachable"
-    status = 502
 
-
-class EngineUnreachable(TercetError):
+class EngineUnreachable(TercetError, status=503):
     """The engine's process does not answer."""
-
-    code = "engine_unreachable"
-    status = 503
 
 
 _BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetError, *TercetError.__subclasses__())}

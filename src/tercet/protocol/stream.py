@@ -105,7 +105,8 @@ class OutputStream:
             except Exception as error:  # raised to the consumer, which is not this caller
                 self._failure = error
                 self._end()
-                self._interrupt()
+                if self._runner is not None:  # ``produce`` runs there, and is not to be waited for: it is cancelled
+                    self._interrupted = self._runner.cancel()
         else:
             self._queue.append(output)
             if waiter is not None and not waiter.done():
@@ -155,11 +156,6 @@ class OutputStream:
             if self._interrupted:
                 await self._resume(cancelled_before)
             self._raise_failure()
-
-    def _interrupt(self) -> None:
-        """``produce`` runs in the consumer's task, and that is not to be waited for: it is cancelled."""
-        if self._runner is not None:
-            self._interrupted = self._runner.cancel()
 
     async def _resume(self, cancelled_before: int) -> None:
         """The consumer's task goes on behind an interruption, unless somebody else has cancelled it as well."""

@@ -144,8 +144,3 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kv_usage: float
     tokens: int | None = None
     step_time: float | None = None
-
-    @classmethod
-    def of(cls, status: EngineStatus) -> EngineLoad:
-        """The load in an engine's status."""
-        return cls(waiting=status.waiting, running=status.running, kv_usage=status.kv_cache_usage)

@@ -48,7 +48,7 @@ class SchedulingFile:
             "profiles": {
                 name: {
                     "filters": [type(plugin).__name__ for plugin in profile.filters],
-                    "scorers": {type(item.scorer).__name__: item.weight for item in profile.scorers},
+                    "scorers": {type(scorer).__name__: weight for scorer, weight in profile.scorers},
                     "picker": type(profile.picker).__name__,
                 }
                 for name, profile in scheduling.profiles.items()

@@ -16,15 +16,7 @@ from msgspec import Meta
 from tercet.protocol import BadRequest
 from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
-from tercet.scheduling.profiles import (
-    SCHEDULED,
-    Assignment,
-    Handler,
-    Scheduling,
-    SchedulingProfile,
-    Weighted,
-    of_one_profile,
-)
+from tercet.scheduling.profiles import SCHEDULED, Handler, Scheduling, SchedulingProfile, of_one_profile
 from tercet.scheduling.registry import plugin_class
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
@@ -108,9 +100,7 @@ def build(config: SchedulingConfig, beside: Path) -> Scheduling:
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
         profiles[given.name] = _profile(given, plugins, at)
-    deciders = {name: plugin for name, plugin in plugins.items() if isinstance(plugin, Decider)}
-    assigned = _assigned(plugins, profiles, deciders)
-    return Scheduling(profiles, assigned.by_role, deciders, assigned.decider)
+    return _scheduling(plugins, profiles)
 
 
 def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:
@@ -136,13 +126,13 @@ def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at:
 
 def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> SchedulingProfile:
     filters: list[Filter] = []
-    scorers: list[Weighted] = []
+    scorers: list[tuple[Scorer, float]] = []
     picker: Picker | None = None
     for index, use in enumerate(given.plugins):
         here = f"{at}.plugins[{index}]"
         plugin = _referred(use, plugins, here)
         if isinstance(plugin, Scorer):
-            scorers.append(Weighted(plugin, 1.0 if use.weight is None else use.weight))
+            scorers.append((plugin, 1.0 if use.weight is None else use.weight))
             continue
         if use.weight is not None:
             raise BadRequest(f"{here}.weight: {use.plugin_ref} is no scorer, and has no weight", f"{here}.weight")
@@ -153,7 +143,7 @@ def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> Sc
         else:
             why = "is the second picker" if isinstance(plugin, Picker) else "is no filter, scorer or picker"
             raise BadRequest(f"{here}.pluginRef: {use.plugin_ref} {why}", f"{here}.pluginRef")
-    scorers.sort(key=lambda weighted: weighted.scorer.runs_last)  # stable: the others keep their order
+    scorers.sort(key=lambda weighted: weighted[0].runs_last)  # stable: the others keep their order
     return SchedulingProfile(given.name, filters, scorers, picker or MaxScorePicker())
 
 
@@ -168,12 +158,11 @@ def _referred(use: PluginUse, plugins: Mapping[str, Plugin], here: str) -> Plugi
     return found
 
 
-def _assigned(
-    plugins: Mapping[str, Plugin], profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]
-) -> Assignment:
+def _scheduling(plugins: Mapping[str, Plugin], profiles: Mapping[str, SchedulingProfile]) -> Scheduling:
+    deciders = {name: plugin for name, plugin in plugins.items() if isinstance(plugin, Decider)}
     handlers = [(index, plugin) for index, plugin in enumerate(plugins.values()) if isinstance(plugin, Handler)]
     if not handlers:
-        return of_one_profile(profiles)
+        return of_one_profile(profiles, deciders)
     if len(handlers) > 1:
         field = f"plugins[{handlers[1][0]}].type"
         raise BadRequest(f"{field}: is a second profile handler; keep one", field)

@@ -52,20 +52,12 @@ SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A scorer and how much it counts."""
-
-    scorer: Scorer
-    weight: float
-
-
-@dataclass(frozen=True)
 class SchedulingProfile:
-    """How to pick an engine for one purpose; filters and scorers run in the order given."""
+    """How to pick an engine for one purpose; filters and scorers, each with its weight, run in the order given."""
 
     name: str
     filters: Sequence[Filter]
-    scorers: Sequence[Weighted]
+    scorers: Sequence[tuple[Scorer, float]]
     picker: Picker
 
     def pick(self, decision: Decision, engines: Engines) -> int:
@@ -75,7 +67,7 @@ class SchedulingProfile:
         """
         left = self._filtered(decision, engines)
         chosen = int(left.rows[self.picker.pick(decision, left, self._scores(decision, left))])
-        for plugin in self._plugins:
+        for plugin in (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker):
             plugin.picked(decision, chosen)
         return chosen
 
@@ -92,17 +84,13 @@ class SchedulingProfile:
 
     def _scores(self, decision: Decision, engines: Engines) -> Floats:
         total = np.zeros(len(engines))
-        for weighted in self.scorers:
-            given = np.asarray(weighted.scorer.score(decision, engines), dtype=np.float64)
+        for scorer, weight in self.scorers:
+            given = np.asarray(scorer.score(decision, engines), dtype=np.float64)
             if given.shape != total.shape:
-                kind = type(weighted.scorer).__name__
+                kind = type(scorer).__name__
                 raise ValueError(f"{kind} gave scores of shape {given.shape} for {len(engines)} engines")
-            total += weighted.weight * np.fmin(np.fmax(given, 0.0), 1.0)  # these two leave NaN behind
+            total += weight * np.fmin(np.fmax(given, 0.0), 1.0)  # these two leave NaN behind
         return total
-
-    @property
-    def _plugins(self) -> Sequence[Plugin]:
-        return (*self.filters, *(weighted.scorer for weighted in self.scorers), self.picker)
 
 
 @dataclass(frozen=True)
@@ -132,18 +120,10 @@ class Scheduling:
         return found
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """The profile's name for each role, and the decider."""
-
-    by_role: Mapping[Role, str]
-    decider: Decider
-
-
 class Handler(Plugin, frozen=True):
     """Assigns the profiles of a file."""
 
-    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
         raise NotImplementedError(f"{type(self).__name__} has no assign()")
 
@@ -151,13 +131,13 @@ class Handler(Plugin, frozen=True):
 class SingleProfileHandler(Handler, frozen=True):
     """One profile for every role."""
 
-    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         if len(profiles) != 1:
             field = "schedulingProfiles"
             raise BadRequest(
                 f"{field}: a single-profile-handler takes one profile, and there are {len(profiles)}", field
             )
-        return of_one_profile(profiles)
+        return of_one_profile(profiles, deciders)
 
 
 class DeciderNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,23 +159,23 @@ class DisaggProfileHandler(Handler, frozen=True):
     profiles: ProfileNames = ProfileNames()
     deciders: DeciderNames = DeciderNames()
 
-    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Assignment:
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         prefill, decode, wanted = self.profiles.prefill, self.profiles.decode, self.deciders.prefill
         _require(prefill in profiles, f"{at}.profiles.prefill", "profile", prefill, profiles)
         _require(decode in profiles, f"{at}.profiles.decode", "profile", decode, profiles)
         by_role: Mapping[Role, str] = {"prefill": prefill, "decode": decode, "both": decode}
         if wanted is None:
-            return Assignment(by_role, AlwaysDisaggregate())
+            return Scheduling(profiles, by_role, deciders)
         _require(wanted in deciders, f"{at}.deciders.prefill", "decider", wanted, deciders)
-        return Assignment(by_role, deciders[wanted])
+        return Scheduling(profiles, by_role, deciders, deciders[wanted])
 
 
-def of_one_profile(profiles: Mapping[str, SchedulingProfile]) -> Assignment:
+def of_one_profile(profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]) -> Scheduling:
     """Every role by the only profile; with several and no handler, none by any."""
     if len(profiles) != 1:
-        return Assignment({}, AlwaysDisaggregate())
+        return Scheduling(profiles, {}, deciders)
     (name,) = profiles
-    return Assignment({"prefill": name, "decode": name, "both": name}, AlwaysDisaggregate())
+    return Scheduling(profiles, {"prefill": name, "decode": name, "both": name}, deciders)
 
 
 def _require(there: bool, field: str, kind: str, name: str, known: Mapping[str, object]) -> None:

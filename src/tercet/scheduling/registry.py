@@ -5,68 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from tercet.protocol import BadRequest
-from tercet.scheduling.filters import (
-    ByLabel,
-    ByLabelSelector,
-    DecodeFilter,
-    HealthFilter,
-    PrefillFilter,
-    SaturationFilter,
-)
-from tercet.scheduling.pickers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
+from tercet.scheduling import filters, pickers, profiles, scorers
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
-from tercet.scheduling.profiles import (
-    AlwaysDisaggregate,
-    DisaggProfileHandler,
-    LoadBasedDecider,
-    PrefixBasedDecider,
-    SingleProfileHandler,
-)
-from tercet.scheduling.scorers import (
-    ActiveRequestScorer,
-    KVCacheUtilizationScorer,
-    LoadAwareScorer,
-    NoHitLRUScorer,
-    PrecisePrefixCacheScorer,
-    PrefixCacheScorer,
-    QueueScorer,
-    RunningRequestsSizeScorer,
-    SessionAffinityScorer,
-    TokenLoadScorer,
-)
 
-BUILT_IN: Mapping[str, type[Plugin]] = MappingProxyType(
-    {
-        "active-request-scorer": ActiveRequestScorer,
-        "always-disagg-pd-decider": AlwaysDisaggregate,
-        "by-label": ByLabel,
-        "by-label-selector": ByLabelSelector,
-        "decode-filter": DecodeFilter,
-        "disagg-profile-handler": DisaggProfileHandler,
-        "health-filter": HealthFilter,
-        "kv-cache-utilization-scorer": KVCacheUtilizationScorer,
-        "load-aware-scorer": LoadAwareScorer,
-        "load-based-pd-decider": LoadBasedDecider,
-        "max-score-picker": MaxScorePicker,
-        "no-hit-lru-scorer": NoHitLRUScorer,
-        "power-of-two-picker": PowerOfTwoPicker,
-        "precise-prefix-cache-scorer": PrecisePrefixCacheScorer,
-        "prefill-filter": PrefillFilter,
-        "prefix-based-pd-decider": PrefixBasedDecider,
-        "prefix-cache-scorer": PrefixCacheScorer,
-        "queue-scorer": QueueScorer,
-        "random-picker": RandomPicker,
-        "running-requests-size-scorer": RunningRequestsSizeScorer,
-        "saturation-filter": SaturationFilter,
-        "session-affinity-scorer": SessionAffinityScorer,
-        "single-profile-handler": SingleProfileHandler,
-        "token-load-scorer": TokenLoadScorer,
-        "weighted-random-picker": WeightedRandomPicker,
-    }
-)
+BUILT_IN: Mapping[str, type[Plugin]] = {
+    "active-request-scorer": scorers.ActiveRequestScorer,
+    "always-disagg-pd-decider": profiles.AlwaysDisaggregate,
+    "by-label": filters.ByLabel,
+    "by-label-selector": filters.ByLabelSelector,
+    "decode-filter": filters.DecodeFilter,
+    "disagg-profile-handler": profiles.DisaggProfileHandler,
+    "health-filter": filters.HealthFilter,
+    "kv-cache-utilization-scorer": scorers.KVCacheUtilizationScorer,
+    "load-aware-scorer": scorers.LoadAwareScorer,
+    "load-based-pd-decider": profiles.LoadBasedDecider,
+    "max-score-picker": pickers.MaxScorePicker,
+    "no-hit-lru-scorer": scorers.NoHitLRUScorer,
+    "power-of-two-picker": pickers.PowerOfTwoPicker,
+    "precise-prefix-cache-scorer": scorers.PrecisePrefixCacheScorer,
+    "prefill-filter": filters.PrefillFilter,
+    "prefix-based-pd-decider": profiles.PrefixBasedDecider,
+    "prefix-cache-scorer": scorers.PrefixCacheScorer,
+    "queue-scorer": scorers.QueueScorer,
+    "random-picker": pickers.RandomPicker,
+    "running-requests-size-scorer": scorers.RunningRequestsSizeScorer,
+    "saturation-filter": filters.SaturationFilter,
+    "session-affinity-scorer": scorers.SessionAffinityScorer,
+    "single-profile-handler": profiles.SingleProfileHandler,
+    "token-load-scorer": scorers.TokenLoadScorer,
+    "weighted-random-picker": pickers.WeightedRandomPicker,
+}
 
 _TO_WRITE = {Filter: "keep", Scorer: "score", Picker: "pick", Decider: "disaggregates"}
 

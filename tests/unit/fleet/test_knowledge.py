@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tercet.fleet.knowledge import LoadTable
-from tercet.protocol import EngineLoad, EngineStatus
+from tercet.protocol import EngineLoad
 
 
 class Clock:
@@ -72,25 +72,6 @@ def test_rows_stay_through_growth() -> None:
     table.add("another")
     assert table.column("waiting", np.array(list(rows.values()))).tolist() == list(range(100))
     assert len(set(table.keys(np.array(list(rows.values()))).tolist())) == 100
-
-
-def test_a_status_says_what_a_report_needs() -> None:
-    status = EngineStatus(
-        engine="a",
-        model="m",
-        version="1",
-        vllm_version="1",
-        block_size=16,
-        total_blocks=10,
-        free_blocks=5,
-        running=3,
-        waiting=4,
-        kv_cache_usage=0.5,
-        max_model_len=100,
-        leases=0,
-        sends=0,
-    )
-    assert EngineLoad.of(status) == EngineLoad(waiting=4, running=3, kv_usage=0.5)
 
 
 def test_the_last_report_stays_to_be_looked_at_with_its_age() -> None:

@@ -32,8 +32,8 @@ def test_the_scorer_of_ones_own_scores(tmp_path: Path) -> None:
     text = "plugins: [{type: mine.py:SameZone, name: z, parameters: {zone: x}}]\n"
     made = loaded(tmp_path, text + "schedulingProfiles: [{name: p, plugins: [{pluginRef: z}]}]")
     bench = Bench(View("a", labels={"zone": "x"}), View("b"))
-    (weighted,) = made.profiles["p"].scorers
-    assert listed(weighted.scorer.score(bench.decision(), bench.engines)) == [1, 0]
+    ((scorer, _),) = made.profiles["p"].scorers
+    assert listed(scorer.score(bench.decision(), bench.engines)) == [1, 0]
 
 
 @pytest.mark.parametrize(("length", "verbs"), [(100, ["prep_recv", "start_generate"]), (400, ["remote_send"])])

@@ -64,14 +64,14 @@ def test_a_file_in_llm_ds_form(tmp_path: Path) -> None:
     made = loaded(tmp_path, PD)
     decode, prefill = made.profiles["decode"], made.profiles["prefill"]
     assert [type(each) for each in decode.filters] == [DecodeFilter]
-    assert [(type(each.scorer), each.weight) for each in decode.scorers] == [
+    assert [(type(scorer), weight) for scorer, weight in decode.scorers] == [
         (PrefixCacheScorer, 2.5),
         (NoHitLRUScorer, 1.0),  # needs what the other found, and so runs after it
     ]
-    assert decode.scorers[0].scorer == PrefixCacheScorer(block_size=16, lru_capacity_per_server=100)
+    assert decode.scorers[0][0] == PrefixCacheScorer(block_size=16, lru_capacity_per_server=100)
     assert isinstance(decode.picker, MaxScorePicker)
     assert isinstance(prefill.picker, WeightedRandomPicker)
-    assert prefill.scorers[0].scorer == LoadAwareScorer(threshold=10)
+    assert prefill.scorers[0][0] == LoadAwareScorer(threshold=10)
     assert made.decider == PrefixBasedDecider(non_cached_tokens=8)
     assert made.profile("scheduled", "prefill") is prefill
     assert made.profile("scheduled", "both") is decode
@@ -99,8 +99,8 @@ def test_a_plugin_of_the_users_is_found_beside_the_file(tmp_path: Path) -> None:
     text = "plugins: [{type: 'mine.py:Zone', name: z, parameters: {zone: x}}]\n"
     made = loaded(tmp_path, text + "schedulingProfiles: [{name: p, plugins: [{pluginRef: z, weight: 3}]}]")
     bench = Bench(View("a", labels={"zone": "y"}), View("b", labels={"zone": "x"}))
-    (weighted,) = made.profiles["p"].scorers
-    assert listed(weighted.scorer.score(bench.decision(), bench.engines)) == [0, 1]
+    ((scorer, _),) = made.profiles["p"].scorers
+    assert listed(scorer.score(bench.decision(), bench.engines)) == [0, 1]
     assert isinstance(bench.engines, Engines)
     assert made.profiles["p"].pick(bench.decision(), bench.engines) == bench.engines.rows[1]
 

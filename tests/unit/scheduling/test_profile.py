@@ -11,7 +11,6 @@ from tercet.scheduling import Decision, Engines, SchedulingProfile
 from tercet.scheduling.filters import DecodeFilter, HealthFilter, PrefillFilter
 from tercet.scheduling.pickers import MaxScorePicker
 from tercet.scheduling.plugin import Scorer
-from tercet.scheduling.profiles import Weighted
 from tercet.scheduling.scorers import NoHitLRUScorer, PrefixCacheScorer
 
 from .builders import Bench, View, request_of
@@ -32,7 +31,7 @@ def chosen(bench: Bench, profile: SchedulingProfile) -> str:
 
 
 def by_scores(*scorers: tuple[tuple[float, ...], float]) -> SchedulingProfile:
-    return SchedulingProfile("p", [], [Weighted(Fixed(of=of), weight) for of, weight in scorers], MaxScorePicker())
+    return SchedulingProfile("p", [], [(Fixed(of=of), weight) for of, weight in scorers], MaxScorePicker())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_a_lenient_filter_that_leaves_nobody_is_passed_over() -> None:
 
 def test_plugins_learn_who_was_picked() -> None:
     bench = Bench(View("a"), View("b"))
-    scorers = [Weighted(PrefixCacheScorer(block_size=2), 2), Weighted(NoHitLRUScorer(), 1)]
+    scorers = [(PrefixCacheScorer(block_size=2), 2), (NoHitLRUScorer(), 1)]
     profile = SchedulingProfile("p", [], scorers, MaxScorePicker())
 
     def pick(*tokens: int) -> int:
