@@ -52,6 +52,8 @@ class SimScheduler:
         self._decoding = DecodingBatch(block_size)
         self._between: list[Callable[[], None]] = []
         self._timer: Alarm | None = None
+        self._ends = 0.0
+        self._frozen_since: float | None = None
         self._step_began = 0.0
         self._chunks: list[Chunk] = []
         self._run: DecodeRun | None = None
@@ -78,8 +80,10 @@ class SimScheduler:
     @property
     def free_blocks(self) -> int:
         """Free blocks now, within the current run of steps."""
-        run = self._run
-        return self.pool.free - (self._decoding.blocks_for(run.steps_at(self._time.time())) if run else 0)
+        run, now = self._run, self._frozen_since
+        if run is None:
+            return self.pool.free
+        return self.pool.free - self._decoding.blocks_for(run.steps_at(self._time.time() if now is None else now))
 
     def load(self) -> EngineLoad:
         """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` is the mean so far."""
@@ -125,6 +129,7 @@ class SimScheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._frozen_since = None
         self._time.end()
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
         self._waiting.clear()
@@ -137,6 +142,30 @@ class SimScheduler:
             if work.stream is not None:
                 work.stream.fail(error)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it was told to :meth:`freeze`."""
+        return self._frozen_since is not None
+
+    def freeze(self) -> None:
+        """Stand still, as a process does that got SIGSTOP: the step under way, and all that is asked, goes on later."""
+        if self._frozen_since is None:
+            now = self._frozen_since = self._time.time()
+            if self._timer is None:
+                self._ends, self._step_began = now, self._time.on_loop(now)
+                self._timer = self._time.call_at(now, self._step_over, now)  # what is asked waits for its end
+            self._timer.cancel()
+
+    def thaw(self) -> None:
+        """Go on where :meth:`freeze` stopped it."""
+        since, self._frozen_since = self._frozen_since, None
+        if since is not None:
+            passed = self._time.time() - since
+            if self._run is not None:
+                self._run.begin += passed
+            self._end_at(self._ends + passed)
+            self._cut()  # somebody may have come meanwhile
+
     def _wake(self) -> None:
         if self._timer is None:
             self._boundary(self._time.time())
@@ -146,15 +175,14 @@ class SimScheduler:
     def _cut(self) -> None:
         """End the current run of steps with the step that is under way."""
         run = self._run
-        if run is None:
+        if run is None or self._frozen_since is not None:
             return
         steps = run.steps_at(self._time.time())
         if steps < run.steps and self._timer is not None:
             self._timer.cancel()
             run.steps = steps
             self._ticks = steps
-            end = run.after(steps)
-            self._timer = self._time.call_at(end, self._step_over, end)
+            self._end_at(run.after(steps))
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -199,7 +227,7 @@ class SimScheduler:
         self._chunks, self._ticks = chunks, int(decodes)
         self.counters.steps += 1
         self.counters.prefill_tokens += tokens
-        self._timer = self._time.call_at(end, self._step_over, end)
+        self._end_at(end)
 
     def _start_run(self, now: float) -> None:
         decoding = self._decoding
@@ -210,7 +238,10 @@ class SimScheduler:
         self._step_began = self._time.on_loop(now)
         self._run = DecodeRun(now, steps, first, per_context * batch)
         self._ticks = steps
-        end = self._run.after(steps)
+        self._end_at(self._run.after(steps))
+
+    def _end_at(self, end: float) -> None:
+        self._ends = end
         self._timer = self._time.call_at(end, self._step_over, end)
 
     def _advance(self) -> None:

@@ -229,6 +229,8 @@ class SimEngine:
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
         await self._reach()
+        if self._scheduler.frozen:
+            await self._between_steps(lambda: None)  # a frozen core tells nothing
         total, free = self._pool.total, self._scheduler.free_blocks
         counters = self.counters
         return EngineStatus(
@@ -301,6 +303,14 @@ class SimEngine:
         if self._down:
             self._start()
             self._down = False
+
+    def freeze(self) -> None:
+        """The core's process gets SIGSTOP: no step ends and no call is answered; the server goes on."""
+        self._scheduler.freeze()
+
+    def thaw(self) -> None:
+        """It gets SIGCONT."""
+        self._scheduler.thaw()
 
     @property
     def counters(self) -> Counters:
