@@ -13,10 +13,10 @@ from tercet import __version__
 from tercet.cli.bench import bench
 from tercet.cli.demo import demo
 from tercet.cli.fleet_commands import engines, scheduling
-from tercet.cli.profile import app as profile
+from tercet.cli.profile import profile
 from tercet.cli.program import program
 from tercet.cli.servers import engine, router
-from tercet.cli.sim import app as sim
+from tercet.cli.sim import sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
 
@@ -29,16 +29,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-app.command()(up)
-app.command()(engine)
-app.command()(router)
-app.command()(demo)
-app.add_typer(program, name="program")
-app.add_typer(engines, name="engines")
-app.add_typer(scheduling, name="scheduling")
-app.add_typer(bench, name="bench")
-app.add_typer(sim, name="sim")
-app.add_typer(profile, name="profile")
+for command in (up, engine, router, demo):
+    app.command()(command)
+for group in (program, engines, scheduling, bench, sim, profile):
+    app.add_typer(group)
 
 
 def _version(wanted: bool) -> None:

@@ -17,9 +17,10 @@ from tercet.bench.results import load_results
 from tercet.cli.bench_options import bench_command
 from tercet.cli.bench_run import run_bench
 from tercet.cli.bench_transfer import transfer
-from tercet.protocol import BadRequest
+from tercet.cli.terminal import write_file
 
 bench = typer.Typer(
+    name="bench",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Measure any OpenAI endpoint, compare programs on the same engines, and draw the results.",
@@ -92,17 +93,10 @@ def report(
     if table is None:
         typer.echo(text, nl=False)
     else:
-        _write(table, text)
+        write_file(table, text.encode(), "--table")
 
 
 def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell]:
     by_label = {contender.label: contender for contender in contenders}
     order = turns_of(list(by_label), config.rounds, config.seed)
     return [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadRequest(f"--table {file}: {error.strerror}", "table") from error

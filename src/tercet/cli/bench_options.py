@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import msgspec
 import typer
 
 from tercet.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
-from tercet.cli.setting_flags import flag_parameters, flags_given
+from tercet.cli.setting_flags import flags_given, parameters_of, taking
 from tercet.protocol import BadRequest
 
 SEVERAL = ("request_rate", "concurrency")
@@ -53,14 +52,7 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
                 given["goodput"] = _limits(given["goodput"])
             command(load_config(kind, config, flags_given(kind, given)), result)
 
-        by_hand = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in BY_HAND.items()
-        ]
-        parameters = [*flag_parameters(kind), *by_hand]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
+        return taking(run, {**parameters_of(kind), **BY_HAND})
 
     return decorate
 

@@ -18,7 +18,7 @@ from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
 from tercet.bench.result_report import point_text, ratio_table
 from tercet.bench.results import BenchResult, Point, command_line, machine, now, save_result, versions
 from tercet.bench.summary import Summary
-from tercet.cli.up import say
+from tercet.cli.terminal import say
 from tercet.cluster.model import resolve_model
 from tercet.protocol import BadRequest, EngineError
 
@@ -35,8 +35,10 @@ def run_bench(config: BenchConfig, contenders: Sequence[Contender], cells_of: Ce
         raise BadRequest(f"--result {file}: must be a file in a directory that exists", "result")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(_measure(config, contenders, cells_of))
-    bare = () if config.save_records else tuple(msgspec.structs.replace(p, records=()) for p in outcome.points)
-    save_result(outcome if config.save_records else msgspec.structs.replace(outcome, points=bare), file)
+    if not config.save_records:
+        bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
+        outcome = msgspec.structs.replace(outcome, points=bare)
+    save_result(outcome, file)
     if outcome.ratios:
         say("\n" + ratio_table(outcome.ratios))
     say(f"\nwritten to {file}")

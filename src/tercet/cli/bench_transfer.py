@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table as Lines
 
 from tercet.bench.transfer.cases import KIB, MIB, Table, cases
 from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
 from tercet.bench.transfer.measurement import BACKENDS, draw, failures, idle_cpu, measure, report, rows
+from tercet.cli.terminal import console, say, show_table
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import TransportSettings
-
-PLAIN_WIDTH = 140
 
 
 def transfer(
@@ -43,33 +39,28 @@ def transfer(
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if piece is not None:
         raise BadRequest("--piece is called --chunk now", "--piece")
-    sizes = _numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB)
-    backends = [name.strip() for name in backend.split(",")]
-    unknown = [name for name in backends if name not in BACKENDS]
-    if unknown:
-        raise BadRequest(f"--backend: there is no {unknown[0]!r}; choose from {', '.join(BACKENDS)}", "--backend")
-    found = Table()
-    idle: dict[str, float | str] = {}
-    interference: dict[str, Interference | str] = {}
-    if sizes[0]:
-        with console.status("starting") as status:
-            found = measure(cases(*sizes), backends, rounds, streams, status.update)
-        # No spinner here: it would be measured, too.
-        idle = idle_cpu([name for name in backends if name in found.ways], streams, console.print)
-    if engine is not None:
-        with console.status("starting") as status:
-            for name in (MEMCPY, *backends):
-                status.update(f"decode steps of {engine} while it receives over {name}")
-                settings = None if name == MEMCPY else TransportSettings(name, streams=streams)
-                interference[name] = _interference(engine.rstrip("/"), rounds, tokens, settings)
-    _show(console, found, idle, interference)
+    sizes = cases(_numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB))
+    backends = _backends(backend)
+    with console.status("starting") as status:
+        found = measure(sizes, backends, rounds, streams, status.update)
+    # No spinner here: it would be measured, too.
+    idle = idle_cpu([name for name in backends if name in found.ways], streams, say)
+    slowed = {} if engine is None else _interference(engine.rstrip("/"), backends, rounds, tokens, streams)
+    _show(found, idle, slowed)
     if json is not None:
-        report(found, idle, interference).save(json)
+        report(found, idle, slowed).save(json)
     if plot is not None:
         _draw(found, plot)
+
+
+def _backends(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown:
+        raise BadRequest(f"--backend: there is no {unknown[0]!r}; choose from {', '.join(BACKENDS)}", "--backend")
+    return names
 
 
 def _numbers(flag: str, text: str, unit: int) -> list[int]:
@@ -82,25 +73,17 @@ def _numbers(flag: str, text: str, unit: int) -> list[int]:
     return found
 
 
-def _show(
-    console: Console, found: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]
-) -> None:
+def _show(found: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> None:
     if found.results:
-        head, body = rows(found)
-        lines = Lines(title="GB/s")
-        for name in head:
-            lines.add_column(name, justify="right")
-        for row in body:
-            lines.add_row(*row)
-        console.print(lines)
+        show_table("GB/s", *rows(found))
     for way, why in failures(found).items():
-        console.print(f"{way} was not measured: {why}", highlight=False)
+        say(f"{way} was not measured: {why}")
     for way, cores in idle.items():
         said = f"{cores * 100:.2f}% of a core" if isinstance(cores, float) else cores
-        console.print(f"idle, a pair of ranks over {way}: {said}", highlight=False)
+        say(f"idle, a pair of ranks over {way}: {said}")
     for way, slowed in interference.items():
         beside = "beside another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
-        console.print(f"decode steps {beside}: {_told(slowed)}", highlight=False)
+        say(f"decode steps {beside}: {_told(slowed)}")
 
 
 def _told(found: Interference | str) -> str:
@@ -110,11 +93,20 @@ def _told(found: Interference | str) -> str:
     return f"{receiving:.1f} ms at {found.gb_per_s:.2f} GB/s, {alone:.1f} ms alone (x {found.slowdown:.3f})"
 
 
-def _interference(engine: str, rounds: int, tokens: int, settings: TransportSettings | None) -> Interference | str:
-    try:
-        return measure_interference(engine, rounds, tokens, settings)
-    except TransferFailed as error:
-        return error.message
+def _interference(
+    engine: str, backends: list[str], rounds: int, tokens: int, streams: int
+) -> dict[str, Interference | str]:
+    """By how much each backend, and a plain copy beside, slows the engine's decode steps; or why it cannot be said."""
+    found: dict[str, Interference | str] = {}
+    with console.status("starting") as status:
+        for name in (MEMCPY, *backends):
+            status.update(f"decode steps of {engine} while it receives over {name}")
+            settings = None if name == MEMCPY else TransportSettings(name, streams=streams)
+            try:
+                found[name] = measure_interference(engine, rounds, tokens, settings)
+            except TransferFailed as error:
+                found[name] = error.message
+    return found
 
 
 def _draw(found: Table, path: Path) -> None:

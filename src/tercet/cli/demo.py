@@ -9,7 +9,8 @@ import aiohttp
 import msgspec
 import typer
 
-from tercet.cli.up import console, run_fleet, say
+from tercet.cli.terminal import console, say
+from tercet.cli.up import run_fleet
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace, TraceEvent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -28,12 +29,13 @@ def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None)
     return asyncio.run(ask_front_door(url, method, path, body, api_key))
 
 
-def say(text: str) -> None:
-    """A line on standard output."""
-    typer.echo(text)
+def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
+    """Print an answer as it is, or the lines that say the same."""
+    for line in [json.dumps(answer, indent=2)] if as_json else in_words(answer):
+        typer.echo(line)
 
 
-engines = typer.Typer(no_args_is_help=True, help="Show and change the engines of a running front door.")
+engines = typer.Typer(name="engines", no_args_is_help=True, help="Show and change the engines of a running front door.")
 Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
 
 
@@ -41,12 +43,8 @@ Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
 def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
     found: list[dict[str, Any]] = ask(url, api_key, "GET", "/engines")
-    if as_json:
-        say(json.dumps(found, indent=2))
-        return
     width = max((len(engine["name"]) for engine in found), default=0)
-    for engine in found:
-        say(_line(engine, width))
+    show_answer(found, as_json, lambda engines: (_line(engine, width) for engine in engines))
 
 
 @engines.command()
@@ -61,7 +59,9 @@ def add(
 
     Example: `tercet engines add decode-2 http://10.0.0.7:8001 --role decode`
     """
-    say(_line(ask(url, api_key, "POST", "/engines", {"name": name, "url": engine_url.rstrip("/"), "role": role})))
+    typer.echo(
+        _line(ask(url, api_key, "POST", "/engines", {"name": name, "url": engine_url.rstrip("/"), "role": role}))
+    )
 
 
 @engines.command()
@@ -72,14 +72,14 @@ def drain(
     api_key: ApiKey = None,
 ) -> None:
     """Start nothing new on an engine; what runs on it finishes."""
-    say(_line(ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")))
+    typer.echo(_line(ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")))
 
 
 @engines.command()
 def remove(name: Name, url: Url = HERE, api_key: ApiKey = None) -> None:
     """Forget an engine at once; what runs on it finishes. The engine's process is left alone."""
     gone = ask(url, api_key, "DELETE", _path(name))
-    say(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
+    typer.echo(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
 
 
 @engines.command("role")
@@ -90,7 +90,7 @@ def set_role(
     api_key: ApiKey = None,
 ) -> None:
     """Give an engine another role."""
-    say(_line(ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})))
+    typer.echo(_line(ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})))
 
 
 def _path(name: str) -> str:
@@ -112,13 +112,15 @@ def _report(report: dict[str, Any] | None) -> str:
     return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
 
 
-scheduling = typer.Typer(no_args_is_help=True, help="Show and change how a running front door chooses engines.")
+scheduling = typer.Typer(
+    name="scheduling", no_args_is_help=True, help="Show and change how a running front door chooses engines."
+)
 
 
 @scheduling.command()
 def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """The file in use and its profiles."""
-    _print(ask(url, api_key, "GET", "/scheduling"), as_json)
+    show_answer(ask(url, api_key, "GET", "/scheduling"), as_json, _in_words)
 
 
 @scheduling.command("set")
@@ -134,16 +136,13 @@ def set_file(
     """
     here = Path(file).expanduser()
     path = str(here.absolute()) if here.is_file() else file
-    _print(ask(url, api_key, "PUT", "/scheduling", {"file": path}), as_json)
+    show_answer(ask(url, api_key, "PUT", "/scheduling", {"file": path}), as_json, _in_words)
 
 
-def _print(state: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        say(json.dumps(state, indent=2))
-        return
-    say(state["file"] or "no scheduling file")
+def _in_words(state: dict[str, Any]) -> Iterator[str]:
+    yield state["file"] or "no scheduling file"
     for name, profile in state["profiles"].items():
         roles = [role for role, used in state["by_role"].items() if used == name]
         scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
         parts = [*profile["filters"], *scorers, profile["picker"]]
-        say(f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}")
+        yield f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}"

@@ -16,33 +16,33 @@ import typer
 
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
 from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
-from tercet.cli.sim import require_folder, show
+from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
 from tercet.settings.router_config import engine_address
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.sim.step_times import Transfer, pairs_of
 
-app = typer.Typer(rich_markup_mode="markdown", help="Step-time profiles of simulated engines.")
+profile = typer.Typer(name="profile", rich_markup_mode="markdown", help="Step-time profiles of simulated engines.")
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="The profile's file.")]
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]
 CONTEXT = 1024
 
 
-@app.command("list")
+@profile.command("list")
 def list_profiles() -> None:
     """Show the shipped profiles, with steps in milliseconds (decodes at 1024 tokens of context)."""
-    show("profiles", HEADINGS, [_row(load_profile(name)) for name in shipped_profiles()])
+    show_table("profiles", HEADINGS, [_row(load_profile(name)) for name in shipped_profiles()])
 
 
-@app.command("show")
+@profile.command("show")
 def show_profile(name: Annotated[str, typer.Argument(help="A shipped profile, or a JSON file.")]) -> None:
     """Print a profile as JSON."""
     typer.echo(msgspec.json.format(msgspec.json.encode(load_profile(name))).decode())
 
 
-@app.command("import")
+@profile.command("import")
 def import_silicon(
     name: Annotated[str, typer.Option(help="The profile's name.")],
     model: Annotated[str, typer.Option(help="The model's name in the tables, such as `meta-llama/Meta-Llama-3.1-8B`.")],
@@ -79,13 +79,10 @@ def import_silicon(
     flags = {"--tp": tp, "--backend": backend, "--gemm": gemm, "--weight-bytes": weight_bytes, "--memory": memory}
     given = [str(part) for flag, value in flags.items() if value is not None for part in (flag, value)]
     command = ["tercet", "profile", "import", "--name", name, "--model", model, "--system", system, *given]
-    profile = import_profile(query, shlex.join(command))
-    write(output, profile)
-    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in profile.provenance.fit_error.items())
-    typer.echo(f"{output}: mean error of the fit: {errors}")
+    _finish(output, import_profile(query, shlex.join(command)), "")
 
 
-@app.command("measure")
+@profile.command("measure")
 def measure_engine(
     engine: Annotated[
         list[str],
@@ -130,10 +127,8 @@ def measure_engine(
     engines += ["--front-door", front_door] if front_door else []
     sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
     command = shlex.join(["tercet", "profile", "measure", *engines, *sizes])
-    profile = profile_from(measured, plan, command, Transfer(bytes_per_second=bandwidth, latency=latency))
-    write(output, profile)
-    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in profile.provenance.fit_error.items())
-    typer.echo(f"{output}: in {time.monotonic() - began:.0f} s; mean error of the fit: {errors}")
+    found = profile_from(measured, plan, command, Transfer(bytes_per_second=bandwidth, latency=latency))
+    _finish(output, found, f"in {time.monotonic() - began:.0f} s; ")
 
 
 async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
@@ -141,23 +136,22 @@ async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
         addresses = [engine_address(url, index) for index, url in enumerate(urls)]
         engines = [await stack.enter_async_context(HttpEngine(each.name, each.url)) for each in addresses]
         receiver = engines[1] if len(engines) > 1 else None
-        return await Meter(engines[0], receiver, plan, lambda line: typer.echo(line, err=True)).measure()
+        return await Meter(engines[0], receiver, plan, note).measure()
 
 
-def write(output: Path, profile: Profile) -> None:
-    """Write a profile; raises :class:`~tercet.protocol.BadRequest` if that is impossible."""
-    try:
-        output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    except OSError as error:
-        raise BadRequest(f"--output: {output} cannot be written: {error.strerror}", "--output") from error
+def _finish(output: Path, found: Profile, how: str) -> None:
+    """Write a profile, and say how well it fits."""
+    write_file(output, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", "--output")
+    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in found.provenance.fit_error.items())
+    typer.echo(f"{output}: {how}mean error of the fit: {errors}")
 
 
-def _row(profile: Profile) -> list[str]:
-    model = StepModel(profile.steps)
+def _row(found: Profile) -> list[str]:
+    model = StepModel(found.steps)
     prefills = [model.step(tokens, pairs_of(0, tokens), 0, 0) for tokens in (512, 3000)]
     decodes = [model.step(0, 0, batch, batch * CONTEXT) for batch in (1, 64)]
-    errors = profile.provenance.fit_error.values()
+    errors = found.provenance.fit_error.values()
     worst = f"{max(errors):.1%}" if errors else "-"
     times = [f"{seconds * 1000:.1f}" for seconds in (*prefills, *decodes)]
-    tokens = profile.total_blocks * profile.block_size
-    return [profile.name, profile.device, f"{tokens:,}", *times, worst]
+    tokens = found.total_blocks * found.block_size
+    return [found.name, found.device, f"{tokens:,}", *times, worst]

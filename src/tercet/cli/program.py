@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
-import yaml
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, say
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
 from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
-from tercet.settings import key_values
+from tercet.settings import key_values, read_yaml
 
-program = typer.Typer(no_args_is_help=True, help="Show and change the programs of a running front door.")
+program = typer.Typer(
+    name="program", no_args_is_help=True, help="Show and change the programs of a running front door."
+)
 
 
 @program.command()
 def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Which programs run, since which version, and whether one of them fails."""
-    _print(ask(url, api_key, "GET", "/program"), as_json)
+    show_answer(ask(url, api_key, "GET", "/program"), as_json, _state_in_words)
 
 
 @program.command("set")
@@ -52,8 +52,8 @@ def set_program(
     if plan is not None and program_arg:
         raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
     args = key_values(program_arg, "--program-arg")
-    body = _read(plan) if plan is not None else {"program": _located(str(name)), "args": args}
-    _print(ask(url, api_key, "PUT", "/program", body), as_json)
+    body = read_yaml(plan, "--plan").values if plan is not None else {"program": _located(str(name)), "args": args}
+    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, _state_in_words)
 
 
 @program.command()
@@ -98,24 +98,10 @@ def split(
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
     if sticky is not None:
         body["sticky"] = sticky
-    _print(ask(url, api_key, "PUT", "/program", body), as_json)
+    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, _state_in_words)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
-
-
-def _read(plan: Path) -> Any:
-    try:
-        found = yaml.safe_load(plan.read_text(encoding="utf-8"))  # JSON is YAML too
-    except OSError as error:
-        raise BadRequest(f"--plan: {plan}: {error.strerror}", "--plan") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadRequest(
-            f"--plan: {plan} is neither JSON nor YAML: {' '.join(str(error).split())}", "--plan"
-        ) from error
-    if not isinstance(found, dict):
-        raise BadRequest(f"--plan: {plan} is not a mapping of keys to values", "--plan")
-    return cast("dict[Any, Any]", found)
 
 
 def _located(name: str) -> str:
@@ -166,24 +152,20 @@ def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 # ---- showing -------------------------------------------------------------------------------------------------
 
 
-def _print(state: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        say(json.dumps(state, indent=2))
-        return
-    say(f"version {state['version']}: {_in_words(state)}")
+def _state_in_words(state: dict[str, Any]) -> Iterator[str]:
+    yield f"version {state['version']}: {_plan_in_words(state)}"
     for name, count in state["failures_in_a_row"].items():
-        say(f"  {name} failed on its last {count} requests")
-    returned = state["returned"]
-    if returned is not None:
-        say(
+        yield f"  {name} failed on its last {count} requests"
+    if returned := state["returned"]:
+        yield (
             f"  returned from version {returned['from_version']}: {returned['program']} failed {returned['failures']} "
             f"times in a row, the last time with {returned['error']}"
         )
-    if state["previous"] is not None:
-        say(f"  before: version {state['previous']['version']}: {_in_words(state['previous'])}")
+    if before := state["previous"]:
+        yield f"  before: version {before['version']}: {_plan_in_words(before)}"
 
 
-def _in_words(version: dict[str, Any]) -> str:
+def _plan_in_words(version: dict[str, Any]) -> str:
     shares: list[dict[str, Any]] = version.get("split") or [version]
     total = sum(share.get("weight", 1.0) for share in shares)
     words = [
@@ -200,7 +182,6 @@ def _arm_in_words(arm: dict[str, Any]) -> str:
 
 
 def _condition(rule: dict[str, Any]) -> str:
-    header = rule.get("header")
-    value = f"={rule['value']}" if "value" in rule else ""
-    parts = [f"{header}{value}"] if header else []
-    return " and ".join([*parts, f"model={rule['model']}"] if "model" in rule else parts)
+    header = f"{rule['header']}={rule['value']}" if "value" in rule else rule.get("header")
+    model = f"model={rule['model']}" if "model" in rule else None
+    return " and ".join(filter(None, (header, model)))

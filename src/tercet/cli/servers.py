@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.setting_flags import Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command, vllm_flags
+from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
+from tercet.cli.terminal import note
 from tercet.cluster.compute import visible_devices
 from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, check_flags, engine_argv, engine_env
 from tercet.cluster.model import BUILT_IN, resolve_model
@@ -20,7 +21,7 @@ from tercet.router import serve
 from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
 from tercet.settings import RouterConfig, key_values
-from tercet.sim import EngineOptions, load_profile, options_from
+from tercet.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.sim.sim_server import ServerConfig
 from tercet.sim.sim_server import serve as serve_simulated
 
@@ -58,61 +59,56 @@ def engine(
     """
     if option and simulate is None:
         raise BadRequest("--option: goes with --simulate", "--option")
-    if simulate is not None:
-        if vllm_args or print_only:
-            raise BadRequest("--simulate: there is no vLLM that flags could go to", "--simulate")
-        serve_simulated(
-            _simulated(simulate, key_values(option, "--option"), model, served_model_name, host, port, name)
-        )
-        return
-    cores = () if visible_devices() else tuple(sorted(os.sched_getaffinity(0)))
+    if simulate is not None and (vllm_args or print_only):
+        raise BadRequest("--simulate: there is no vLLM that flags could go to", "--simulate")
     spec = EngineSpec(
         name=name or f"{host}:{port}",
-        model=resolve_model(model, lambda line: typer.echo(line, err=True)),
+        model=resolve_model(model, note),
         served_model_name=served_model_name or model,
         host=host,
         port=port,
         dtype=dtype,
         built_in=model == BUILT_IN,
-        cores=cores,
         kv_cache_gib=kv_cache_gib,
-        extra_args=vllm_flags(vllm_args),
+        extra_args=tuple(vllm_args or ()),
+        simulate=simulate,
+        options=key_values(option, "--option"),
     )
+    if simulate is not None:
+        _simulate(spec, load_profile(simulate))
+    else:
+        _become_vllm(spec, print_only)
+
+
+def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
+    check_flags(spec.extra_args, VLLM_FLAGS)
+    if not visible_devices():
+        spec = msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
     argv, env = engine_argv(spec), engine_env(spec)
     if THREADS_BIND in os.environ:
         env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
     if print_only:
         typer.echo(as_shell(argv, env))
         return
-    require_free(host, port)
+    require_free(spec.host, spec.port)
     os.execvpe(argv[0], argv, {**os.environ, **env})
 
 
-def _simulated(
-    profile: str,
-    options: dict[str, str],
-    model: str,
-    served_model_name: str | None,
-    host: str,
-    port: int,
-    name: str | None,
-) -> ServerConfig:
-    """The description of a simulated engine; ``model`` lends its tokenizer, and its length, to the front door."""
-    root = resolve_model(model, lambda line: typer.echo(line, err=True))
-    found = load_profile(profile)
-    longest = min(found.max_model_len, _positions(Path(root)) or found.max_model_len)
+def _simulate(spec: EngineSpec, profile: Profile) -> None:
+    """Serve a simulated engine; the model lends its tokenizer, and its length, to the front door."""
+    longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
     config = ServerConfig(
-        name=name or f"{host}:{port}",
-        profile=msgspec.structs.replace(found, max_model_len=longest),
-        options=options_from(EngineOptions(stream_every=1), options),
-        host=host,
-        port=port,
-        url=url_of(host, port),
-        model=served_model_name or model,
-        root=root,
+        name=spec.name,
+        profile=msgspec.structs.replace(profile, max_model_len=longest),
+        options=options_from(EngineOptions(stream_every=1), spec.options),
+        host=spec.host,
+        port=spec.port,
+        url=url_of(spec.host, spec.port),
+        model=spec.served_model_name,
+        root=spec.model,
     )
-    require_free(host, port)
-    return config
+    require_free(spec.host, spec.port)
+    serve_simulated(config)
 
 
 def _positions(checkpoint: Path) -> int | None:
@@ -136,8 +132,8 @@ def router(config: RouterConfig) -> None:
     - `tercet router --engine http://127.0.0.1:8001 --max-in-flight-per-engine 64 --max-queued 200 --queue-timeout 10`
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
-    check_flags(config.vllm_args, "vLLM flags after --")
-    model = resolve_model(config.model, lambda line: typer.echo(line, err=True))
+    check_flags(config.vllm_args, VLLM_FLAGS)
+    model = resolve_model(config.model, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     load_program(config.program, config.program_args)
     if config.scheduling is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tercet.cluster.engine_command import check_flags
 from tercet.settings import (
     Declared,
     Settings,
@@ -41,13 +40,7 @@ ProgramArg = Annotated[
 VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
 
 
-def vllm_flags(given: Sequence[str] | None) -> tuple[str, ...]:
-    """What stood after ``--``; raises :class:`~tercet.protocol.BadRequest` for what cannot be passed on."""
-    flags = tuple(given or ())
-    check_flags(flags, "vLLM flags after --")
-    return flags
-
-
+VLLM_FLAGS = "vLLM flags after --"
 Config = Annotated[
     Path | None, typer.Option(help="A YAML file with the same keys; flags and TERCET_ variables win over it.")
 ]
@@ -67,41 +60,45 @@ def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any
             sources = [flags, from_environment(kind), *([] if config is None else [read_yaml(config)])]
             command(decode_settings(kind, *sources))
 
-        parameters = [
-            *flag_parameters(kind, rest),
-            inspect.Parameter("config", _BY_NAME, default=None, annotation=Config),
-        ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
+        return taking(run, {**parameters_of(kind, rest), "config": Config})
 
     return decorate
 
 
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[..., None]:
+    """``run`` as a command with these parameters, each with its annotation, and None where it is not given."""
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in parameters.items()
+        ]
+    )
+    run.__annotations__ = dict(parameters)
+    return run
 
 
-def flag_parameters(kind: type[Settings], rest: str = "") -> Iterator[inspect.Parameter]:
-    """A keyword parameter of a typer command for each setting that has a flag, or is the ``rest`` after ``--``."""
-    for each in declared(kind):
-        if each.key == rest:
-            yield inspect.Parameter(_name(each), _BY_NAME, default=None, annotation=VLLMArgs)
-        elif each.flag:
-            yield inspect.Parameter(_name(each), _BY_NAME, default=None, annotation=_annotation(each))
+def parameters_of(kind: type[Settings], rest: str = "") -> dict[str, Any]:
+    """A command's parameter for each setting that has a flag, or is the ``rest`` after ``--``."""
+    return {
+        _name(each): VLLMArgs if each.key == rest else _annotation(each)
+        for each in declared(kind)
+        if each.flag or each.key == rest
+    }
 
 
 def _annotation(of: Declared) -> Any:
     """Values stay text here: whatever is wrong with one is said by the decoder, as for every other source."""
     default = f" [default: {of.shown_default}]" if of.shown_default else ""
-    told: dict[str, Any] = {
-        "help": said_of(of) + default, "show_default": False, "rich_help_panel": of.setting.panel or None,
-    }  # fmt: skip
-    if of.plain is bool:
-        return Annotated[bool | None, typer.Option(of.flag, **told)]
-    told["metavar"] = of.shown_kind
-    if of.is_list or of.is_mapping:
-        return Annotated[list[str] | None, typer.Option(of.flag, **told)]
-    return Annotated[str | None, typer.Option(of.flag, **told)]
+    several = of.is_list or of.is_mapping
+    kind = bool if of.plain is bool else list[str] if several else str
+    option = typer.Option(
+        of.flag,
+        help=said_of(of) + default,
+        show_default=False,
+        rich_help_panel=of.setting.panel or None,
+        metavar=of.shown_kind or None,
+    )
+    return Annotated[kind | None, option]
 
 
 def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") -> Source:
@@ -112,7 +109,7 @@ def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") 
         for name, value in given.items()
         if value is not None and value != []
     }
-    names = {each.key: each.flag or each.key for each in of.values()} | {rest: "vLLM flags after --"}
+    names = {each.key: each.flag or each.key for each in of.values()} | {rest: VLLM_FLAGS}
     return Source(values, names=names)
 
 

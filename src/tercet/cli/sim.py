@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tercet.bench.simulated import Simulation, SyntheticWorkload, table
 from tercet.bench.simulated.simulation import HEADINGS
 from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
 from tercet.bench.summary import Slo
 from tercet.cli.setting_flags import ProgramArg
+from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
 
-app = typer.Typer(rich_markup_mode="markdown")
+sim = typer.Typer(name="sim", rich_markup_mode="markdown")
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
@@ -57,8 +56,8 @@ Json = Annotated[
 ]
 
 
-@app.callback(invoke_without_command=True)
-def sim(
+@sim.callback(invoke_without_command=True)
+def simulate(
     context: typer.Context,
     program: Program = "data_parallel",
     program_arg: ProgramArg = None,
@@ -97,12 +96,12 @@ def sim(
     require_folder(json, "--json")
     simulation = simulation_of(locals())
     report = simulation.report(rates_of(rate), label or program, note)
-    write_out(json, report.to_json())
+    _write_out(json, report.to_json())
     if str(json) != "-":
-        show(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
+        show_table(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
 
 
-@app.command("sweep")
+@sim.command("sweep")
 def sweep_command(
     over: Annotated[
         list[str],
@@ -147,11 +146,11 @@ def sweep_command(
     simulation = simulation_of(locals())
     axes = [parse_axis(given) for given in over]
     report = sweep(simulation, rate, axes, x, y, note)
-    write_out(json, report.to_json())
+    _write_out(json, report.to_json())
     if plot is not None:
         plot_sweep(report, plot)
     if str(json) != "-":
-        show(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
+        show_table(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
 
 
 def simulation_of(given: Mapping[str, Any]) -> Simulation:
@@ -169,11 +168,6 @@ def simulation_of(given: Mapping[str, Any]) -> Simulation:
         slo=slo_of(given.get("slo")),
         scheduling=given["scheduling"],
     )
-
-
-def note(line: str) -> None:
-    """Say something about the progress, on standard error."""
-    typer.echo(line, err=True)
 
 
 def rates_of(given: str) -> list[float]:
@@ -197,30 +191,9 @@ def slo_of(given: list[str] | None) -> Slo | None:
         raise complaint("--slo", Slo, given, error) from error
 
 
-def require_folder(path: Path | None, flag: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if a file there could not be written; before the work is done."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise BadRequest(f"{flag}: {path.parent} is no folder", flag)
-
-
-def write_out(path: Path | None, data: bytes) -> None:
+def _write_out(path: Path | None, data: bytes) -> None:
     """Write a report to a file, or to standard output for ``-``."""
-    if path is None:
-        return
     if str(path) == "-":
         sys.stdout.buffer.write(data)
-        return
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise BadRequest(f"--json: {path} cannot be written: {error.strerror}", "--json") from error
-
-
-def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
-    """A table on standard output."""
-    drawn = Table(title=title, title_justify="left")
-    for index, heading in enumerate(headings):
-        drawn.add_column(heading, justify="right" if index or heading == "rate" else "left")
-    for row in rows:
-        drawn.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(drawn)
+    elif path is not None:
+        write_file(path, data, "--json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import sys
@@ -11,9 +10,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from tercet.cli.setting_flags import settings_command
+from tercet.cli.terminal import console, say
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
@@ -23,35 +21,29 @@ from tercet.programs import load_program
 from tercet.scheduling import load_scheduling
 from tercet.sim import load_profile
 
-console = Console(stderr=False, highlight=False, soft_wrap=True)
 STILL_SECONDS = 10.0
 
 
-def say(text: str) -> None:
-    """Print a line as it is: no markup, and at once, also into a pipe. A reader that is gone is no reason to stop."""
-    with contextlib.suppress(BrokenPipeError):
-        console.print(text, markup=False)
-        console.file.flush()
-
-
 class Progress:
-    """Says how each process gets on: a live line on a terminal, plain lines elsewhere."""
+    """Says how each process gets on, and what is still loading: a live line on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._loading: list[str] = []
         self._status = console.status("starting") if console.is_terminal else None
 
-    def __enter__(self) -> Progress:
+    async def __aenter__(self) -> Progress:
+        self._ticking = asyncio.create_task(self._tick())
         if self._status is not None:
             self._status.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Nothing is loading any more; may be called twice."""
+        self._ticking.cancel()
         if self._status is not None:
             self._status.stop()
 
@@ -63,8 +55,7 @@ class Progress:
             self._loading.remove(name)
         say(f"  {name}: {state}")
 
-    async def tick(self) -> None:
-        """Show the time that passes, until cancelled."""
+    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(1 if self._status is not None else STILL_SECONDS)
             if not self._loading:
@@ -111,15 +102,9 @@ async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awai
 
 
 async def _fleet(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
-    with Progress() as progress:
-        ticking = asyncio.create_task(progress.tick())
-        try:
-            async with local_fleet(config, model, progress) as fleet:
-                ticking.cancel()
-                progress.close()
-                await then(fleet)
-        finally:
-            ticking.cancel()
+    async with Progress() as progress, local_fleet(config, model, progress) as fleet:
+        progress.close()
+        await then(fleet)
 
 
 @settings_command(UpConfig, rest="engine-args")
@@ -144,11 +129,6 @@ def up(config: UpConfig) -> None:
 
 
 async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
-    _announce(config, fleet)
-    await fleet.until_broken(lambda name, state: say(f"{name} {state}"))
-
-
-def _announce(config: UpConfig, fleet: RunningFleet) -> None:
     body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
     width = max(len(engine.name) for engine in fleet.engines)
     say(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
@@ -157,3 +137,4 @@ def _announce(config: UpConfig, fleet: RunningFleet) -> None:
     say(f"  logs: {fleet.log_dir}\n")
     say(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     say("Ctrl-C stops everything.")
+    await fleet.until_broken(lambda name, state: say(f"{name} {state}"))
