@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ JSON = {"content-type": "application/json"}
 SILENCE_SECONDS = 300.0
 # A verb that only books or frees waits for one engine step at most.
 QUICK = aiohttp.ClientTimeout(total=30.0)
+PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
 
 
 class HttpEngine:
@@ -63,35 +64,21 @@ class HttpEngine:
         self,
         name: str,
         url: str,
-        connect_timeout: float = 5.0,
         listener: StreamListener | None = None,
         on_load: Callable[[EngineLoad], None] = lambda _: None,
     ) -> None:
-        self._name = name
-        self._url = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout, sock_read=SILENCE_SECONDS)
+        self.name = name
+        self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         # Leases of sequences whose context is still open here; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._releasing = TaskSet()
         self._keeper = None
         if listener is not None:
-            self._keeper = StreamKeeper(listener, name, self._url, self._connect, self.status, on_load)
-
-    @property
-    def name(self) -> str:
-        """The engine's name in the fleet."""
-        return self._name
-
-    @property
-    def url(self) -> str:
-        """Base URL of the engine's server."""
-        return self._url
+            self._keeper = StreamKeeper(listener, name, self.url, self._connect, self.status, on_load)
 
     async def __aenter__(self) -> HttpEngine:
-        self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE
-        )
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE)
         if self._keeper is not None:
             self._keeper.start()
         return self
@@ -103,12 +90,9 @@ class HttpEngine:
         if self._session is not None:
             await self._session.close()
 
-    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
-        return self._reservation(request, end)
-
     @asynccontextmanager
-    async def _reservation(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        """See :meth:`tercet.protocol.Engine.prep_recv`."""
         call = PrepRecvCall(
             prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
         )  # fmt: skip
@@ -152,7 +136,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
-        return await self._post("remote_send", call, Sent, quick=False)
+        return await self._post("remote_send", call, Sent, PATIENT)
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         """See :meth:`tercet.protocol.Engine.start_generate`."""
@@ -186,16 +170,16 @@ class HttpEngine:
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
         """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
-        async with self._call("start_generate", call, self._timeout) as response:
+        async with self._call("POST", "start_generate", call, PATIENT) as response:
             try:
                 async for line in response.content:
                     if line.startswith(DATA):
                         stream.put(_output_of(line[len(DATA) :]))
                         await stream.until_asked()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self._name} broke off: {error}") from error
+                raise EngineUnreachable(f"{self.name} broke off: {error}") from error
             if not stream.over:
-                raise EngineUnreachable(f"{self._name} ended the stream without a finish reason")
+                raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
     async def _connect(self, door: Door) -> None:
         await self._post("connect", ConnectCall(door=door), dict[str, Any])
@@ -206,26 +190,23 @@ class HttpEngine:
 
     async def status(self) -> EngineStatus:
         """See :meth:`tercet.protocol.Engine.status`."""
-        try:
-            async with self._client.get(f"{self._url}{PREFIX}/status", timeout=QUICK) as response:
-                return await self._decode(response, EngineStatus)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
+        async with self._call("GET", "status", None, QUICK) as response:
+            return await self._decode(response, EngineStatus)
 
-    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], quick: bool = True) -> T:
-        async with self._call(verb, call, QUICK if quick else self._timeout) as response:
+    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:
+        async with self._call("POST", verb, call, timeout) as response:
             return await self._decode(response, kind)
 
     @asynccontextmanager
     async def _call(
-        self, verb: str, call: msgspec.Struct, timeout: aiohttp.ClientTimeout
+        self, method: str, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        url = f"{self._url}{PREFIX}/{verb}"
-        body = msgspec.json.encode(call)
+        url = f"{self.url}{PREFIX}/{verb}"
+        body = None if call is None else msgspec.json.encode(call)
         try:
-            response = await self._client.post(url, data=body, headers=JSON, timeout=timeout)
+            response = await self._client.request(method, url, data=body, headers=JSON, timeout=timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self._name} at {self._url} does not answer: {error}") from error
+            raise EngineUnreachable(f"{self.name} at {self.url} does not answer: {error}") from error
         try:
             if response.status >= 400:
                 await self._decode(response, dict[str, Any])
@@ -238,7 +219,7 @@ class HttpEngine:
         try:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self._name} broke off: {error}") from error
+            raise EngineUnreachable(f"{self.name} broke off: {error}") from error
         if response.status >= 400:
             raise _error_of(response.status, body)
         return msgspec.json.decode(body, type=kind)

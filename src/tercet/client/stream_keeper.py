@@ -44,16 +44,11 @@ class StreamKeeper:
         self._url = url
         self._connect = connect
         self._alive = alive
-        self._connection = listener.connection_of(name, on_load)
+        self.connection = listener.connection_of(name, on_load)
         self._falls_back_until = -float("inf")
         self._falls_back = False
         self._connecting: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
-
-    @property
-    def connection(self) -> EngineConnection:
-        """The engine's connection."""
-        return self._connection
 
     def start(self) -> None:
         """Keep the stream up from now on."""
@@ -65,22 +60,22 @@ class StreamKeeper:
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-        self._listener.forget(self._connection)
+        self._listener.forget(self.connection)
 
     async def ready(self) -> EngineConnection | None:
         """The connection, once the engine is connected; None if it has to be served by server-sent events.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
         """
-        if self._connection.connected:
-            return self._connection
+        if self.connection.connected:
+            return self.connection
         if time.monotonic() < self._falls_back_until:
             return None
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._try())
             self._connecting.add_done_callback(self._tried)
         await asyncio.shield(self._connecting)
-        return self._connection if self._connection.connected else None
+        return self.connection if self.connection.connected else None
 
     def _tried(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
@@ -89,10 +84,10 @@ class StreamKeeper:
 
     async def _try(self) -> None:
         try:
-            self._connection.address = await self._listener.address_for(self._url)
+            self.connection.address = await self._listener.address_for(self._url)
             for _ in range(ATTEMPTS):
-                await self._connect(Door(address=self._connection.address, key=self._connection.key))
-                if self._connection.connected:
+                await self._connect(Door(address=self.connection.address, key=self.connection.key))
+                if self.connection.connected:
                     break
                 # The engine has not noticed yet that the connection before is lost.
                 await asyncio.sleep(ATTEMPT_SECONDS)
@@ -104,7 +99,7 @@ class StreamKeeper:
                 logger.warning("%s: no token stream, server-sent events instead: %s", self._name, error)
             self._falls_back = True
             return
-        if not self._connection.connected:
+        if not self.connection.connected:
             raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
         if self._falls_back:
             logger.warning("%s: has a token stream now", self._name)
@@ -117,7 +112,7 @@ class StreamKeeper:
             except EngineUnreachable as error:
                 logger.debug("%s", error)  # it may still be loading, or gone for good; membership says so
             await asyncio.sleep(CHECK_SECONDS)
-            if self._connection.connected and self._silence() > STALE_AFTER:
+            if self.connection.connected and self._silence() > STALE_AFTER:
                 await self._check()
 
     async def _check(self) -> None:
@@ -127,11 +122,11 @@ class StreamKeeper:
                 await self._alive()
         except (EngineUnreachable, TimeoutError):
             if self._silence() > STALE_AFTER:
-                self._connection.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
+                self.connection.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
         except TercetError as error:
             logger.debug("%s answers: %s", self._name, error)
-        if self._connection.connected and self._silence() > STALLED_AFTER:
-            self._connection.drop(f"nothing came for {self._silence():.0f} s")
+        if self.connection.connected and self._silence() > STALLED_AFTER:
+            self.connection.drop(f"nothing came for {self._silence():.0f} s")
 
     def _silence(self) -> float:
-        return time.monotonic() - self._connection.last_heard
+        return time.monotonic() - self.connection.last_heard

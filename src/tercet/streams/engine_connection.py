@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,7 +31,7 @@ class EngineConnection:
         self.key = secrets.token_hex(16)
         self.address = ""
         self.last_heard = -float("inf")
-        self._inbox = SequenceInbox(engine)
+        self.inbox = SequenceInbox(engine)
         self._numbers = numbers
         self._on_load = on_load
         self._transport: asyncio.Transport | None = None
@@ -40,11 +41,6 @@ class EngineConnection:
         """Whether tokens can arrive."""
         return self._transport is not None
 
-    @property
-    def open_sequences(self) -> int:
-        """How many sequences wait for tokens."""
-        return len(self._inbox)
-
     @contextmanager
     def sequence(self, position: int, stream: OutputStream) -> Generator[int]:
         """A new sequence's number; its outputs are put into ``stream``, from the one at ``position`` on.
@@ -52,11 +48,11 @@ class EngineConnection:
         What is not over at the exit is cancelled on the engine.
         """
         number = next(self._numbers)
-        self._inbox.open(number, position, stream)
+        self.inbox.open(number, position, stream)
         try:
             yield number
         finally:
-            if self._inbox.close(number):
+            if self.inbox.close(number):
                 self._send(StreamCommand(cancelled=(number,)))
 
     def start(self, call: StartGenerateCall) -> None:
@@ -69,7 +65,7 @@ class EngineConnection:
         self.last_heard = time.monotonic()
         if batch.load is not None:
             self._on_load(batch.load)
-        unwanted = self._inbox.receive(batch.deltas)
+        unwanted = self.inbox.receive(batch.deltas)
         if unwanted:
             self._send(StreamCommand(cancelled=tuple(unwanted)))
 
@@ -91,7 +87,7 @@ class EngineConnection:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
-        self._inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
+        self.inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
 
     def heartbeat(self) -> None:
         """Tell the engine that somebody is listening."""
@@ -102,12 +98,10 @@ class EngineConnection:
             self._transport.write(frame_of(command))
 
 
+@dataclass(slots=True)
 class _Sequence:
-    __slots__ = ("position", "stream")
-
-    def __init__(self, position: int, stream: OutputStream) -> None:
-        self.position = position
-        self.stream = stream
+    position: int
+    stream: OutputStream
 
 
 class SequenceInbox:
@@ -119,46 +113,46 @@ class SequenceInbox:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._open: dict[int, _Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._open
+        self.sequences: dict[int, _Sequence] = {}
 
     def open(self, number: int, position: int, stream: OutputStream) -> None:
         """Put the outputs of a sequence into ``stream``; its first token here is at ``position``."""
-        self._open[number] = _Sequence(position, stream)
+        self.sequences[number] = _Sequence(position, stream)
 
     def close(self, number: int) -> bool:
         """Nobody waits for the sequence any more; whether it was still open."""
-        return self._open.pop(number, None) is not None
+        return self.sequences.pop(number, None) is not None
 
     def receive(self, deltas: Iterable[TokenDelta]) -> list[int]:
         """Deliver a message's deltas; returns the numbers of sequences that the engine should not work on."""
         unwanted: list[int] = []
         for delta in deltas:
-            sequence = self._open.get(delta.number)
+            sequence = self.sequences.get(delta.number)
             if sequence is None:
-                if delta.details is None or not delta.details.is_last:
+                if not delta.is_last:
                     unwanted.append(delta.number)
             elif delta.position == sequence.position:
                 self._deliver(sequence, delta)
-            elif not _is_repeated(delta, sequence):
+            elif delta.is_last or delta.position + len(delta.token_ids) > sequence.position:  # not delivered already
                 unwanted.append(delta.number)
-                self._fail(delta.number, self._gap(delta, sequence))
+                self._fail(
+                    delta.number,
+                    EngineUnreachable(
+                        f"{self._engine} lost tokens: output position {sequence.position} was due, "
+                        f"{delta.position} came"
+                    ),
+                )
         return unwanted
 
     def lose(self, error: TercetError) -> None:
         """The stream is lost: every open sequence ends with ``error``."""
-        for number in list(self._open):
+        for number in list(self.sequences):
             self._fail(number, error)
 
     def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
         sequence.position += len(delta.token_ids)
-        if delta.details is not None and delta.details.is_last:
-            del self._open[delta.number]
+        if delta.is_last:
+            del self.sequences[delta.number]
         try:
             output = delta.to_output()
         except TercetError as error:
@@ -167,15 +161,4 @@ class SequenceInbox:
             sequence.stream.put(output)
 
     def _fail(self, number: int, error: TercetError) -> None:
-        self._open.pop(number).stream.fail(error)
-
-    def _gap(self, delta: TokenDelta, sequence: _Sequence) -> EngineUnreachable:
-        return EngineUnreachable(
-            f"{self._engine} lost tokens: output position {sequence.position} was due, {delta.position} came"
-        )
-
-
-def _is_repeated(delta: TokenDelta, sequence: _Sequence) -> bool:
-    """Whether all of it was delivered already."""
-    is_last = delta.details is not None and delta.details.is_last
-    return not is_last and delta.position + len(delta.token_ids) <= sequence.position
+        self.sequences.pop(number).stream.fail(error)

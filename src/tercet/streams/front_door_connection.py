@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
@@ -40,38 +41,36 @@ CANCELLED_KEPT = 4096
 _commands = msgspec.msgpack.Decoder(StreamCommand)
 
 
+@dataclass(slots=True, eq=False)
 class SequenceSender:
     """Sends one sequence's outputs to its front door. Use :meth:`FrontDoorConnection.sender`."""
 
-    __slots__ = ("_connection", "number", "position", "stop")
-
-    def __init__(self, connection: FrontDoorConnection, number: int, position: int, stop: Callable[[], object]) -> None:
-        self._connection = connection
-        self.number = number
-        self.position = position
-        self.stop = stop
+    connection: FrontDoorConnection
+    number: int
+    position: int
+    stop: Callable[[], object]
 
     def send(self, output: Output) -> None:
         """New tokens; goes out with what else this engine step produced."""
         delta = delta_of(self.number, self.position, output)
         self.position += len(output.token_ids)
-        self._connection.send(delta)
+        self.connection.send(delta)
         if output.finish_reason is not None:
             self.close()
 
-    def fail(self, error: TercetError) -> None:
+    def fail(self, error: Exception) -> None:
         """The sequence has ended in an error."""
-        self._connection.send(failed_delta(self.number, self.position, error))
+        self.connection.send(failed_delta(self.number, self.position, failure_of(error)))
         self.close()
 
     @property
     def open(self) -> bool:
         """Whether the front door still waits for more."""
-        return self._connection.waits_for(self)
+        return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
         """Nothing more will be sent."""
-        self._connection.end(self)
+        self.connection.senders.pop(self.number, None)
 
 
 class FrontDoorConnection(asyncio.Protocol):
@@ -80,9 +79,7 @@ class FrontDoorConnection(asyncio.Protocol):
     ``start`` does what commands ask for; what it raises ends the sequence.
     """
 
-    protocol = PROTOCOL
-
-    def __init__(self, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], None]) -> None:
+    def __init__(self, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object]) -> None:
         self._load = load
         self._start = start
         self._lost = lost
@@ -91,7 +88,7 @@ class FrontDoorConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._accepted = asyncio.Event()
         self._failure: Exception | None = None
-        self._senders: dict[int, SequenceSender] = {}
+        self.senders: dict[int, SequenceSender] = {}
         self._cancelled: OrderedDict[int, None] = OrderedDict()
         self._deltas: list[TokenDelta] = []
         self._last_sent = self._last_heard = time.monotonic()
@@ -102,10 +99,10 @@ class FrontDoorConnection(asyncio.Protocol):
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
-    async def greet(self, hello: StreamHello) -> None:
+    async def greet(self, key: str, engine: str) -> None:
         """Say who connects; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
         if self._transport is not None:
-            self._transport.write(frame_of(hello))
+            self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine)))
         await self._accepted.wait()
         if self._failure is not None:
             raise self._failure
@@ -119,20 +116,12 @@ class FrontDoorConnection(asyncio.Protocol):
         if number in self._cancelled:
             del self._cancelled[number]
             raise Conflict(f"door: sequence {number} was cancelled before it began", "door")
-        if number in self._senders:
+        if number in self.senders:
             raise Conflict(f"door: sequence {number} runs already", "door")
         if not self.open:
             raise FrontDoorUnreachable("door: the front door has gone", "door")
-        sender = self._senders[number] = SequenceSender(self, number, position, stop)
+        sender = self.senders[number] = SequenceSender(self, number, position, stop)
         return sender
-
-    def waits_for(self, sender: SequenceSender) -> bool:
-        """See :attr:`SequenceSender.open`."""
-        return self._senders.get(sender.number) is sender
-
-    def end(self, sender: SequenceSender) -> None:
-        """See :meth:`SequenceSender.close`."""
-        self._senders.pop(sender.number, None)
 
     def send(self, delta: TokenDelta) -> None:
         """Goes out with all other deltas of this pass of the event loop."""
@@ -171,7 +160,7 @@ class FrontDoorConnection(asyncio.Protocol):
             self._failure = exc or ConnectionError("it did not accept the key")
             self._accepted.set()
         self._lost()
-        senders, self._senders = self._senders, {}
+        senders, self.senders = self.senders, {}
         for sender in senders.values():
             sender.stop()
 
@@ -186,7 +175,7 @@ class FrontDoorConnection(asyncio.Protocol):
     def _follow(self, command: StreamCommand) -> None:
         self._accepted.set()
         for number in command.cancelled:
-            sender = self._senders.pop(number, None)
+            sender = self.senders.pop(number, None)
             if sender is not None:
                 sender.stop()
             else:
@@ -203,9 +192,13 @@ class FrontDoorConnection(asyncio.Protocol):
     async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
         try:
             await self._start(call, door)
-        except TercetError as error:
-            self.send(failed_delta(door.number, len(call.output), error))
         except Exception as error:  # it fails its own sequence only
-            logger.exception("a sequence failed")
-            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self.send(failed_delta(door.number, len(call.output), failure))
+            self.send(failed_delta(door.number, len(call.output), failure_of(error)))
+
+
+def failure_of(error: Exception) -> TercetError:
+    """What a front door is told of a sequence that failed; what is none of our errors is logged, too."""
+    if isinstance(error, TercetError):
+        return error
+    logger.error("a sequence failed", exc_info=error)
+    return EngineError(f"the engine failed: {type(error).__name__}: {error}")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreachable, OutputStream, TercetError
+from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreachable, OutputStream
 from tercet.protocol.wire import Destination
 from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender, Start
-from tercet.streams.wire_format import REPORT_SECONDS, StreamHello
+from tercet.streams.wire_format import REPORT_SECONDS
 
-logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 MOST_CONNECTIONS = 256
 
@@ -47,7 +45,7 @@ class FrontDoors:
             return found
         making = self._connecting.get(where)
         if making is None:
-            making = self._connecting[where] = asyncio.get_running_loop().create_task(self._connect(address, key))
+            making = self._connecting[where] = asyncio.get_running_loop().create_task(self._connect(where))
             making.add_done_callback(lambda made: self._connected(where, made))
         # Shielded: others may wait for the same connection.
         return await asyncio.shield(making)
@@ -59,21 +57,17 @@ class FrontDoors:
         for connection in list(self._connections.values()):
             connection.abort()
 
-    async def _connect(self, address: str, key: str) -> FrontDoorConnection:
+    async def _connect(self, where: tuple[str, str]) -> FrontDoorConnection:
+        address, key = where
         host, port = _parsed(address)
         if len(self._connections) >= MOST_CONNECTIONS:
             raise FrontDoorUnreachable(f"door: {len(self._connections)} front doors are connected already", "door")
         loop = asyncio.get_running_loop()
-        where = address, key
-
-        def lost() -> None:
-            self._connections.pop(where, None)
-
-        connection = FrontDoorConnection(self._load, self._start, lost)
+        connection = FrontDoorConnection(self._load, self._start, lambda: self._connections.pop(where, None))
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)
-                await connection.greet(StreamHello(connection.protocol, key, self._engine))
+                await connection.greet(key, self._engine)
         except BaseException as error:
             connection.abort()
             if not isinstance(error, OSError):  # a timeout is one
@@ -133,10 +127,7 @@ async def _relay(sender: SequenceSender, outputs: OutputStream) -> None:
         await outputs.run(sender.send)
         if sender.open:
             sender.fail(EngineError("the engine ended the sequence without a finish reason"))
-    except TercetError as error:
-        sender.fail(error)
     except Exception as error:  # it fails its own sequence only
-        logger.exception("a sequence failed")
-        sender.fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+        sender.fail(error)
     finally:
         sender.close()

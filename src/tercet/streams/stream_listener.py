@@ -82,13 +82,10 @@ class StreamListener:
             server = self._servers.get(host)
             if server is None:
                 loop = asyncio.get_running_loop()
-                server = await loop.create_server(self._arrival, host, self._port)
+                server = await loop.create_server(lambda: _Arrival(self._find, self._arrivals), host, self._port)
                 self._servers[host] = server
         port = cast(int, server.sockets[0].getsockname()[1])
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    def _arrival(self) -> _Arrival:
-        return _Arrival(self._find, self._arrivals)
 
     def _find(self, key: str) -> EngineConnection | None:
         # Every key is compared, in the same time each, so that the time of an answer tells nothing about any of them.
@@ -110,18 +107,13 @@ class _Arrival(asyncio.Protocol):
         self._find = find
         self._arrivals = arrivals  # in the order in which they came
         self._splitter = FrameSplitter(LONGEST_HELLO)
-        self._connection: EngineConnection | None = None
+        self.connection: EngineConnection | None = None  # it is a stranger before it has shown a key
         self._why = "the connection was closed"
-
-    @property
-    def is_stranger(self) -> bool:
-        """Whether it has not shown a key yet."""
-        return self._connection is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._arrivals[self] = None
-        strangers = [arrival for arrival in self._arrivals if arrival.is_stranger]
+        strangers = [arrival for arrival in self._arrivals if arrival.connection is None]
         if len(strangers) > MOST_STRANGERS:
             strangers[0].abort()
         self._patience = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.abort)
@@ -129,21 +121,21 @@ class _Arrival(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
         self._arrivals.pop(self, None)
-        if self._connection is not None:
-            self._connection.detach(self._transport, str(exc) if exc is not None else self._why)
+        if self.connection is not None:
+            self.connection.detach(self._transport, str(exc) if exc is not None else self._why)
 
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._splitter.split(data):
-                if self._connection is not None:
-                    self._connection.receive(frame)
+                if self.connection is not None:
+                    self.connection.receive(frame)
                 elif not self._transport.is_closing():
                     self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
         except (msgspec.MsgspecError, FrameTooLong, UnicodeError) as error:
             self._why = f"it broke the protocol: {error}"
-            if self._connection is not None:
-                logger.error("%s broke the protocol of token streams: %s", self._connection.engine, error)
-                self._connection.detach(self._transport, self._why)
+            if self.connection is not None:
+                logger.error("%s broke the protocol of token streams: %s", self.connection.engine, error)
+                self.connection.detach(self._transport, self._why)
             self.abort()
 
     def abort(self) -> None:
@@ -157,7 +149,7 @@ class _Arrival(asyncio.Protocol):
             return
         self._patience.cancel()
         self._splitter.longest = LONGEST_FRAME
-        self._connection = connection
+        self.connection = connection
         connection.attach(self._transport)
 
 

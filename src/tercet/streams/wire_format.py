@@ -43,11 +43,6 @@ class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: Usage | None = None
     error: dict[str, Any] | None = None
 
-    @property
-    def is_last(self) -> bool:
-        """Whether its sequence ends here."""
-        return self.finish_reason is not None or self.error is not None
-
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of the sequence that the front door calls ``number``.
@@ -61,6 +56,12 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...]
     details: DeltaDetails | None = None
 
+    @property
+    def is_last(self) -> bool:
+        """Whether its sequence ends here."""
+        details = self.details
+        return details is not None and (details.finish_reason is not None or details.error is not None)
+
     def to_output(self) -> Output:
         """The delta in the words of programs; raises the :class:`~tercet.protocol.TercetError` that it carries."""
         details = self.details
@@ -69,13 +70,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if details.error is not None:
             raise from_wire(500, details.error)
         return Output(
-            self.token_ids,
-            details.finish_reason,
-            details.stop_reason,
-            details.logprobs,
-            details.prompt_logprobs,
+            self.token_ids, details.finish_reason, details.stop_reason, details.logprobs, details.prompt_logprobs,
             details.usage,
-        )
+        )  # fmt: skip
 
 
 def delta_of(number: int, position: int, output: Output) -> TokenDelta:

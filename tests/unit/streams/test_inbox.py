@@ -61,7 +61,7 @@ def test_lost_repeated_and_reordered_items_never_make_a_wrong_token(sizes: list[
         inbox.receive([deltas[place]])
     assert taken.tokens == list(range(len(taken.tokens)))
     assert taken.finished == (taken.error is None and len(taken.tokens) == LENGTH)
-    assert (7 in inbox) == (taken.error is None and not taken.finished)
+    assert (7 in inbox.sequences) == (taken.error is None and not taken.finished)
 
 
 @given(SIZES, st.data())
@@ -97,7 +97,7 @@ def test_hostile_items_end_sequences_and_nothing_else(deltas: list[TokenDelta]) 
         inbox.open(number, 0, each)
     unwanted = inbox.receive(deltas)
     for number, each in taken.items():
-        assert (number in inbox) == (each.error is None and not each.finished)
+        assert (number in inbox.sequences) == (each.error is None and not each.finished)
         if isinstance(each.error, EngineUnreachable):
             assert number in unwanted
     assert all(delta.number in range(4) for delta in deltas)
@@ -132,7 +132,7 @@ def test_losing_the_stream_ends_every_sequence_once() -> None:
     inbox.lose(EngineUnreachable("gone"))
     inbox.lose(EngineUnreachable("gone again"))
     assert [str(each.error) for each in taken] == ["gone", "gone"]
-    assert len(inbox) == 0
+    assert not inbox.sequences
     assert not inbox.close(0)
 
 

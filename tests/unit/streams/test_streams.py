@@ -120,7 +120,7 @@ async def test_a_sequence_that_cannot_be_started_ends_in_its_error(error: Except
             pair.engine.start(call_of(pair, "x", number, output=(8, 9)))
             with pytest.raises(type(error) if isinstance(error, NoSpace) else EngineError, match=str(error)):
                 await anext(outputs)
-        assert not pair.engine.open_sequences
+        assert not pair.engine.inbox.sequences
         assert pair.engine.connected
 
 
@@ -146,7 +146,7 @@ async def test_outputs_arrive_as_they_were_said() -> None:
             for output in said:
                 sender.send(output)
             assert [await anext(outputs) for _ in said] == said
-            assert pair.engine.open_sequences == 0
+            assert not pair.engine.inbox.sequences
         assert pair.loads[-1] == LOAD
 
 
@@ -367,6 +367,6 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
         begun = task.cancel() and steps > 0
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert pair.engine.open_sequences == 0
+        assert not pair.engine.inbox.sequences
         if begun:
             await asyncio.wait_for(stopped.wait(), 10)
