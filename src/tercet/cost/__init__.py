@@ -1,6 +1,6 @@
 """What serving costs: learned from what engines are seen to do, and the route of least cost. Pure, without I/O."""
 
-from tercet.cost.costs import Costs, GenerationCost
+from tercet.cost.costs import Costs
 from tercet.cost.routes import RouteDecision, RouteOption, Targets
 
-__all__ = ["Costs", "GenerationCost", "RouteDecision", "RouteOption", "Targets"]
+__all__ = ["Costs", "RouteDecision", "RouteOption", "Targets"]

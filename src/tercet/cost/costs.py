@@ -79,26 +79,21 @@ class Costs:
     @contextmanager
     def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
         """The chosen route's work counts from now on, before its verbs are called."""
-        chosen = decision.chosen
+        chosen, works = decision.chosen, [self.work(decision.chosen.decode)]
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
         here.ready = self.clock() + chosen.ttft
-        decode = self.work(chosen.decode)
-        decode.promise(request.seq_id, here)
         try:
-            if not chosen.prefill:
-                yield
-                return
-            there = self._job(request, 0, chosen.split, matched.get(chosen.prefill, 0))
-            there.sent = chosen.split
-            prefill = self.work(chosen.prefill)
-            prefill.promise(request.seq_id, there)
-            try:
-                yield
-            finally:
-                prefill.leave(request.seq_id)
+            works[0].promise(request.seq_id, here)
+            if chosen.prefill:
+                there = self._job(request, 0, chosen.split, matched.get(chosen.prefill, 0))
+                there.sent = chosen.split
+                works.append(self.work(chosen.prefill))
+                works[1].promise(request.seq_id, there)
+            yield
         finally:
-            decode.leave(request.seq_id)
+            for work in works:
+                work.leave(request.seq_id)
 
     def _job(self, request: Request, begin: int, end: int, matched: int) -> Job:
         cached = max(begin, min(matched, end - 1))
@@ -144,7 +139,10 @@ class GenerationCost:
     def on_output(self, output: Output) -> None:
         """Its next output has come."""
         if not self._tokens:
-            self._first(output.usage)
+            job, usage = self._job, output.usage
+            computed = usage.computed if usage is not None else job.missing
+            cached = usage.cached + usage.received if usage is not None else job.cached
+            self._work.prefilled(self._seq_id, job, computed, cached, 0)
         self._tokens += len(output.token_ids)
         if output.finish_reason is not None and not output.broken_off:
             self._work.decoded(self._job, self._tokens)
@@ -152,11 +150,6 @@ class GenerationCost:
     def on_end(self, error: BaseException | None) -> None:
         """The engine has it no more."""
         self._work.leave(self._seq_id)
-
-    def _first(self, usage: Usage | None) -> None:
-        computed = usage.computed if usage is not None else self._job.missing
-        cached = usage.cached + usage.received if usage is not None else self._job.cached
-        self._work.prefilled(self._seq_id, self._job, computed, cached, 0)
 
 
 def max_tokens_of(request: Request) -> int | None:

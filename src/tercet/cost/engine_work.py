@@ -48,21 +48,23 @@ class Job:
 
 
 class EngineWork:
-    """The jobs of one engine. Times are the clock's, in seconds."""
+    """The jobs of one engine. Times are the clock's, in seconds.
+
+    ``decoding`` of its jobs decode now, and read ``contexts`` KV tokens in a step.
+    """
 
     def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
         self.prefill_pace, self.decode_pace = EnginePace(), EnginePace()
-        self.decoding = 0
+        self.decoding = self.contexts = 0
         self._model = model
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._line: dict[str, Job] = {}
         self._coming: dict[str, Job] = {}
         self._line_seconds = self._promised_seconds = 0.0
-        self._contexts = 0
         self._expected_ends = 0.0
         self._served_until = 0.0
-        self._at = self._born = clock()
+        self._at = clock()
         self._recent = self._busy = self._batches = self._contexts_read = 0.0
         self._prefills = 0
         self._seen_seconds, self._seen = 0.0, list[float]()
@@ -83,11 +85,6 @@ class EngineWork:
     def backlog(self) -> float:
         """A rough measure of the work, in seconds, that costs nothing to read."""
         return self._line_seconds + self._promised_seconds + 0.01 * self.decoding
-
-    @property
-    def contexts(self) -> int:
-        """KV tokens that its decodes read in a step."""
-        return self._contexts
 
     def waiting(self, now: float) -> float:
         """Seconds of prefill that are ahead of whatever comes now."""
@@ -190,14 +187,10 @@ class EngineWork:
         elif self._line.pop(seq_id, None) is not None:
             self._line_seconds -= job.seconds
             self._served_until = now
-        if not job.output:
-            pass
-        elif job.stage == "decode":
+        if self._coming.pop(seq_id, None) is None and job.output:
             self.decoding -= 1
-            self._contexts -= job.context
+            self.contexts -= job.context
             self._expected_ends -= job.expected_end
-        else:
-            del self._coming[seq_id]
         if not self._jobs:  # sums of floats, which drift
             self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
 
@@ -209,8 +202,8 @@ class EngineWork:
     def _begin_decode(self, seq_id: str, job: Job, now: float) -> None:
         del self._coming[seq_id]
         self.decoding += 1
-        self._contexts += job.context
-        tpot = self.pace_of_tokens(self.interference(now), self.decoding, self._contexts)
+        self.contexts += job.context
+        tpot = self.pace_of_tokens(self.interference(now), self.decoding, self.contexts)
         job.began, job.expected_end = now, now + job.output * tpot
         job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
         self._expected_ends += job.expected_end
@@ -244,5 +237,5 @@ class EngineWork:
         self._at = now
         self._busy += passed if self._line else 0.0
         self._batches += passed * self.decoding
-        self._contexts_read += passed * self._contexts
+        self._contexts_read += passed * self.contexts
         return now
