@@ -23,29 +23,13 @@ T = TypeVar("T")
 FEW_TIMERS = 1024
 
 
-class _Callback(asyncio.Handle):
-    """A callback that is ready."""
-
-    def run(self) -> None:
-        if not self._cancelled:
-            self._run()
-
-
-class _Timer(asyncio.TimerHandle):
-    """A callback that is due at a time."""
-
-    def run(self) -> None:
-        if not self._cancelled:
-            self._run()
-
-
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ready: deque[_Callback | _Timer] = deque()
-        self._timers: list[tuple[float, int, _Timer]] = []
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._count = 0
         self._cancelled_timers = 0
         self._running = False
@@ -61,7 +45,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Run a callback before time moves on, after those that are ready already."""
-        handle = _Callback(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -69,7 +53,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
-        timer = _Timer(when, callback, args, self, context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._count += 1
         heapq.heappush(self._timers, (when, self._count, timer))
         return timer
@@ -88,13 +72,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._cancelled_timers = 0
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future of this loop."""
         return asyncio.Future(loop=self)
 
     def create_task(
         self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], *, name: object = None, context: Any = None
     ) -> asyncio.Task[T]:
-        """Run a coroutine as a task of this loop."""
         return asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
 
     # ---- running ---------------------------------------------------------------------------------------------
@@ -105,17 +87,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise RuntimeError("the loop is closed or running already")
         with self._entered():
             while not self._stopping:
-                self._run_ready()
+                for _ in range(len(self._ready)):
+                    handle = self._ready.popleft()
+                    if not handle.cancelled():
+                        handle._run()  # pyright: ignore[reportPrivateUsage]
                 if self._failure is not None:
                     raise self._failure
                 if not self._stopping and not self._ready:
                     self._jump()
         self._stopping = False
-
-    def _run_ready(self) -> None:
-        ready = self._ready
-        for _ in range(len(ready)):
-            ready.popleft().run()
 
     def _jump(self) -> None:
         timers = self._timers
@@ -143,7 +123,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:
-            self.create_task(_close(generator))
+            self.create_task(generator.aclose())
 
     def run_until_complete(self, future: Any) -> Any:
         """Run until a future or coroutine is done; returns its result or raises its exception."""
@@ -164,11 +144,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._stopping = True
 
     def is_running(self) -> bool:
-        """Whether the loop runs now."""
         return self._running
 
     def is_closed(self) -> bool:
-        """Whether the loop was closed."""
         return self._closed
 
     def close(self) -> None:
@@ -186,7 +164,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # ---- errors ----------------------------------------------------------------------------------------------
 
     def get_debug(self) -> bool:
-        """Debug mode is off."""
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -211,10 +188,6 @@ _REAL = (
 )  # fmt: skip
 for _name in _REAL:
     setattr(VirtualLoop, _name, _refuse(_name))
-
-
-async def _close(generator: AsyncGenerator[Any, None]) -> None:
-    await generator.aclose()
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, get_args
 
 from tercet.sim.step_times import HostSharing
 
@@ -23,40 +23,8 @@ Kind = Literal["prefill", "decode"]
 State = Literal["prefill", "decode", "linger"]
 
 
-class Alarm(Protocol):
-    """A callback that is due."""
-
-    def cancel(self) -> None:
-        """Let it never run."""
-        ...
-
-
-class EngineTime(Protocol):
-    """One engine's own time; it has one alarm at most."""
-
-    def time(self) -> float:
-        """Now, in seconds."""
-        ...
-
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Alarm:
-        """Run a callback at ``when`` of this time."""
-        ...
-
-    def on_loop(self, when: float) -> float:
-        """When that is in the loop's time, if nobody begins or ends to compute until then."""
-        ...
-
-    def compute(self, kind: Kind | None) -> None:
-        """What is computed from now on; None is nothing."""
-        ...
-
-    def end(self) -> None:
-        """The engine is gone, and computes nothing."""
-        ...
-
-
 class LoopTime:
-    """The time of an engine that has its machine to itself."""
+    """The time of an engine that has its machine to itself: the loop's."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -65,14 +33,14 @@ class LoopTime:
         self.call_at = loop.call_at
 
     def on_loop(self, when: float) -> float:
-        """See :meth:`EngineTime.on_loop`."""
+        """When that is in the loop's time, if nobody begins or ends to compute until then."""
         return when
 
     def compute(self, kind: Kind | None) -> None:
-        """See :meth:`EngineTime.compute`."""
+        """What is computed from now on; None is nothing."""
 
     def end(self) -> None:
-        """See :meth:`EngineTime.end`."""
+        """The engine is gone, and computes nothing."""
 
 
 class Host:
@@ -80,7 +48,7 @@ class Host:
 
     def __init__(self) -> None:
         self._times: list[SharedTime] = []
-        self._engines: dict[State, int] = {"prefill": 0, "decode": 0, "linger": 0}
+        self._engines: dict[State, int] = dict.fromkeys(get_args(State), 0)
 
     def join(self, sharing: HostSharing) -> SharedTime:
         """The time of one more engine, which slows down as ``sharing`` says."""
@@ -99,22 +67,14 @@ class Host:
 
 
 class SharedTime:
-    """The time of one engine of a host."""
+    """The time of one engine of a host; it has one alarm at most."""
 
     def __init__(self, host: Host, sharing: HostSharing) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._beside: dict[State | None, dict[State, float]] = {
-            "prefill": {
-                "prefill": sharing.prefill_beside_prefill - 1,
-                "decode": sharing.prefill_beside_decode - 1,
-                "linger": sharing.prefill_beside_linger - 1,
-            },
-            "decode": {
-                "prefill": sharing.decode_beside_prefill - 1,
-                "decode": sharing.decode_beside_decode - 1,
-                "linger": sharing.decode_beside_linger - 1,
-            },
+            kind: {state: getattr(sharing, f"{kind}_beside_{state}") - 1 for state in get_args(State)}
+            for kind in get_args(Kind)
         }
         self._linger = sharing.linger
         self._state: State | None = None
@@ -125,21 +85,21 @@ class SharedTime:
         self._alarm: _Alarm | None = None
 
     def time(self) -> float:
-        """See :meth:`EngineTime.time`."""
+        """Now, in seconds."""
         return self._since + (self._loop.time() - self._since_on_loop) / self._slowdown
 
     def on_loop(self, when: float) -> float:
-        """See :meth:`EngineTime.on_loop`."""
+        """As :meth:`LoopTime.on_loop`."""
         return self._since_on_loop + (when - self._since) * self._slowdown
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Alarm:
-        """See :meth:`EngineTime.call_at`."""
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Alarm:
+        """Run a callback at ``when`` of this time."""
         self._alarm = _Alarm(when, callback, args)
         self._alarm.handle = self._loop.call_at(self.on_loop(when), self._alarm.ring)
         return self._alarm
 
     def compute(self, kind: Kind | None) -> None:
-        """See :meth:`EngineTime.compute`."""
+        """As :meth:`LoopTime.compute`."""
         if kind is not None:
             self._turn(kind)
         elif self._state in ("prefill", "decode"):
@@ -150,7 +110,7 @@ class SharedTime:
                 self._turn(None)
 
     def end(self) -> None:
-        """See :meth:`EngineTime.end`."""
+        """As :meth:`LoopTime.end`."""
         self._turn(None)
 
     def _turn(self, state: State | None) -> None:
@@ -200,3 +160,7 @@ class _Alarm:
     def cancel(self) -> None:
         self.pending = False
         self.handle.cancel()
+
+
+EngineTime = LoopTime | SharedTime
+Alarm = asyncio.TimerHandle | _Alarm
