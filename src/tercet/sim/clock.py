@@ -85,15 +85,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run until :meth:`stop`; raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set."""
         if self._closed or self._running:
             raise RuntimeError("the loop is closed or running already")
+        ready = self._ready
         with self._entered():
             while not self._stopping:
-                for _ in range(len(self._ready)):
-                    handle = self._ready.popleft()
+                for _ in range(len(ready)):
+                    handle = ready.popleft()
                     if not handle.cancelled():
                         handle._run()  # pyright: ignore[reportPrivateUsage]
                 if self._failure is not None:
                     raise self._failure
-                if not self._stopping and not self._ready:
+                if not self._stopping and not ready:
                     self._jump()
         self._stopping = False
 

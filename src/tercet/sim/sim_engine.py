@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ from tercet.sim.hosts import EngineTime, Host, LoopTime
 from tercet.sim.network import Network, Send
 from tercet.sim.scheduler import Counters, LoadReports, SimScheduler
 from tercet.sim.sequence_work import Work
-from tercet.sim.step_times import Profile, StepModel, Transfer
+from tercet.sim.step_times import Profile, StepModel
 
 T = TypeVar("T")
 
@@ -65,7 +65,8 @@ class SimEngine:
         address: str | None = None,
         host: Host | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
+        self.transfer = profile.transfer
         self._address = address or f"sim://{name}"
         self.profile = profile
         self.network = network
@@ -86,33 +87,24 @@ class SimEngine:
 
     def _start(self) -> None:
         blocks = self.options.total_blocks or self.profile.total_blocks
-        self._pool = BlockPool(blocks)
-        self._scheduler = SimScheduler(self._model, self._pool, self.profile.block_size, self.options, self._time)
+        self.pool = BlockPool(blocks)
+        self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
-        self._leases = Leases(self._pool, self.profile.block_size, limit, self.options.prefix_caching)
+        self._leases = Leases(self.pool, self.profile.block_size, limit, self.options.prefix_caching)
         if self._observer is not None:
             self.observe(self._observer)
 
     def observe(self, observer: SimObserver) -> None:
         """Tell ``observer`` this engine's load and what is in its cache, from now on."""
         self._observer = observer
-        self._pool.observe(observer)
+        self.pool.observe(observer)
         self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
         self._scheduler.on_change()
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
-    @property
-    def name(self) -> str:
-        """The engine's name."""
-        return self._name
-
-    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
-        return self._reservation(request, end)
-
     @asynccontextmanager
-    async def _reservation(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         lease = await self._lease(request, end, self.options.lease_ttl)
         try:
             yield self._told(lease)
@@ -132,7 +124,7 @@ class SimEngine:
 
     def _told(self, lease: Lease) -> Reservation:
         address = RankAddress(0, (self._address,))
-        info = KVAddrInfo(lease.name, self._name, lease.matched, lease.end, "sim", (address,), self._layout)
+        info = KVAddrInfo(lease.name, self.name, lease.matched, lease.end, "sim", (address,), self._layout)
         return Reservation(info, lease.matched)
 
     def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
@@ -140,9 +132,7 @@ class SimEngine:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._count += 1
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
-        lease = self._leases.reserve(
-            f"{self._name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running
-        )
+        lease = self._leases.reserve(f"{self.name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running)
         lease.timer = self._loop.call_later(ttl, self._end_lease, lease)
         return lease
 
@@ -157,7 +147,6 @@ class SimEngine:
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        """See :meth:`tercet.protocol.Engine.remote_send`."""
         started = self._loop.time()
         await self._arrive(request)
         begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
@@ -182,7 +171,6 @@ class SimEngine:
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        """See :meth:`tercet.protocol.Engine.start_generate`."""
         return OutputStream(partial(self._generate, request, begin, output))
 
     async def _generate(self, request: Request, begin: int, output: Sequence[int], stream: OutputStream) -> None:
@@ -204,7 +192,6 @@ class SimEngine:
         return self._leases.of(seq_id) is not None or seq_id in self._generating or seq_id in self._sends.values()
 
     async def abort(self, seq_id: str) -> None:
-        """See :meth:`tercet.protocol.Engine.abort`."""
         await self._reach()
         lease = self._leases.of(seq_id)
         if lease is not None:
@@ -227,14 +214,13 @@ class SimEngine:
         return found.valid_end
 
     async def status(self) -> EngineStatus:
-        """See :meth:`tercet.protocol.Engine.status`."""
         await self._reach()
         if self._scheduler.frozen:
             await self._between_steps(lambda: None)  # a frozen core tells nothing
-        total, free = self._pool.total, self._scheduler.free_blocks
+        total, free = self.pool.total, self._scheduler.free_blocks
         counters = self.counters
         return EngineStatus(
-            engine=self._name,
+            engine=self.name,
             model=self.profile.model.name,
             version=__version__,
             vllm_version=f"simulated {self.profile.name}",
@@ -247,7 +233,7 @@ class SimEngine:
             max_model_len=self.profile.max_model_len,
             leases=len(self._leases),
             sends=len(self._sends),
-            counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self._pool.evicted},
+            counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self.pool.evicted},
         )
 
     def load(self) -> EngineLoad:
@@ -259,11 +245,6 @@ class SimEngine:
     def expects(self, lease: str) -> bool:
         """Whether KV under this lease is still accepted."""
         return not self._down and self._leases.find(lease) is not None
-
-    @property
-    def transfer(self) -> Transfer:
-        """How fast KV leaves and reaches this engine."""
-        return self.profile.transfer
 
     def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
         """See :meth:`tercet.sim.network.SendTarget.receive`; the answer is False if the lease is over."""
@@ -289,7 +270,7 @@ class SimEngine:
     def fail(self) -> None:
         """Die: everything that runs here ends in ``EngineUnreachable``, KV and leases are lost."""
         self._down = True
-        error = EngineUnreachable(f"{self._name} went down")
+        error = EngineUnreachable(f"{self.name} went down")
         self._scheduler.stop(error)
         self._leases.drop_all()
         for call in self._calls:
@@ -318,11 +299,6 @@ class SimEngine:
         return self._scheduler.counters
 
     @property
-    def pool(self) -> BlockPool:
-        """The engine's blocks."""
-        return self._pool
-
-    @property
     def busy(self) -> bool:
         """Whether anything runs, waits, is reserved or is being sent here."""
         scheduler = self._scheduler
@@ -336,7 +312,7 @@ class SimEngine:
             raise BadRequest(f"begin: {begin} is outside a prompt of {length} tokens", "begin")
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
-        goal = tokens_to_produce(request, given, self.profile, self._pool.total)
+        goal = tokens_to_produce(request, given, self.profile, self.pool.total)
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
@@ -358,7 +334,7 @@ class SimEngine:
         if self.profile.call:
             await asyncio.sleep(self.profile.call)
         if self._down:
-            raise EngineUnreachable(f"{self._name} is down")
+            raise EngineUnreachable(f"{self.name} is down")
 
     async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """The result of an action that must run between steps; ``undo`` takes it back if nobody waits any more."""

@@ -12,17 +12,16 @@ from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from tercet import __version__
-from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, TercetError
+from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.sim_engine import SimEngine
-from tercet.sim.sim_verbs import EVENT_STREAM, HttpNetwork, Verbs, errors_as_json, json_of, text_of, tokens_of
+from tercet.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json, event_stream, json_of, text_of, together, tokens_of
 from tercet.sim.step_times import Profile
 
 # As vLLM names them, so that what reads a real engine's load reads this one's.
@@ -91,31 +90,25 @@ class OpenAI:
         answer = _CompletionAnswer(name, self._model, call, request.num_tokens)
         async with aclosing(self._engine.start_generate(request)) as outputs:
             if call.stream:
-                return await answer.stream(http, await anext(outputs), outputs)
-            found = [output async for output in outputs]
-        tokens = tuple(token for output in found for token in output.token_ids)
-        whole = Output(tokens, found[-1].finish_reason)
-        return json_of({**answer.chunk(whole), "usage": answer.usage(len(tokens))})
+                async with aclosing(answer.chunks(outputs)) as chunks:
+                    return await event_stream(http, chunks, end=b"data: [DONE]\n\n")
+            whole = await together(outputs)
+        return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids))})
 
     async def models(self, http: web.Request) -> web.StreamResponse:
-        """The one model."""
         length = self._engine.profile.max_model_len
         entry = {"id": self._model, "object": "model", "owned_by": "tercet", "max_model_len": length}
         return json_of({"object": "list", "data": [{**entry, "root": self._root or self._model}]})
 
     async def health(self, http: web.Request) -> web.StreamResponse:
-        """It is well as long as it answers."""
         return web.Response()
 
     async def version(self, http: web.Request) -> web.StreamResponse:
-        """Whose engine this is."""
         return json_of({"version": f"tercet {__version__}, simulated {self._engine.profile.name}"})
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
-        """Prometheus text."""
-        registry = CollectorRegistry()
-        registry.register(_StatusMetrics(self._model, await self._engine.status()))
-        return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        found = generate_latest(_StatusMetrics(self._model, await self._engine.status()))
+        return web.Response(body=found, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class _CompletionAnswer:
@@ -126,22 +119,13 @@ class _CompletionAnswer:
         self._call = call
         self._prompt_tokens = prompt_tokens
 
-    async def stream(self, http: web.Request, first: Output, rest: OutputStream) -> web.StreamResponse:
-        response = web.StreamResponse(headers=EVENT_STREAM)
-        await response.prepare(http)
-        await response.write(_event(self.chunk(first)))
-        tokens = len(first.token_ids)
-        try:
-            async for output in rest:
-                tokens += len(output.token_ids)
-                await response.write(_event(self.chunk(output)))
-            if self._call.stream_options is not None and self._call.stream_options.include_usage:
-                await response.write(_event({**self._head, "choices": [], "usage": self.usage(tokens)}))
-        except TercetError as error:
-            await response.write(_event(error.to_wire()))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+    async def chunks(self, outputs: OutputStream) -> AsyncGenerator[dict[str, Any]]:
+        tokens = 0
+        async for output in outputs:
+            tokens += len(output.token_ids)
+            yield self.chunk(output)
+        if self._call.stream_options is not None and self._call.stream_options.include_usage:
+            yield {**self._head, "choices": [], "usage": self.usage(tokens)}
 
     def chunk(self, output: Output) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -172,10 +156,6 @@ class _StatusMetrics(Collector):
             counter = CounterMetricFamily(f"tercet_sim_{name}", f"The engine's {name} so far.", labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -76,7 +76,7 @@ class HttpNetwork(Network):
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(PROMPTS_KEPT)
-        self._transfer = transfer
+        self.transfer = transfer  # peers are taken to be as fast as this engine
         self._session: aiohttp.ClientSession | None = None
         self._posting = TaskSet()
 
@@ -98,11 +98,6 @@ class HttpNetwork(Network):
             raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
         return RemoteEngine(info.engine, addresses[0], self)
 
-    @property
-    def transfer(self) -> Transfer:
-        """How fast KV travels; peers are taken to be as fast as this engine."""
-        return self._transfer
-
     def post(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
         """Tell a peer in the background; ``answer`` is told False when it cannot be reached."""
         self._posting.spawn(self._deliver(url, delivery, answer))
@@ -122,31 +117,20 @@ class RemoteEngine:
     """An engine of another process, as :class:`~tercet.sim.network.SendTarget`."""
 
     def __init__(self, name: str, url: str, network: HttpNetwork) -> None:
-        self._name = name
+        self.name = name
+        self.transfer = network.transfer
         self._url = url
         self._network = network
-
-    @property
-    def name(self) -> str:
-        """The engine's name."""
-        return self._name
-
-    @property
-    def transfer(self) -> Transfer:
-        """How fast KV reaches it."""
-        return self._network.transfer
 
     def expects(self, lease: str) -> bool:
         """Unknown here until the KV has arrived."""
         return True
 
     def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        """See :meth:`tercet.sim.network.SendTarget.receive`."""
         self._network.post(self._url, Delivery(lease, begin, end), answer)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 # What a model that only counts cannot answer.
 REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
@@ -180,7 +164,6 @@ class Verbs:
         ]
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
-        """Reserve blocks under a lease."""
         call = decode_call(await http.read(), PrepRecvCall)
         longest = self._engine.options.lease_ttl
         ttl = min(call.ttl or longest, longest)
@@ -202,11 +185,12 @@ class Verbs:
             await self._relay(call, call.door)
             return json_of({"accepted": True})
         async with aclosing(self._engine.start_generate(request_of(call), call.begin, call.output)) as outputs:
-            if not call.stream:
-                return json_of(await together(outputs))
-            # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
-            first = await anext(outputs)
-            return await stream(http, first, outputs)
+            if call.stream:
+                return await event_stream(http, outputs)
+            whole = await together(outputs)
+        if not whole.token_ids:
+            raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
+        return json_of(whole)
 
     async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
         outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
@@ -219,19 +203,16 @@ class Verbs:
         return json_of({"connected": True})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:
-        """End whatever the engine does for a sequence."""
         call = decode_call(await http.read(), AbortCall)
         known = self._engine.works_on(call.seq_id)
         await self._engine.abort(call.seq_id)
         return json_of({"aborted": known})
 
     async def release(self, http: web.Request) -> web.StreamResponse:
-        """End a lease."""
         call = decode_call(await http.read(), ReleaseCall)
         return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
 
     async def status(self, http: web.Request) -> web.StreamResponse:
-        """The engine's load."""
         return json_of(await self._engine.status())
 
     async def deliver(self, http: web.Request) -> web.StreamResponse:
@@ -266,25 +247,30 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_of(error.to_wire(), error.status)
 
 
-async def stream(http: web.Request, first: Output, rest: OutputStream) -> web.StreamResponse:
-    """Outputs as server-sent events; an error that comes after the first one is the last event."""
-    response = web.StreamResponse(headers=EVENT_STREAM)
+async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
+    """Values as server-sent events, then ``end``; an error that comes after the first value is the last event.
+
+    The first value is awaited before the status line goes out, so that bad input is still a 4xx.
+    """
+    first = await anext(values)
+    response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     await response.prepare(http)
-    encode = msgspec.json.encode
-    await response.write(b"data: " + encode(first) + b"\n\n")
+    await response.write(_event(first))
     try:
-        async for output in rest:
-            await response.write(b"data: " + encode(output) + b"\n\n")
+        async for value in values:
+            await response.write(_event(value))
     except TercetError as error:
-        await response.write(b"data: " + encode(error.to_wire()) + b"\n\n")
-    await response.write_eof()
+        await response.write(_event(error.to_wire()))
+    await response.write_eof(end)
     return response
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def together(outputs: OutputStream) -> Output:
     """All outputs as one."""
     found = [output async for output in outputs]
     tokens = tuple(token for output in found for token in output.token_ids)
-    if not tokens:
-        raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
     return Output(tokens, found[-1].finish_reason, usage=found[0].usage)
