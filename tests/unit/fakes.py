@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 from tercet.protocol import (
     EngineStatus,
@@ -22,6 +22,20 @@ from tercet.protocol import (
 
 LAYOUT = KVLayout("m", "float32", 2, 1, 8, 16, 1024, 1, "test")
 BLOCK = LAYOUT.block_size
+
+
+def stream_of(outputs: AsyncGenerator[Output, None]) -> OutputStream:
+    """The stream of what a generator yields, which is asked for the next when the one before has been consumed."""
+
+    async def produce(stream: OutputStream) -> None:
+        async with aclosing(outputs):
+            async for output in outputs:
+                stream.put(output)
+                await stream.until_asked()
+                if stream.over:
+                    return
+
+    return OutputStream(produce)
 
 
 class FakeEngine:
@@ -75,7 +89,7 @@ class FakeEngine:
         return Sent(begin, stop, (stop - begin) * 8, 1, 0.0, Usage(computed=stop), first)
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        return OutputStream.of(self._outputs(request, begin, output))
+        return stream_of(self._outputs(request, begin, output))
 
     async def _outputs(self, request: Request, begin: int, output: Sequence[int]) -> AsyncGenerator[Output, None]:
         self.running += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 from tercet.protocol.errors import TercetError
@@ -58,20 +58,6 @@ class OutputStream:
         self._failure: BaseException | None = None
         self._runner: asyncio.Task[Any] | None = None
         self._begun = self._over = self._stopped = self._interrupted = self._was_cancelled = False
-
-    @classmethod
-    def of(cls, outputs: AsyncGenerator[Output, None]) -> OutputStream:
-        """The stream of what a generator yields, which is asked for the next when the one before has been consumed."""
-
-        async def produce(stream: OutputStream) -> None:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    stream.put(output)
-                    await stream.until_asked()
-                    if stream.over:
-                        return
-
-        return cls(produce)
 
     def subscribe(self, observer: OutputObserver) -> None:
         """Tell ``observer`` of what happens from the start on; the one that came first is told first."""

@@ -1,6 +1,6 @@
 """Simulated engines: the protocol of real ones, in virtual time, at the pace of a measured profile."""
 
-from tercet.sim.clock import VirtualLoop, run_virtual
+from tercet.sim.clock import run_virtual
 from tercet.sim.engine_options import EngineOptions, options_from
 from tercet.sim.hosts import Host
 from tercet.sim.network import Network
@@ -14,7 +14,6 @@ __all__ = [
     "Profile",
     "SimEngine",
     "StepModel",
-    "VirtualLoop",
     "load_profile",
     "options_from",
     "parse_profile",

@@ -32,8 +32,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._count = 0
         self._cancelled_timers = 0
-        self._running = False
-        self._stopping = False
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -81,22 +79,25 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # ---- running ---------------------------------------------------------------------------------------------
 
-    def run_forever(self) -> None:
-        """Run until :meth:`stop`; raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set."""
-        if self._closed or self._running:
-            raise RuntimeError("the loop is closed or running already")
+    def run_until_complete(self, future: Any) -> Any:
+        """Run until a future or coroutine is done; returns its result or raises its exception.
+
+        Raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set.
+        """
+        task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         ready = self._ready
         with self._entered():
-            while not self._stopping:
+            while not task.done():
                 for _ in range(len(ready)):
                     handle = ready.popleft()
                     if not handle.cancelled():
                         handle._run()  # pyright: ignore[reportPrivateUsage]
-                if self._failure is not None:
-                    raise self._failure
-                if not self._stopping and not ready:
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    raise failure
+                if not ready and not task.done():
                     self._jump()
-        self._stopping = False
+        return task.result()
 
     def _jump(self) -> None:
         timers = self._timers
@@ -113,54 +114,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _entered(self) -> Generator[None]:
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=self._finalize)
-        self._running = True
         asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
         try:
             yield
         finally:
             asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
-            self._running = False
             sys.set_asyncgen_hooks(*hooks)
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:
             self.create_task(generator.aclose())
 
-    def run_until_complete(self, future: Any) -> Any:
-        """Run until a future or coroutine is done; returns its result or raises its exception."""
-        task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
-        task.add_done_callback(self._stop_when_done)
-        try:
-            self.run_forever()
-        finally:
-            task.remove_done_callback(self._stop_when_done)
-            self._stopping, self._failure = False, None
-        return task.result()
-
-    def _stop_when_done(self, _task: asyncio.Future[Any]) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End :meth:`run_forever` after the callbacks that are ready."""
-        self._stopping = True
-
-    def is_running(self) -> bool:
-        return self._running
-
-    def is_closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Drop what is left; the loop cannot run again."""
         self._closed = True
         self._ready.clear()
         self._timers.clear()
-
-    async def shutdown_asyncgens(self) -> None:
-        """Nothing is kept: generators that are dropped are closed by a task at once."""
-
-    async def shutdown_default_executor(self) -> None:
-        """There is none."""
 
     # ---- errors ----------------------------------------------------------------------------------------------
 

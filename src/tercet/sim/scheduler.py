@@ -99,7 +99,10 @@ class SimScheduler:
     def submit(self, work: Work) -> None:
         """Queue a sequence; it may join at the end of the step that is under way."""
         self._waiting.append(work)
-        self._wake()
+        if self._timer is None:
+            self._boundary(self._time.time())
+        else:
+            self._cut()
         if self.on_change is not None:
             self.on_change()
 
@@ -165,12 +168,6 @@ class SimScheduler:
                 self._run.begin += passed
             self._end_at(self._ends + passed)
             self._cut()  # somebody may have come meanwhile
-
-    def _wake(self) -> None:
-        if self._timer is None:
-            self._boundary(self._time.time())
-        else:
-            self._cut()
 
     def _cut(self) -> None:
         """End the current run of steps with the step that is under way."""

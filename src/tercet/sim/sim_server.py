@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
+import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -180,7 +181,8 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     """Serve while entered; raises ``OSError`` when the address is taken."""
     # What a call costs is what it costs here.
     profile = msgspec.structs.replace(config.profile, call=0.0)
-    async with HttpNetwork(profile.transfer) as network:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        network = HttpNetwork(profile.transfer, session)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
         verbs = Verbs(engine)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
@@ -194,6 +196,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         finally:
             await verbs.relay.close()
             await runner.cleanup()
+            await network.posting.close()
 
 
 def serve(config: ServerConfig) -> None:

@@ -12,7 +12,6 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -58,38 +57,24 @@ PROMPTS_KEPT = 256
 
 
 class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now."""
+    """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now.
+
+    Its answer says whether the lease took it.
+    """
 
     lease: str
     begin: int
     end: int
 
 
-class Accepted(msgspec.Struct, frozen=True):
-    """Its answer: whether the lease took it."""
-
-    accepted: bool
-
-
 class HttpNetwork(Network):
     """The network of one engine in a process of its own; reaches all others by the address in their reservations."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, session: aiohttp.ClientSession) -> None:
         super().__init__(PROMPTS_KEPT)
         self.transfer = transfer  # peers are taken to be as fast as this engine
-        self._session: aiohttp.ClientSession | None = None
-        self._posting = TaskSet()
-
-    async def __aenter__(self) -> HttpNetwork:
-        self._session = aiohttp.ClientSession(timeout=ANSWER, connector=aiohttp.TCPConnector(limit=0))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._posting.close()
-        if self._session is not None:
-            await self._session.close()
+        self.posting = TaskSet()
+        self._session = session
 
     def find(self, info: KVAddrInfo) -> SendTarget:
         """See :meth:`tercet.sim.network.Network.find`; raises ``BadRequest`` for what no simulated engine returned."""
@@ -100,15 +85,15 @@ class HttpNetwork(Network):
 
     def post(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
         """Tell a peer in the background; ``answer`` is told False when it cannot be reached."""
-        self._posting.spawn(self._deliver(url, delivery, answer))
+        self.posting.spawn(self._deliver(url, delivery, answer))
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
-        if self._session is None:
-            raise RuntimeError("HttpNetwork is used outside its async context")
         try:
-            async with self._session.post(url + DELIVER, data=msgspec.json.encode(delivery)) as response:
+            async with self._session.post(
+                url + DELIVER, data=msgspec.json.encode(delivery), timeout=ANSWER
+            ) as response:
                 body = await response.read()
-                answer(response.status == 200 and msgspec.json.decode(body, type=Accepted).accepted)
+                answer(response.status == 200 and msgspec.json.decode(body, type=bool))
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             answer(False)
 
@@ -220,7 +205,7 @@ class Verbs:
         news = decode_call(await http.read(), Delivery)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._engine.receive(news.lease, news.begin, news.end, answer.set_result)
-        return json_of(Accepted(await answer))
+        return json_of(await answer)
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:

@@ -12,6 +12,8 @@ import pytest
 from tercet.programs import Answer, outputs_of, run_program
 from tercet.protocol import EngineError, Output, OutputStream
 
+from ..fakes import stream_of
+
 
 class Source:
     """Makes streams, and knows which of them are open."""
@@ -33,7 +35,7 @@ class Source:
             self.closed.append(len(self.closed))
 
     def stream(self, *tokens: int, error: BaseException | None = None) -> OutputStream:
-        return OutputStream.of(self.outputs(*tokens, error=error))
+        return stream_of(self.outputs(*tokens, error=error))
 
 
 @pytest.fixture

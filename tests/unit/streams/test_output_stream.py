@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tercet.protocol import EngineError, Output, OutputStream
 
+from ..fakes import stream_of
+
 
 class Observer:
     """Notes what it is told."""
@@ -193,7 +195,7 @@ async def test_a_generator_is_asked_for_more_when_the_consumer_is_done_with_what
             made.append(token)
             yield Output((token,))
 
-    stream = OutputStream.of(generate())
+    stream = stream_of(generate())
     assert await anext(stream) == Output((0,))
     await asyncio.sleep(0)
     assert made == [0]

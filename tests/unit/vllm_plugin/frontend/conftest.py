@@ -27,7 +27,7 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
 
-from ...fakes import FakeEngine
+from ...fakes import FakeEngine, stream_of
 from ...router.conftest import shared_over
 
 CREATED = re.compile(r'"created":\d+')
@@ -55,7 +55,7 @@ class ScriptedEngine(FakeEngine):
         return self.gates[name]
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        return OutputStream.of(self._generate(request))
+        return stream_of(self._generate(request))
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
         name = request.headers["x-request-id"]
