@@ -7,7 +7,7 @@ under a lease, by one of the :mod:`.backends`. Decisions are state machines with
 written where; :mod:`.inbound`: what a sender may say), sockets and threads are thin shells around them.
 """
 
-from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
+from tercet.transport.agent.agent import AgentSetup
 from tercet.transport.agent.agent_messages import (
     CancelSend,
     GrantLease,
@@ -23,10 +23,12 @@ from tercet.transport.agent.agent_messages import (
     StepBegins,
     StepEnds,
 )
+from tercet.transport.agent.agent_process import AgentProcess
+from tercet.transport.agent.control_channel import ControlClient
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
-from tercet.transport.grants import Grant, GrantTable
+from tercet.transport.grants import Grant
 from tercet.transport.head_slices import HeadSlice, routes
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.peer import SendReport
@@ -42,12 +44,12 @@ __all__ = [
     "TAIL_BYTES",
     "TRANSPORTS",
     "AgentProcess",
+    "AgentSetup",
     "BlockShape",
     "CancelSend",
     "ControlClient",
     "Grant",
     "GrantLease",
-    "GrantTable",
     "HeadSlice",
     "KVRegion",
     "LayersDone",
@@ -63,7 +65,6 @@ __all__ = [
     "SendDone",
     "SendOpening",
     "SendReport",
-    "SharedKV",
     "StepBegins",
     "StepEnds",
     "TransportSettings",

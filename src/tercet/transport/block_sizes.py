@@ -7,6 +7,7 @@ vLLM's portable CPU kernels keep them; where kernels group tokens otherwise, blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -48,7 +49,7 @@ def first_token(begin: int, tokens: int) -> int:
     return begin // tokens * tokens
 
 
-def moves(slots: range, sender_tokens: int, begin: int, blocks: tuple[int, ...], receiver_tokens: int) -> list[Move]:
+def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], receiver_tokens: int) -> list[Move]:
     """Where the tokens of a sender's slots go in a reservation whose ``blocks`` hold the tokens from ``begin`` on.
 
     Tokens before ``begin``, and behind the last block, go nowhere: they are not the lease's.

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +30,7 @@ MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """Blocks that a peer may write under ``lease``.
 
     ``blocks[i]``, slot i, holds the tokens from ``begin + i * block_size`` on; ``begin`` is a multiple of
@@ -37,7 +38,7 @@ class Grant:
     """
 
     lease: str
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]
     begin: int
     end: int
     block_size: int

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Backend, Reader, SendingPeer, require_word
+from tercet.transport.backends.reading import Backend, BackendUnavailable, Reader, SendingPeer, require_word
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import LocalRank
-from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome
-from tercet.transport.peer_messages import receiver_proof as proof_of_receiver
-from tercet.transport.peer_messages import sender_proof as proof_of_sender
+from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
 from tercet.transport.region import RegionShape
 
 logger = logging.getLogger(__name__)
@@ -31,7 +29,7 @@ def greet(
     ``word`` is the number of a generation word that is set.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    proof = proof_of_sender(rank.settings.secret, challenge.nonce, nonce, session)
+    proof = proof_of("sender", rank.settings.secret, challenge.nonce, nonce, session)
     greeting = Greeting(rank.fingerprint, session, stream, nonce, proof)
     if stream:
         return greeting
@@ -40,7 +38,7 @@ def greet(
 
 def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
     """The receiver's choice; raises :class:`ProtocolViolation` if the receiver is not one of ours."""
-    expected = proof_of_receiver(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    expected = proof_of("receiver", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
     if not secrets.compare_digest(expected, welcome.proof):
         raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
     if welcome.transport not in greeting.offers:
@@ -66,7 +64,7 @@ class Agreement(NamedTuple):
 
 def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> None:
     """Raise :class:`ProtocolViolation` unless a sender knows the secret and has KV of our layout."""
-    expected = proof_of_sender(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    expected = proof_of("sender", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
     if not secrets.compare_digest(expected, greeting.proof):
         raise ProtocolViolation("secret: the sender does not know this fleet's secret")
     if greeting.fingerprint != rank.fingerprint:
@@ -88,7 +86,7 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     if block is not None and block.block_bytes != greeting.shape.block_bytes:
         raise ProtocolViolation("layout: the sender's blocks have another size than it says")
     backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
-    proof = proof_of_receiver(rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    proof = proof_of("receiver", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
     return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
 
 
@@ -111,8 +109,13 @@ def _choose(
     """The first backend that both have and that passes its check."""
     reasons: list[str] = []
     for backend in rank.backends:
-        reader = _connect(rank, backend, greeting, sender, block, reasons)
-        if reader is not None:
+        try:
+            reader = _connect(rank, backend, greeting, sender, block)
+        except TransferFailed as error:
+            reasons.append(error.message)
+        except OSError as error:
+            reasons.append(f"{backend.name}: the sender's memory cannot be read: {error}")
+        else:
             if reasons:
                 logger.info("KV of this sender comes over %s: %s", backend.name, "; ".join(reasons))
             return backend, reader
@@ -120,22 +123,13 @@ def _choose(
 
 
 def _connect(
-    rank: LocalRank, backend: Backend, greeting: Greeting, sender: SendingPeer, block: BlockShape | None,
-    reasons: list[str],
-) -> Reader | None:  # fmt: skip
-    """A reader that passed its check, or ``None`` and one more of ``reasons``."""
+    rank: LocalRank, backend: Backend, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
+) -> Reader:
     offer = greeting.offers.get(backend.name)
     if offer is None:
-        reasons.append(f"{backend.name}: the sender does not offer it")
-    elif block is not None and not backend.stages:
-        reasons.append(f"{backend.name}: it does not convert blocks of another size")
-    else:
-        try:
-            reader = backend.connect(offer, sender)
-            require_word(reader, backend.name, greeting.word, rank.region.bytes)
-            return reader
-        except TransferFailed as error:
-            reasons.append(error.message)
-        except OSError as error:
-            reasons.append(f"{backend.name}: the sender's memory cannot be read: {error}")
-    return None
+        raise BackendUnavailable(f"{backend.name}: the sender does not offer it")
+    if block is not None and not backend.stages:
+        raise BackendUnavailable(f"{backend.name}: it does not convert blocks of another size")
+    reader = backend.connect(offer, sender)
+    require_word(reader, backend.name, greeting.word, rank.region.bytes)
+    return reader

@@ -40,8 +40,16 @@ def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
     for receiver in range(target.tp_size):
         there = heads(target, receiver)
         common = range(max(here.start, there.start), min(here.stop, there.stop))
-        if common and _first_holder(source, common) == rank:
-            found.append(RankRoute(receiver, _head_slice(source, here, there, common)))
+        if not common or any(common.start in heads(source, earlier) for earlier in range(rank)):
+            continue
+        head_bytes = source.block_bytes // len(here)
+        head_slice = HeadSlice(
+            source_offset=(common.start - here.start) * head_bytes,
+            size=len(common) * head_bytes,
+            part=(common.start - there.start) // len(common),
+            parts=len(there) // len(common),
+        )
+        found.append(RankRoute(receiver, head_slice))
     return found
 
 
@@ -49,18 +57,3 @@ def heads(layout: KVLayout, rank: int) -> range:
     """The KV heads that a rank holds; with more ranks than heads, several ranks hold the same one."""
     first = rank * layout.num_kv_heads // layout.tp_size
     return range(first, first + layout.heads_per_rank)
-
-
-def _first_holder(layout: KVLayout, common: range) -> int:
-    return next(rank for rank in range(layout.tp_size) if common.start in heads(layout, rank))
-
-
-def _head_slice(source: KVLayout, here: range, there: range, common: range) -> HeadSlice:
-    head_bytes = source.block_bytes // len(here)
-    parts = len(there) // len(common)
-    return HeadSlice(
-        source_offset=(common.start - here.start) * head_bytes,
-        size=len(common) * head_bytes,
-        part=(common.start - there.start) // len(common),
-        parts=parts,
-    )

@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -199,17 +199,8 @@ class Splitter(Generic[M]):
             raise ProtocolViolation(f"not a message of this protocol: {error}") from error
 
 
-def sender_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
-    """What a sender answers to a challenge (HMAC-SHA256, RFC 2104)."""
-    return _proof(secret, "sender", challenge, greeting_nonce, session)
-
-
-def receiver_proof(secret: str, challenge: bytes, greeting_nonce: bytes, session: str) -> bytes:
-    """What a receiver answers to a greeting."""
-    return _proof(secret, "receiver", challenge, greeting_nonce, session)
-
-
-def _proof(secret: str, role: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
+def proof_of(role: Literal["sender", "receiver"], secret: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
+    """What one end answers to prove that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
     # MessagePack says how long each field is, so that bytes of one cannot be taken for bytes of the next.
     said = msgspec.msgpack.encode((role, challenge, nonce, session))
     return hmac.digest(secret.encode(), said, hashlib.sha256)

@@ -75,12 +75,17 @@ class KVSender:
         return len(self._peers)
 
     def transport_to(self, addresses: Sequence[str]) -> str | None:
-        """See :meth:`tercet.transport.RankTransport.transport_to`."""
+        """How KV travels to a receiver, once a session with it is agreed on."""
         peer = self._peers.get(tuple(addresses))
         return peer.transport if peer is not None else None
 
     def open(self, send_id: str, lease: str, destinations: Sequence[SendDestination], on_done: OnDone) -> None:
-        """See :meth:`tercet.transport.RankTransport.open`."""
+        """Begin a send, to each of ``destinations``; one that was cancelled before is forgotten instead.
+
+        ``on_done`` is called exactly once, when all of them have it or one failed, also for wrong input, with nothing
+        of the transport locked; mostly from another thread, but perhaps before a call for this send returns. What is
+        read of the send's KV from then on is not taken.
+        """
         started: list[TransferPeer] = []
         with self._lock:
             if send_id in self._cancelled:
@@ -100,17 +105,20 @@ class KVSender:
             on_done(SendReport(0, 0))
 
     def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
-        """See :meth:`tercet.transport.RankTransport.push`; a send that has ended takes no more."""
+        """Offer ``blocks`` of every one of ``layers``, which are neighbours, for the receiver's slots from ``slot`` on.
+
+        The KV must stay as it is until the send has ended; one that has ended takes no more.
+        """
         for peer, leg in self._legs(send_id):
             peer.push(leg, layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
-        """See :meth:`tercet.transport.RankTransport.finish`."""
+        """Say that the KV of tokens ``[begin, end)`` is complete."""
         for peer, leg in self._legs(send_id):
             peer.finish(leg, begin, end)
 
     def cancel(self, send_id: str) -> None:
-        """See :meth:`tercet.transport.RankTransport.cancel`."""
+        """End a send, also one that has not begun; once this returns, nobody takes what is read of its KV."""
         with self._lock:
             self._cancelled.append(send_id)
         for peer, leg in self._legs(send_id):

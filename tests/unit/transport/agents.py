@@ -14,8 +14,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from tercet.transport import HeadSlice, KVRegion, SendDestination, TransportSettings
-from tercet.transport.agent import AgentProcess, ControlClient, SharedKV
+from tercet.transport import (
+    AgentProcess,
+    AgentSetup,
+    ControlClient,
+    HeadSlice,
+    KVRegion,
+    SendDestination,
+    TransportSettings,
+)
 from tercet.transport.agent.agent_messages import (
     Command,
     GrantLease,
@@ -90,8 +97,8 @@ class Rank:
 
 
 def start(region: KVRegion, settings: TransportSettings | None = None, number: int = 0) -> AgentProcess:
-    kv = SharedKV(region.fd, region.shape)
-    return AgentProcess(number, kv, "agents", settings or TransportSettings(), os.sched_getaffinity(0))
+    cpus = os.sched_getaffinity(0)
+    return AgentProcess(AgentSetup(number, region.fd, region.shape, "agents", settings or TransportSettings(), cpus))
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from tercet.transport import BlockShape, Grant, GrantTable, KVRegion, TransportSettings
+from tercet.transport import BlockShape, Grant, KVRegion, TransportSettings
 from tercet.transport.backends import Backend
 from tercet.transport.backends.reading import Batch, Copies, Fence, Reader, SendingPeer, in_steps
+from tercet.transport.grants import GrantTable
 from tercet.transport.greeting import Agreement, agree, require_ours
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import Pace
@@ -26,8 +27,7 @@ from tercet.transport.peer_messages import (
     SendEnd,
     Splitter,
     framed,
-    receiver_proof,
-    sender_proof,
+    proof_of,
 )
 from tercet.transport.receiver import SenderSession
 from tercet.transport.region import RegionShape
@@ -171,7 +171,7 @@ class Conversation:
 
     def hello(self, secret: str = SECRET, **changes: Any) -> Greeting:
         """A greeting that answers this connection's challenge."""
-        proof = sender_proof(secret, self.challenge.nonce, NONCE, self.name)
+        proof = proof_of("sender", secret, self.challenge.nonce, NONCE, self.name)
         offers = {backend.name: backend.name.encode() for backend in self.receiving.rank.backends}
         said = Greeting(FINGERPRINT, self.name, 0, NONCE, proof, self.theirs.shape, WORD, offers)
         return msgspec.structs.replace(said, **changes)
@@ -181,7 +181,7 @@ class Conversation:
         said = self.hello(secret, **changes)
         require_ours(self.receiving.rank, self.challenge, said)
         agreed = self.agreed = agree(self.receiving.rank, self.challenge, said, memory)
-        assert agreed.welcome.proof == receiver_proof(SECRET, self.challenge.nonce, NONCE, self.name)
+        assert agreed.welcome.proof == proof_of("receiver", SECRET, self.challenge.nonce, NONCE, self.name)
         self.session = SenderSession(
             self.receiving.rank, self.receiving.grants, agreed, Pace(), self._finished, self.answers.append
         )

@@ -52,15 +52,15 @@ def send(
     """Send whole blocks' strips; grants and revokes unless a lease is given."""
     end, name = len(targets) * TOKENS, lease or secrets.token_hex(16)
     if lease is None:
-        receiver.grant(Grant(name, tuple(targets), 0, end, TOKENS))
+        receiver.grants.grant(Grant(name, tuple(targets), 0, end, TOKENS))
     outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
     send_id = secrets.token_hex(8)
-    sender.open(send_id, name, [SendDestination(receiver.addresses, head_slice)], outcomes.put)
-    sender.push(send_id, range(layers), 0, list(sources))
-    sender.finish(send_id, 0, end)
+    sender.sends.open(send_id, name, [SendDestination(receiver.addresses, head_slice)], outcomes.put)
+    sender.sends.push(send_id, range(layers), 0, list(sources))
+    sender.sends.finish(send_id, 0, end)
     outcome = outcomes.get(timeout=SECONDS)
     if lease is None and isinstance(outcome, SendReport):
-        assert receiver.revoke(name) == end
+        assert receiver.grants.revoke(name) == end
     return outcome
 
 

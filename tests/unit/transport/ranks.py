@@ -83,7 +83,7 @@ def new_lease() -> str:
 def grant(receiver: RankTransport, blocks: Sequence[int], tokens: int = TOKENS) -> str:
     """Let blocks be written; returns the lease."""
     lease = new_lease()
-    receiver.grant(Grant(lease, tuple(blocks), 0, len(blocks) * tokens, tokens))
+    receiver.grants.grant(Grant(lease, tuple(blocks), 0, len(blocks) * tokens, tokens))
     return lease
 
 
@@ -94,7 +94,7 @@ class Send:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        sender.open(self.send_id, lease, [SendDestination(tuple(addresses), head_slice)], self._take)
+        sender.sends.open(self.send_id, lease, [SendDestination(tuple(addresses), head_slice)], self._take)
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -103,13 +103,13 @@ class Send:
     def push(self, layers: Sequence[int], blocks: Sequence[int], slot: int = 0) -> None:
         """A range of layers together, others one by one."""
         for some in [layers] if isinstance(layers, range) else [range(layer, layer + 1) for layer in layers]:
-            self.sender.push(self.send_id, some, slot, blocks)
+            self.sender.sends.push(self.send_id, some, slot, blocks)
 
     def finish(self, end: int, begin: int = 0) -> None:
-        self.sender.finish(self.send_id, begin, end)
+        self.sender.sends.finish(self.send_id, begin, end)
 
     def cancel(self) -> None:
-        self.sender.cancel(self.send_id)
+        self.sender.sends.cancel(self.send_id)
 
     def wait(self) -> Outcome:
         """How it ended."""
@@ -136,7 +136,7 @@ def transfer(
     send.finish(len(targets) * tokens)
     outcome = send.wait()
     assert isinstance(outcome, SendReport), outcome
-    assert receiver.revoke(lease) == len(targets) * tokens
+    assert receiver.grants.revoke(lease) == len(targets) * tokens
     return outcome
 
 
@@ -153,7 +153,7 @@ def outcome_between(ours: RankTransport, source: KVRegion, theirs: RankTransport
     send.push(range(source.num_layers), (2, 3))
     send.finish(2 * TOKENS)
     outcome = send.wait()
-    theirs.revoke(lease)
+    theirs.grants.revoke(lease)
     idle(ours, theirs)
     return outcome
 
@@ -253,7 +253,7 @@ class _Child:
 
     def revoke(self, lease: str) -> tuple[int, list[bytes]]:
         """End a lease; returns how far its KV is valid, and all KV at that moment."""
-        return self.transport.revoke(lease), content(self.region)
+        return self.transport.grants.revoke(lease), content(self.region)
 
     def content(self) -> list[bytes]:
         return content(self.region)

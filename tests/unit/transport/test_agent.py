@@ -17,7 +17,8 @@ import zmq
 
 from tercet.protocol import EngineError
 from tercet.transport import TransportSettings
-from tercet.transport.agent import AgentProcess, ControlClient, SharedKV, agent_process
+from tercet.transport.agent import agent_process
+from tercet.transport.agent.agent import AgentSetup
 from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
@@ -30,7 +31,8 @@ from tercet.transport.agent.agent_messages import (
     SendComplete,
     SendDone,
 )
-from tercet.transport.agent.control_channel import ControlServer
+from tercet.transport.agent.agent_process import AgentProcess
+from tercet.transport.agent.control_channel import ControlClient, ControlServer
 from tests.unit.transport.agents import (
     ALL,
     BLOCKS,
@@ -260,7 +262,7 @@ def test_busy_ports_are_one_clear_error() -> None:
 def test_kv_that_is_not_there_is_an_error_that_points_to_the_log() -> None:
     region, larger, before = filled(1, 2, BYTES, 1), filled(1, 200, BYTES, 1), agents_of(os.getpid())
     with pytest.raises(EngineError, match="the KV agent ended at start with status 1; see its log above"):
-        AgentProcess(0, SharedKV(region.fd, larger.shape), "agents", TransportSettings(), ())
+        AgentProcess(AgentSetup(0, region.fd, larger.shape, "agents", TransportSettings(), ()))
     region.close()
     larger.close()
     assert agents_of(os.getpid()) == before
@@ -276,7 +278,8 @@ def test_the_secret_is_not_for_everybody_to_read() -> None:
 def test_an_agent_keeps_to_its_cpus_and_outlives_the_signals_of_a_terminal() -> None:
     cpu = max(os.sched_getaffinity(0))
     region = filled(1, 2, BYTES, 1)
-    found = Rank(region, AgentProcess(0, SharedKV(region.fd, region.shape), "agents", TransportSettings(), [cpu]))
+    setup = AgentSetup(0, region.fd, region.shape, "agents", TransportSettings(), [cpu])
+    found = Rank(region, AgentProcess(setup))
     assert os.sched_getaffinity(found.agent.pid) == {cpu}
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(found.agent.pid, number)

@@ -111,7 +111,7 @@ def test_a_killed_sender_is_forgotten(backend: str, reach: Stage) -> None:
             sent = child.call("content")
         settle(lambda: not any(ours.counters()[name] for name in OPEN))
         assert ours.counters()["receives_dropped"] == (reach in (_after_two_layers, _before_finish))
-        assert ours.revoke(lease) == (END if reach is _after_finish else 0)
+        assert ours.grants.revoke(lease) == (END if reach is _after_finish else 0)
         if reach is _after_finish:
             assert content(region) == sent
         before.require_back()
@@ -204,7 +204,7 @@ def test_a_stopped_receiver_fails_its_own_sends_and_writes_nothing_under_a_revok
     ):
         lease = child.call("grant", ALL)
         send = Send(ours, child.addresses, lease, whole(region))
-        settle(lambda: ours.transport_to(child.addresses) == backend)
+        settle(lambda: ours.sends.transport_to(child.addresses) == backend)
         child.stop()
         send.push(range(LAYERS), ALL)
         send.finish(END)
@@ -230,7 +230,7 @@ def test_what_a_stopped_sender_sends_later_is_refused(backend: str, size: int) -
         child.call("push", range(LAYERS - 1), ALL)
         settle(lambda: ours.counters()["chunks_received"])
         child.stop()
-        assert ours.revoke(lease) == 0
+        assert ours.grants.revoke(lease) == 0
         source = filled(LAYERS, BLOCKS, size, 2)
         with rank(source, settings(backend)) as another:
             transfer(another, source, ours, ALL, ALL)
@@ -251,7 +251,7 @@ def test_a_cancel_towards_a_stopped_receiver_is_bounded_and_a_fence(backend: str
     with rank(region, settings(backend)) as ours, rank_process(settings(backend), LAYERS, BLOCKS, LARGE) as child:
         lease, old = child.call("grant", ALL), child.call("content")
         send = Send(ours, child.addresses, lease, whole(region))
-        settle(lambda: ours.transport_to(child.addresses) == backend)
+        settle(lambda: ours.sends.transport_to(child.addresses) == backend)
         child.stop()
         send.push(range(LAYERS), ALL)
         canceller = threading.Thread(target=send.cancel)

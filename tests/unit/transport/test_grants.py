@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tercet.protocol import BadRequest, Conflict, LeaseEnded, TercetError, TransferFailed, UnknownSequence
-from tercet.transport import Grant, GrantTable
-from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, SendKey
+from tercet.transport import Grant
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, GrantTable, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 from tests.unit.transport.models import LEASE, LeaseModel, chunk, ending
 

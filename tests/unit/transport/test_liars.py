@@ -28,7 +28,7 @@ from tercet.transport.peer_messages import (
     Splitter,
     Welcome,
     framed,
-    receiver_proof,
+    proof_of,
 )
 from tercet.transport.sockets import parse_address
 from tests.unit.transport.ranks import (
@@ -67,7 +67,7 @@ def until_closed(sock: socket.socket) -> bytes:
 
 
 def welcome(greeting: Greeting, challenge: bytes, transport: str = "tcp", secret: str = "") -> bytes:
-    proof = receiver_proof(secret, challenge, greeting.nonce, greeting.session)
+    proof = proof_of("receiver", secret, challenge, greeting.nonce, greeting.session)
     return framed(Welcome(transport, proof))
 
 

@@ -35,7 +35,7 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[
     with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
         report = send(sender, receiver, LAYERS, sources, targets, HeadSlice(0, BYTES))
         assert isinstance(report, SendReport)
-        assert sender.transport_to(receiver.addresses) == "nixl"
+        assert sender.sends.transport_to(receiver.addresses) == "nixl"
         assert receiver.counters()["chunks_received"] == report.chunks == 1
         for layer in range(LAYERS):
             expected = bytearray(before[layer])
@@ -65,7 +65,7 @@ def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
     sources, targets = SCATTERED
     end, lease = len(targets) * TOKENS, "0" * 32
     with rank("nixl", whole) as receiver:
-        receiver.grant(Grant(lease, targets, 0, end, TOKENS))
+        receiver.grants.grant(Grant(lease, targets, 0, end, TOKENS))
         for number, part in enumerate(parts):
             with rank("nixl", part) as sender:
                 head_slice = HeadSlice(0, half, number, 2)
@@ -74,7 +74,7 @@ def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
                     for source, target in zip(sources, targets, strict=True):
                         cut = whole.blocks(layer, target)[number * half : (number + 1) * half]
                         assert cut == part.blocks(layer, source)
-        assert receiver.revoke(lease) == end
+        assert receiver.grants.revoke(lease) == end
 
 
 def test_without_a_lease_nothing_is_written() -> None:

@@ -69,7 +69,7 @@ def sent_with(memory: int, source: KVRegion, theirs: KVRegion) -> str:
         send.finish(BLOCKS * TOKENS)
         outcome = send.wait()
         assert isinstance(outcome, SendReport), outcome
-        assert ours.revoke(lease) == BLOCKS * TOKENS
+        assert ours.grants.revoke(lease) == BLOCKS * TOKENS
         assert content(theirs) == content(source)
         return outcome.transport
 

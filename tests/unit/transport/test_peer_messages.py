@@ -31,8 +31,7 @@ from tercet.transport.peer_messages import (
     Splitter,
     Welcome,
     framed,
-    receiver_proof,
-    sender_proof,
+    proof_of,
 )
 from tercet.transport.region import shape_of
 
@@ -158,8 +157,8 @@ NONCE = bytes(range(NONCE_BYTES))
 
 def test_a_proof_covers_all_that_was_said() -> None:
     proofs = [
-        proof(secret, challenge, nonce, session)
-        for proof in (sender_proof, receiver_proof)
+        proof_of(role, secret, challenge, nonce, session)
+        for role in ("sender", "receiver")
         for secret in ("", "fleet", "other")
         for challenge in (NONCE, NONCE[::-1])
         for nonce in (NONCE, bytes(NONCE_BYTES))
@@ -167,7 +166,7 @@ def test_a_proof_covers_all_that_was_said() -> None:
     ]
     assert len(set(proofs)) == len(proofs) == 48
     assert all(len(proof) == 32 for proof in proofs)
-    assert sender_proof("fleet", NONCE, NONCE, "a") == sender_proof("fleet", NONCE, NONCE, "a")
+    assert proof_of("sender", "fleet", NONCE, NONCE, "a") == proof_of("sender", "fleet", NONCE, NONCE, "a")
 
 
 @given(st.text("ab|", max_size=8), st.data())
@@ -179,4 +178,4 @@ def test_nothing_said_can_be_taken_for_something_else(said: str, data: st.DataOb
         return said[:low].encode(), said[low:high].encode(), said[high:]
 
     one, other = fields(*first), fields(*second)
-    assert (sender_proof("fleet", *one) == sender_proof("fleet", *other)) == (one == other)
+    assert (proof_of("sender", "fleet", *one) == proof_of("sender", "fleet", *other)) == (one == other)

@@ -67,7 +67,7 @@ def test_kv_arrives_byte_for_byte_and_nothing_else_changes(
         report = transfer(sender, ours, receiver, sources, targets, tokens)
         assert content(theirs) == expected
         assert report.bytes == layers * len(sources) * size
-        assert sender.transport_to(receiver.addresses) == backend
+        assert sender.sends.transport_to(receiver.addresses) == backend
         assert report.transport == backend
         assert receiver.counters()["chunks_received"] == report.chunks
         idle(sender, receiver)
@@ -117,7 +117,7 @@ def test_sends_at_once_and_one_after_another_share_a_session(backend: str) -> No
                 send.finish(8 * TOKENS)
             for send, lease in sends:
                 assert isinstance(send.wait(), SendReport)
-                assert receiver.revoke(lease) == 8 * TOKENS
+                assert receiver.grants.revoke(lease) == 8 * TOKENS
             assert content(theirs) == expected
         assert receiver.counters()["sessions_in"] == sender.counters()["sessions_out"] == 1
         assert receiver.counters()["receives_done"] == sender.counters()["sends_done"] == rounds * at_once
@@ -171,7 +171,7 @@ def test_each_head_finds_its_rank(backend: str, degrees: tuple[int, int]) -> Non
     end, lease = len(targets) * TOKENS, new_lease()
     try:
         for receiver in receivers:
-            receiver.grant(Grant(lease, targets, 0, end, TOKENS))
+            receiver.grants.grant(Grant(lease, targets, 0, end, TOKENS))
         sends = [
             Send(sender, receivers[route.receiver].addresses, lease, route.head_slice)
             for number, sender in enumerate(senders)
@@ -182,7 +182,7 @@ def test_each_head_finds_its_rank(backend: str, degrees: tuple[int, int]) -> Non
             send.finish(end)
         for send in sends:
             assert isinstance(send.wait(), SendReport)
-        assert [receiver.revoke(lease) for receiver in receivers] == [end] * degrees[1]
+        assert [receiver.grants.revoke(lease) for receiver in receivers] == [end] * degrees[1]
     finally:
         for each in (*senders, *receivers):
             each.close()
@@ -203,7 +203,7 @@ def test_a_part_of_the_ranks_makes_nothing_valid() -> None:
         send.push(range(3), SCATTERED[0])
         send.finish(len(SCATTERED[0]) * TOKENS)
         assert isinstance(send.wait(), SendReport)
-        assert receiver.revoke(lease) == 0
+        assert receiver.grants.revoke(lease) == 0
 
 
 def tokens_of(region: KVRegion, shape: BlockShape, layer: int, blocks: Sequence[int]) -> list[list[bytes]]:
@@ -240,8 +240,8 @@ def test_blocks_of_another_size_arrive_token_for_token(sizes: tuple[int, int], s
         send.push(range(2), sources)
         send.finish(total)
         assert isinstance(send.wait(), SendReport)
-        assert sender.transport_to(receiver.addresses) == backend
-        assert receiver.revoke(lease) == total
+        assert sender.sends.transport_to(receiver.addresses) == backend
+        assert receiver.grants.revoke(lease) == total
         for layer in range(2):
             assert tokens_of(theirs, there, layer, targets) == tokens_of(ours, here, layer, sources)
         assert (bytes(theirs.blocks(0, 0, 2)), bytes(theirs.blocks(1, theirs.shape.num_blocks - 1))) == untouched

@@ -66,7 +66,7 @@ def test_after_a_cancel_the_kv_is_not_read(backend: str, when: str) -> None:
         send.finish(32 * TOKENS)
         settle(lambda: send.outcomes)
         idle(sender)
-        valid = receiver.revoke(lease)
+        valid = receiver.grants.revoke(lease)
         # Backends that read by themselves may have copied what is not pinned any more, but do not count it. Over tcp
         # what is asked for after the cancel is answered with zeros.
         if backend == "tcp":
@@ -94,7 +94,7 @@ def test_after_a_revocation_nothing_is_written_and_the_sender_hears_of_it(backen
             pusher = threading.Thread(target=send.push, args=(list(range(layers)), blocks))
             pusher.start()
             settle(lambda least=begun + wait_for: receiver.counters()["chunks_received"] >= least)
-            assert receiver.revoke(lease) == 0
+            assert receiver.grants.revoke(lease) == 0
             for layer in range(layers):  # they belong to somebody else from now on
                 theirs.blocks(layer, 0, 32)[:] = bytes([layer]) * (32 * 64 * KIB)
             pusher.join(SECONDS)
@@ -149,9 +149,9 @@ def test_a_caller_that_fails_to_take_its_answer_harms_nobody() -> None:
 
     with rank(ours) as sender, rank(theirs) as receiver:
         lease = grant(receiver, (0,))
-        sender.open("failing", lease, [SendDestination(receiver.addresses, whole(ours))], fail)
-        sender.push("failing", range(2), 0, [1])
-        sender.finish("failing", 0, TOKENS)
+        sender.sends.open("failing", lease, [SendDestination(receiver.addresses, whole(ours))], fail)
+        sender.sends.push("failing", range(2), 0, [1])
+        sender.sends.finish("failing", 0, TOKENS)
         idle(sender)
         transfer(sender, ours, receiver, *SCATTERED)
         assert sender.counters()["sessions_lost"] == 0
@@ -163,13 +163,13 @@ def test_a_callback_may_cancel_another_send_of_the_session(backend: str) -> None
     with rank(ours, settings(backend)) as sender, rank(theirs, settings(backend)) as receiver:
         before = Send(sender, receiver.addresses, grant(receiver, (4, 5)), whole(ours))
         before.push([0], (0, 1))
-        settle(lambda: sender.transport_to(receiver.addresses) == backend)
+        settle(lambda: sender.sends.transport_to(receiver.addresses) == backend)
         other = Send(sender, receiver.addresses, grant(receiver, (2, 3)), whole(ours))
         to = SendDestination(receiver.addresses, whole(ours))
-        sender.open("first", grant(receiver, (0, 1)), [to], lambda _: other.cancel())
-        sender.push("first", range(1), 0, [4, 5])
+        sender.sends.open("first", grant(receiver, (0, 1)), [to], lambda _: other.cancel())
+        sender.sends.push("first", range(1), 0, [4, 5])
         other.push([0], (6, 7))
-        sender.push("first", range(-1, 0), 0, [0])
+        sender.sends.push("first", range(-1, 0), 0, [0])
         outcome = other.wait()
         assert isinstance(outcome, TransferFailed)
         assert "cancelled" in outcome.message
@@ -205,7 +205,7 @@ def test_the_receiver_hears_of_a_claim_before_the_sender_does() -> None:
 def test_unknown_sends_are_fine() -> None:
     ours = filled(2, 4, KIB, 1)
     with rank(ours) as sender:
-        sender.push("nobody", range(1), 0, [1])
-        sender.finish("nobody", 0, TOKENS)
-        sender.cancel("nobody")
+        sender.sends.push("nobody", range(1), 0, [1])
+        sender.sends.finish("nobody", 0, TOKENS)
+        sender.sends.cancel("nobody")
         idle(sender)

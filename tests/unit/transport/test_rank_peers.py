@@ -170,7 +170,7 @@ def test_a_transport_that_only_one_side_allows_is_refused_with_the_reason() -> N
         outcome = outcome_between(sender, ours, receiver)
         assert isinstance(outcome, TransferFailed)
         assert "host: the sender does not offer it" in outcome.message
-        assert sender.transport_to(receiver.addresses) is None
+        assert sender.sends.transport_to(receiver.addresses) is None
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:1", "http://127.0.0.1:1", "tcp://:1", "tcp://127.0.0.1:65536"])
@@ -264,7 +264,7 @@ def test_a_claim_without_a_layer_is_refused_and_makes_nothing_valid(backend: str
         outcome = send.wait()
         assert isinstance(outcome, TransferFailed)
         assert "lacks 1 of 3 layers" in outcome.message
-        assert receiver.revoke(lease) == 0
+        assert receiver.grants.revoke(lease) == 0
         assert receiver.counters()["receives_refused"] == 1
         transfer(sender, ours, receiver, *SCATTERED)
 
@@ -274,7 +274,9 @@ def test_a_send_id_names_one_send() -> None:
     with rank(ours) as sender, rank(theirs) as receiver:
         first = Send(sender, receiver.addresses, grant(receiver, (0,)), whole(ours))
         outcomes: list[object] = []
-        sender.open(first.send_id, new_lease(), [SendDestination(receiver.addresses, whole(ours))], outcomes.append)
+        sender.sends.open(
+            first.send_id, new_lease(), [SendDestination(receiver.addresses, whole(ours))], outcomes.append
+        )
         assert isinstance(outcomes[0], Conflict)
         first.push(range(2), [1])
         first.finish(TOKENS)

@@ -201,9 +201,9 @@ class _Flood:
         began = time.perf_counter()
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
-            self._transport.open(send, self._info.lease, [self._to], outcomes.put)
-            self._transport.push(send, range(self._layers), 0, range(1, self._slots + 1))
-            self._transport.finish(send, self._info.begin, self._info.end)
+            self._transport.sends.open(send, self._info.lease, [self._to], outcomes.put)
+            self._transport.sends.push(send, range(self._layers), 0, range(1, self._slots + 1))
+            self._transport.sends.finish(send, self._info.begin, self._info.end)
             outcome = outcomes.get(timeout=ACK_SECONDS)
             if isinstance(outcome, TercetError):
                 self._error = outcome

@@ -12,7 +12,7 @@ from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
 from tercet.transport.backends.mooncake import begin_engine
 from tercet.transport.backends.nixl import NixlAgent, load_bindings
-from tercet.transport.backends.registered import Placed
+from tercet.transport.backends.registered import RegisteredRegion
 from tercet.transport.region import RegionShape
 
 LOCALHOST = "127.0.0.1"
@@ -50,22 +50,20 @@ class DirectNixl:
 
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
-        self._region, self._placed = region, Placed(region)
-        self._agent = NixlAgent(self._nixl, self._placed, answers=True)
+        self._region, self._ours = region, RegisteredRegion(region)
+        self._agent = NixlAgent(self._nixl, self._ours, answers=True)
         self._reading: tuple[Any, str, int, int] | None = None
 
     def offer(self) -> Offered:
         """See :class:`Library`."""
-        return Offered(self._placed.address, self._region.shape, self._agent.metadata())
+        return Offered(self._ours.address, self._region.shape, self._agent.metadata())
 
     def connect(self, offered: Offered) -> None:
         """See :class:`Library`."""
-        self._agent = NixlAgent(self._nixl, self._placed, answers=False)  # what reads needs no thread
+        self._agent = NixlAgent(self._nixl, self._ours, answers=False)  # what reads needs no thread
         name = self._agent.connect(offered.handle)
         agent, memory = self._agent.bare, self._nixl.DRAM_SEG
-        here = agent.prepXferDlist(
-            self._nixl.NIXL_INIT_AGENT, memory, _strides(self._placed.address, self._region.shape)
-        )
+        here = agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, memory, _strides(self._ours.address, self._region.shape))
         there = agent.prepXferDlist(name, memory, _strides(offered.address, offered.shape))
         self._reading = agent, name, here, there
 
@@ -90,13 +88,13 @@ class DirectMooncake:
     """As many blocks at once as Mooncake's queue takes."""
 
     def __init__(self, region: KVRegion) -> None:
-        self._region, self._placed = region, Placed(region)
-        self._engine = begin_engine(self._placed, LOCALHOST)
+        self._region, self._ours = region, RegisteredRegion(region)
+        self._engine = begin_engine(self._ours, LOCALHOST)
         self._theirs: Offered | None = None
 
     def offer(self) -> Offered:
         """See :class:`Library`."""
-        return Offered(self._placed.address, self._region.shape, f"{LOCALHOST}:{self._engine.get_rpc_port()}".encode())
+        return Offered(self._ours.address, self._region.shape, f"{LOCALHOST}:{self._engine.get_rpc_port()}".encode())
 
     def connect(self, offered: Offered) -> None:
         """See :class:`Library`."""
@@ -108,7 +106,7 @@ class DirectMooncake:
             raise RuntimeError("read before connect")
         size, engine = self._region.shape.block_bytes, self._theirs.handle.decode()
         there = _addresses(self._theirs.address, self._theirs.shape, sources)
-        here = _addresses(self._placed.address, self._region.shape, targets)
+        here = _addresses(self._ours.address, self._region.shape, targets)
         parts = [slice(start, start + MOONCAKE_PARTS) for start in range(0, len(here), MOONCAKE_PARTS)]
         batches = [(here[part], there[part], [size] * len(here[part])) for part in parts]
         states = [self._engine.batch_transfer_sync_read(engine, *batch) for batch in batches]

@@ -77,11 +77,11 @@ class _Receiving:
 
     def grant(self, way: str, lease: str, blocks: tuple[int, ...], end: int, block_size: int) -> None:
         """Let a transport's peer write."""
-        self._transports[way].grant(Grant(lease, blocks, 0, end, block_size))
+        self._transports[way].grants.grant(Grant(lease, blocks, 0, end, block_size))
 
     def revoke(self, way: str, lease: str) -> int:
         """End a lease; returns how far its KV is valid."""
-        return self._transports[way].revoke(lease)
+        return self._transports[way].grants.revoke(lease)
 
     def content(self, layer: int, blocks: tuple[int, ...]) -> bytes:
         """Some blocks' bytes."""

@@ -169,9 +169,9 @@ class OurTransport:
         outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
         to = SendDestination(self._addresses, HeadSlice(0, case.chunk_bytes))
         began = time.perf_counter()
-        self._transport.open(send, lease, [to], outcomes.put)
-        self._transport.push(send, range(case.layers), 0, sources)
-        self._transport.finish(send, 0, end)
+        self._transport.sends.open(send, lease, [to], outcomes.put)
+        self._transport.sends.push(send, range(case.layers), 0, sources)
+        self._transport.sends.finish(send, 0, end)
         outcome = outcomes.get(timeout=ACK_SECONDS)
         took = time.perf_counter() - began
         if isinstance(outcome, TercetError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, assert_never
 
 import msgspec
@@ -27,7 +27,6 @@ from tercet.transport.agent.agent_messages import (
     ReadCounters,
     Report,
     RevokeLease,
-    SendComplete,
     SendDone,
     SendOpening,
     StepBegins,
@@ -36,7 +35,6 @@ from tercet.transport.agent.agent_messages import (
 )
 from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.block_sizes import BlockShape
-from tercet.transport.grants import Grant
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
@@ -45,15 +43,15 @@ from tercet.transport.region import KVRegion, RegionShape
 MAX_NOTE_BYTES = 1024 * 1024
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor that it inherits."""
+class AgentSetup(msgspec.Struct, frozen=True):
+    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor of the rank's KV that it inherits."""
 
     rank: int
     kv: int
     shape: RegionShape
     fingerprint: str
     settings: TransportSettings
-    cpus: tuple[int, ...]
+    cpus: Collection[int]
     block: BlockShape | None = None
 
 
@@ -93,7 +91,7 @@ class Reporter:
 class Agent:
     """One rank: its transport, its control channel, and what the current step pushes."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: AgentSetup) -> None:
         self._rank = setup.rank
         self._notify_of_lease: dict[str, str] = {}
         self._reporter = Reporter()
@@ -123,8 +121,8 @@ class Agent:
                     self._open(opening)
                 self._pushes = note.pushes
             case StepEnds():
-                for completion in note.completed:
-                    self._complete(completion)
+                for each in note.completed:
+                    self._transport.sends.finish(each.send_id, each.begin, each.end)
                 self._pushes = ()
             case _:
                 assert_never(note)
@@ -137,16 +135,13 @@ class Agent:
                 report = SendDone(opening.send_id, self._rank, error=outcome.message)
             self._reporter.report(opening.notify, report)
 
-        self._transport.open(opening.send_id, opening.lease, opening.destinations, done)
+        self._transport.sends.open(opening.send_id, opening.lease, opening.destinations, done)
 
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
         for push in pushes:
             for layers in together:
-                self._transport.push(push.send_id, layers, push.slot, push.blocks)
-
-    def _complete(self, completion: SendComplete) -> None:
-        self._transport.finish(completion.send_id, completion.begin, completion.end)
+                self._transport.sends.push(push.send_id, layers, push.slot, push.blocks)
 
     def _lease_filled(self, lease: str, valid_end: int) -> None:
         notify = self._notify_of_lease.get(lease)
@@ -157,18 +152,17 @@ class Agent:
         match command:
             case GrantLease():
                 self._notify_of_lease[command.lease] = command.notify
-                blocks = tuple(command.blocks)
-                self._transport.grant(Grant(command.lease, blocks, command.begin, command.end, command.block_size))
-                return None
+                return self._transport.grants.grant(command)
             case RevokeLease():
                 self._notify_of_lease.pop(command.lease, None)
-                return self._transport.revoke(command.lease)
+                return self._transport.grants.revoke(command.lease)
             case CancelSend():
-                return self._transport.cancel(command.send_id)
+                return self._transport.sends.cancel(command.send_id)
             case PushCached():
                 self._open(command.opening)
                 self._push([command.push], range(self._region.num_layers))
-                return self._complete(command.completion)
+                end = command.completion
+                return self._transport.sends.finish(end.send_id, end.begin, end.end)
             case ReadCounters():
                 return dict(self._transport.counters())
 
@@ -189,12 +183,12 @@ def neighbouring(planes: Sequence[int]) -> Iterator[range]:
 
 
 def run(channel_fd: int) -> None:
-    """Be an agent until the worker at the channel's other end is gone; its first message is the :class:`Setup`."""
+    """Be an agent until the worker at the channel's other end is gone; its first message is the :class:`AgentSetup`."""
     with socket.socket(fileno=channel_fd) as channel:
         message = channel.recv(MAX_NOTE_BYTES)
         if not message:
             return
-        setup = msgspec.msgpack.decode(message, type=Setup)
+        setup = msgspec.msgpack.decode(message, type=AgentSetup)
         try:
             if setup.cpus:
                 # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.

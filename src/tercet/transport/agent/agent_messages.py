@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tercet.transport.grants import Grant
 from tercet.transport.sender import SendDestination
 
 
@@ -39,14 +40,9 @@ class SendComplete(msgspec.Struct, frozen=True):
 # ---- from the scheduler's process ----------------------------------------------------------------------------
 
 
-class GrantLease(msgspec.Struct, frozen=True, tag=True):
-    """Let ``blocks`` be written under ``lease``; slot i holds tokens from ``begin + i * block_size``."""
+class GrantLease(Grant, frozen=True, tag=True):
+    """A grant, and where to report what arrives under it."""
 
-    lease: str
-    blocks: list[int]
-    begin: int
-    end: int
-    block_size: int
     notify: str
 
 

@@ -8,17 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import msgspec
 
 from tercet.protocol import EngineError
-from tercet.transport.agent.agent import MAX_NOTE_BYTES, Ready, Setup
+from tercet.transport.agent.agent import MAX_NOTE_BYTES, AgentSetup, Ready
 from tercet.transport.agent.agent_messages import StepNote
-from tercet.transport.block_sizes import BlockShape
-from tercet.transport.local_rank import TransportSettings
-from tercet.transport.region import RegionShape
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
@@ -33,31 +29,15 @@ COPY_PAST_THE_CACHES = {
 }
 
 
-@dataclass(frozen=True)
-class SharedKV:
-    """A rank's KV in a file in memory; the descriptor stays the caller's."""
-
-    fd: int
-    shape: RegionShape
-
-
 class AgentProcess:
-    """One rank's agent. Raises :class:`~tercet.protocol.EngineError` if it cannot start.
+    """One rank's agent; the descriptor in ``setup`` stays the caller's.
 
-    An agent that dies takes its worker with it: leases and pushes are half-way somewhere, and a supervisor that starts
+    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies takes its worker with it: leases and pushes are half-way somewhere, and a supervisor that starts
     the engine anew is the only clean way out. The thread that makes this object must live as long as the worker does:
     with its end the kernel kills the agent, so that also one that is stopped goes with its worker.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        kv: SharedKV,
-        fingerprint: str,
-        settings: TransportSettings,
-        cpus: Collection[int],
-        block: BlockShape | None = None,
-    ) -> None:
+    def __init__(self, setup: AgentSetup) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._closing = threading.Event()
         with theirs:
@@ -65,11 +45,9 @@ class AgentProcess:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
             command = [sys.executable, "-m", "tercet.transport.agent", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=(kv.fd, theirs.fileno()), stdin=subprocess.DEVNULL, env=past_the_caches(os.environ)
+                command, pass_fds=(setup.kv, theirs.fileno()), stdin=subprocess.DEVNULL, env=past_the_caches(os.environ)
             )
         try:
-            # Not on the command line, which everybody on the machine can read: the secret is in it.
-            setup = Setup(rank, kv.fd, kv.shape, fingerprint, settings, tuple(sorted(cpus)), block)
             self.ready = self._introduce(setup)
         except BaseException:
             self._stop()
@@ -83,7 +61,8 @@ class AgentProcess:
         """The agent's process id."""
         return self._process.pid
 
-    def _introduce(self, setup: Setup) -> Ready:
+    def _introduce(self, setup: AgentSetup) -> Ready:
+        # Not on the command line, which everybody on the machine can read: the secret is in it.
         self._channel.settimeout(START_SECONDS)
         try:
             self._channel.send(msgspec.msgpack.encode(setup))

@@ -14,7 +14,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
+from tercet.transport.backends.reading import (
+    Backend,
+    BackendUnavailable,
+    Batch,
+    Copies,
+    Fence,
+    Reader,
+    SendingPeer,
+    in_steps,
+)
 from tercet.transport.pacing import start_thread
 from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
 
@@ -24,7 +33,7 @@ TOUCHED_AT_A_TIME = 8 * 1024 * 1024
 STEP_BYTES = 1024 * 1024
 
 
-class HostBackend:
+class HostBackend(Backend):
     """Reads regions of other processes of this machine. ``memory`` is the descriptor that receivers are given."""
 
     name = "host"
@@ -33,12 +42,7 @@ class HostBackend:
     def __init__(self, region: KVRegion) -> None:
         self.memory: int | None = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.reading.Backend.offer`; the descriptor is all."""
-        return b""
-
     def connect(self, offer: bytes, sender: SendingPeer) -> HostReader:
-        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
         if sender.memory is None:
             raise BackendUnavailable("host: the sender's memory did not come with its greeting, over a Unix socket")
         try:
@@ -47,7 +51,6 @@ class HostBackend:
             raise BackendUnavailable(f"host: the sender's memory cannot be mapped: {error}") from error
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
@@ -72,8 +75,8 @@ def _extents(fd: int, size: int) -> Iterator[range]:
         yield range(begin, end)
 
 
-class HostReader:
-    """See :class:`~tercet.transport.backends.reading.Reader`."""
+class HostReader(Reader):
+    """Copies out of ``theirs``, a mapping of the sender's region, in which ``filled`` ranges are no holes."""
 
     def __init__(self, shape: RegionShape, theirs: mmap.mmap, filled: Sequence[range]) -> None:
         self._shape = shape
@@ -82,7 +85,6 @@ class HostReader:
         start_thread("tercet-map", _touch, theirs, filled)
 
     def read(self, batch: Batch, fence: Fence) -> bool:
-        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
         for some, nbytes in in_steps(batch.rows, STEP_BYTES):
             fence(lambda some=some, nbytes=nbytes: self._copy(some, batch.target, nbytes))
         word = self._shape.word(batch.send)
@@ -95,7 +97,6 @@ class HostReader:
         return nbytes
 
     def close(self) -> None:
-        """Unmap."""
         self._theirs.release()
         self._map.close()
 

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
-from tercet.transport.backends.registered import READ_BYTES, Placed, WordSlots, has_rdma
-from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
+from tercet.transport.backends.reading import Backend, BackendUnavailable, Copies, SendingPeer
+from tercet.transport.backends.registered import RegisteredReader, RegisteredRegion, has_rdma, understood
+from tercet.transport.region import KVRegion, RegionShape
 
 REMEDY = (
     "run scripts/install-transport-extras, or pip install --no-deps mooncake-transfer-engine-non-cuda "
@@ -37,39 +37,28 @@ class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
     engine: str
 
 
-class MooncakeBackend:
+class MooncakeBackend(Backend):
     """Reads regions that their owners registered with Mooncake. ``host`` is this machine's address for senders."""
 
     name = "mooncake"
     stages = False
 
     def __init__(self, region: KVRegion, host: str) -> None:
-        self._placed = Placed(region)
-        self._slots = WordSlots(region)
-        self._reads = ReadEngine(self._placed, host)
-        self._engine: Any = begin_engine(self._placed, host)
+        self._ours = RegisteredRegion(region)
+        self._reads = ReadEngine(self._ours, host)
+        self._engine: Any = begin_engine(self._ours, host)
         self._host = host
         try:
-            reader = MooncakeReader(self._reads, self._slots, region.shape, self._own_offer())
-            try:
-                self._slots.require_readable(reader.word, self.name)
-            finally:
-                reader.close()
+            MooncakeReader(self._reads, self._ours, region.shape, self._own_offer()).require_own_word(self.name)
         except TransferFailed as error:
             self.close()
             raise BackendUnavailable(f"{error.message}; its own messages are on stderr") from error
 
     def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.reading.Backend.offer`."""
         return msgspec.msgpack.encode(self._own_offer())
 
     def connect(self, offer: bytes, sender: SendingPeer) -> MooncakeReader:
-        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
-        try:
-            found = msgspec.msgpack.decode(offer, type=_MooncakeOffer)
-            return MooncakeReader(self._reads, self._slots, sender.shape, found)
-        except msgspec.MsgspecError as error:
-            raise BackendUnavailable(f"mooncake: the sender's offer cannot be understood: {error}") from error
+        return MooncakeReader(self._reads, self._ours, sender.shape, understood(self.name, offer, _MooncakeOffer))
 
     def close(self) -> None:
         """Drop both engines, and with them threads, ports and registrations; takes up to two seconds."""
@@ -77,15 +66,14 @@ class MooncakeBackend:
         self._reads.close()
 
     def _own_offer(self) -> _MooncakeOffer:
-        return _MooncakeOffer(self._placed.address, f"{self._host}:{self._engine.get_rpc_port()}")
+        return _MooncakeOffer(self._ours.address, f"{self._host}:{self._engine.get_rpc_port()}")
 
 
 class ReadEngine:
     """The engine that all readers of a rank share; made when it is needed, thrown away when a read on it failed."""
 
-    def __init__(self, placed: Placed, host: str) -> None:
-        self.placed = placed
-        self._host = host
+    def __init__(self, region: RegisteredRegion, host: str) -> None:
+        self._region, self._host = region, host
         self._engine: Any = None
         self._users = 0
         self._failed = False
@@ -115,7 +103,7 @@ class ReadEngine:
         with self._changed:
             self._changed.wait_for(lambda: not self._failed)
             if self._engine is None:
-                self._engine = begin_engine(self.placed, self._host)
+                self._engine = begin_engine(self._region, self._host)
             self._users += 1
             return self._engine
 
@@ -132,40 +120,21 @@ class ReadEngine:
                 self._changed.wait_for(lambda: not self._failed)
 
 
-class MooncakeReader:
-    """See :class:`~tercet.transport.backends.reading.Reader`."""
+class MooncakeReader(RegisteredReader):
+    """Reads with the engine that it shares with others."""
 
-    def __init__(self, reads: ReadEngine, slots: WordSlots, shape: RegionShape, offer: _MooncakeOffer) -> None:
-        self._shape = shape
-        self._reads = reads
-        self._slots = slots
-        self._offer = offer
-        self._slot = slots.take()
+    def __init__(self, reads: ReadEngine, ours: RegisteredRegion, theirs: RegionShape, offer: _MooncakeOffer) -> None:
+        super().__init__(ours, theirs)
+        self._reads, self._offer = reads, offer
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
-        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
-        for some, nbytes in in_steps(batch.rows, READ_BYTES):
-            fence(lambda some=some, nbytes=nbytes: self._copy(some) or nbytes)
-        return self.word(self._shape.word(batch.send)) == batch.send
-
-    def _copy(self, copies: Copies) -> None:
-        theirs, ours = self._offer.address, self._reads.placed.address
+    def copy(self, copies: Copies) -> None:
+        theirs, ours = self._offer.address, self._ours.address
         for start in range(0, len(copies), MAX_COPIES):
             sizes, there, here = (copies[start : start + MAX_COPIES] + np.array([0, theirs, ours])).T.tolist()
             self._reads.read(self._offer.engine, there, here, sizes)
 
-    def word(self, there: int) -> int:
-        """An aligned word of the sender's region, read after everything that was copied before."""
-        self._slots.clear(self._slot)
-        self._copy(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
-        return self._slots.value(self._slot)
 
-    def close(self) -> None:
-        """Give the word's place back; the engine stays for other readers."""
-        self._slots.give_back(self._slot)
-
-
-def begin_engine(placed: Placed, host: str) -> Any:
+def begin_engine(region: RegisteredRegion, host: str) -> Any:
     """An engine with a region registered; raises :class:`BackendUnavailable` if there is none to be had."""
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it writes a line for each transfer otherwise
     try:
@@ -177,6 +146,6 @@ def begin_engine(placed: Placed, host: str) -> Any:
         raise BackendUnavailable(
             f"mooncake: its engine does not start on {host} over {protocol}; it says why on stderr"
         )
-    if engine.register_memory(placed.address, placed.size):
+    if engine.register_memory(region.address, region.size):
         raise BackendUnavailable("mooncake: the KV cannot be registered; raise the limit of locked memory (ulimit -l)")
     return engine

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, SendingPeer, in_steps
-from tercet.transport.backends.registered import READ_BYTES, Placed, WordSlots
-from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
+from tercet.transport.backends.reading import Backend, BackendUnavailable, Copies, SendingPeer
+from tercet.transport.backends.registered import RegisteredReader, RegisteredRegion, understood
+from tercet.transport.region import KVRegion, RegionShape
 
 REMEDY = "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12"
 # The answering thread wakes up at UCX's events, and so often without one.
@@ -42,7 +42,7 @@ class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
 
 
-class NixlBackend:
+class NixlBackend(Backend):
     """Reads regions that their owners registered with NIXL."""
 
     name = "nixl"
@@ -50,31 +50,20 @@ class NixlBackend:
 
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
-        self._placed = Placed(region)
-        self._slots = WordSlots(region)
+        self._ours = RegisteredRegion(region)
         try:
-            self._agent: NixlAgent | None = NixlAgent(self._nixl, self._placed, answers=True)
-            reader = NixlReader(self._nixl, self._placed, self._slots, region.shape, self._own_offer())
-            try:
-                self._slots.require_readable(reader.word, self.name)
-            finally:
-                reader.close()
+            self._agent: NixlAgent | None = NixlAgent(self._nixl, self._ours, answers=True)
+            NixlReader(self._nixl, self._ours, region.shape, self._own_offer()).require_own_word(self.name)
         except TransferFailed as error:
             raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info tells more") from error
         except Exception as error:
             raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info tells more") from error
 
     def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.reading.Backend.offer`."""
         return msgspec.msgpack.encode(self._own_offer())
 
     def connect(self, offer: bytes, sender: SendingPeer) -> NixlReader:
-        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
-        try:
-            found = msgspec.msgpack.decode(offer, type=_NixlOffer)
-            return NixlReader(self._nixl, self._placed, self._slots, sender.shape, found)
-        except msgspec.MsgspecError as error:
-            raise BackendUnavailable(f"nixl: the sender's offer cannot be understood: {error}") from error
+        return NixlReader(self._nixl, self._ours, sender.shape, understood(self.name, offer, _NixlOffer))
 
     def close(self) -> None:
         """Drop the agent, and with it its thread and registrations."""
@@ -83,23 +72,23 @@ class NixlBackend:
     def _own_offer(self) -> _NixlOffer:
         if self._agent is None:
             raise BackendUnavailable("nixl: this rank was closed")
-        return _NixlOffer(self._placed.address, self._agent.metadata())
+        return _NixlOffer(self._ours.address, self._agent.metadata())
 
 
 class NixlAgent:
     """One of NIXL's agents, with a region registered; gone with its last reference. ``bare`` is NIXL's own."""
 
-    def __init__(self, nixl: Any, placed: Placed, *, answers: bool) -> None:
+    def __init__(self, nixl: Any, region: RegisteredRegion, *, answers: bool) -> None:
         settings = nixl.nixlAgentConfig()
         settings.useProgThread = answers
         settings.pthrDelay = WAKE_MICROSECONDS
         settings.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         self._nixl = nixl
-        self._placed = placed
+        self._region = region
         self.bare = nixl.nixlAgent(f"tercet-{os.getpid()}-{secrets.token_hex(8)}", settings)
         self._ucx = [self.bare.createBackend("UCX", {})]
         memory = nixl.nixlRegDList(nixl.DRAM_SEG)
-        memory.addDesc((placed.address, placed.size, 0, ""))
+        memory.addDesc((region.address, region.size, 0, ""))
         self.bare.registerMem(memory, self._ucx)
 
     def metadata(self) -> bytes:
@@ -119,7 +108,7 @@ class NixlAgent:
         dropped: the transfer may go on otherwise.
         """
         nixl, agent = self._nixl, self.bare
-        here = nixl.nixlXferDList(nixl.DRAM_SEG, _descriptors(copies[:, 2] + np.uint64(self._placed.address), copies))
+        here = nixl.nixlXferDList(nixl.DRAM_SEG, _descriptors(copies[:, 2] + np.uint64(self._region.address), copies))
         there = nixl.nixlXferDList(nixl.DRAM_SEG, _descriptors(copies[:, 1] + np.uint64(base), copies))
         request = agent.createXferReq(nixl.NIXL_READ, here, there, name, "", self._ucx)
         self._wait(request, agent.postXferReq(request, ""))
@@ -138,26 +127,16 @@ class NixlAgent:
             raise TransferFailed(f"nixl: the transfer ended as {state}")
 
 
-class NixlReader:
-    """See :class:`~tercet.transport.backends.reading.Reader`."""
+class NixlReader(RegisteredReader):
+    """Has an agent of its own, from the first read on and again after one that failed."""
 
-    def __init__(self, nixl: Any, placed: Placed, slots: WordSlots, shape: RegionShape, offer: _NixlOffer) -> None:
-        self._shape = shape
-        self._nixl = nixl
-        self._placed = placed
-        self._slots = slots
-        self._offer = offer
+    def __init__(self, nixl: Any, ours: RegisteredRegion, theirs: RegionShape, offer: _NixlOffer) -> None:
+        super().__init__(ours, theirs)
+        self._nixl, self._offer = nixl, offer
         self._agent: NixlAgent | None = None
         self._name = ""
-        self._slot = slots.take()
 
-    def read(self, batch: Batch, fence: Fence) -> bool:
-        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
-        for some, nbytes in in_steps(batch.rows, READ_BYTES):
-            fence(lambda some=some, nbytes=nbytes: self._copy(some) or nbytes)
-        return self.word(self._shape.word(batch.send)) == batch.send
-
-    def _copy(self, copies: Copies) -> None:
+    def copy(self, copies: Copies) -> None:
         try:
             self._connected().read(copies.astype(np.uint64), self._name, self._offer.address)
         except TransferFailed:
@@ -167,20 +146,13 @@ class NixlReader:
             self._agent = None
             raise TransferFailed(f"nixl: the sender's memory cannot be read: {error}") from error
 
-    def word(self, there: int) -> int:
-        """An aligned word of the sender's region, read after everything that was copied before."""
-        self._slots.clear(self._slot)
-        self._copy(np.array([(WORD_BYTES, there, self._slots.place(self._slot))]))
-        return self._slots.value(self._slot)
-
     def close(self) -> None:
-        """Drop the agent."""
         self._agent = None
-        self._slots.give_back(self._slot)
+        super().close()
 
     def _connected(self) -> NixlAgent:
         if self._agent is None:
-            agent = NixlAgent(self._nixl, self._placed, answers=False)
+            agent = NixlAgent(self._nixl, self._ours, answers=False)
             self._name = agent.connect(self._offer.metadata)
             self._agent = agent
         return self._agent

@@ -82,21 +82,17 @@ class Reader(Protocol):
 
 
 class Backend(Protocol):
-    """One way to read memory of other ranks; one object per rank."""
+    """One way to read memory of other ranks; one object per rank. ``name`` is what settings call it.
 
-    @property
-    def name(self) -> str:
-        """As settings call it."""
-        ...
+    ``stages``: it can read into memory that is outside of our region.
+    """
 
-    @property
-    def stages(self) -> bool:
-        """Whether it reads into memory that is outside of our region."""
-        ...
+    name: str
+    stages: bool
 
     def offer(self) -> bytes:
-        """What another rank's backend needs to read our region."""
-        ...
+        """What another rank's backend needs to read our region, besides the connection."""
+        return b""
 
     def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
         """A reader of the region that ``offer`` is about; raises :class:`BackendUnavailable` if it cannot be had."""
@@ -104,7 +100,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back what it took; readers are closed before."""
-        ...
 
 
 def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: RegionShape, blocks: Numbers) -> Copies:
@@ -115,10 +110,12 @@ def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: Regi
     """
     sources, targets = _sources(chunk, size, theirs, len(blocks)), blocks
     counts: Numbers | int = 1
-    whole = chunk.parts == 1 and chunk.offset == 0 and size == theirs.block_bytes == ours.block_bytes
-    if whole and not (apart := _apart(sources, targets)).all():
-        first, counts = _runs(apart, max(1, MAX_COPY_BYTES // size))
-        sources, targets = sources[first], targets[first]
+    if chunk.parts == 1 and chunk.offset == 0 and size == theirs.block_bytes == ours.block_bytes:
+        # Slices and not np.diff, which costs several times as much for a few numbers.
+        apart = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
+        if not apart.all():
+            first, counts = _runs(apart, max(1, MAX_COPY_BYTES // size))
+            sources, targets = sources[first], targets[first]
     within = np.empty((len(sources), 3), dtype=np.int64)
     within[:, 0] = counts * size
     within[:, 1] = sources * theirs.block_bytes
@@ -151,12 +148,6 @@ def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int)
     if chunk.size != size or len(sources) != count or not (inside and fits):
         raise TransferFailed("the read descriptors do not fit the slots that they are for")
     return sources
-
-
-def _apart(sources: Numbers, targets: Numbers) -> NDArray[np.bool_]:
-    """For each pair of blocks but the first, whether it is not next to the one before, on both sides."""
-    # Slices and not np.diff, which costs several times as much for a few numbers.
-    return (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
 
 
 def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:

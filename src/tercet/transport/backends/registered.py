@@ -1,77 +1,101 @@
-"""What the backends on top of a library share: where a region lies in this process, and places for fetched words."""
+"""What the backends on top of a library share: the region by its address, and a reader that fetches words into it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import secrets
-import threading
-from collections.abc import Callable
+from typing import TypeVar
 
-from tercet.transport.backends.reading import BackendUnavailable
-from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion
+import msgspec
+import numpy as np
 
+from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, Reader, in_steps
+from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion, RegionShape
+
+T = TypeVar("T")
 INFINIBAND = "/sys/class/infiniband"
 # Each request to a library has its price, so they are large.
 READ_BYTES = 32 * 1024 * 1024
 
 
-class Placed:
-    """A region's bytes by address; keeps the mapping alive as long as a library may know that address."""
+class RegisteredRegion:
+    """A region's bytes by address; keeps the mapping alive as long as a library may know that address.
+
+    The words of its scratch page are slots into which readers, each with its own, fetch words of other regions. A slot
+    is known by where it is, in bytes from the region's start. Thread-safe.
+    """
 
     def __init__(self, region: KVRegion) -> None:
         self._anchor = ctypes.c_char.from_buffer(region.bytes)
+        self._bytes = region.bytes
         self.address = ctypes.addressof(self._anchor)
         self.size = region.shape.size
+        self._free = [region.shape.scratch(number) for number in range(PAGE_BYTES // WORD_BYTES)]
 
-
-class WordSlots:
-    """The words of a region's scratch page, each for one reader at a time. Thread-safe."""
-
-    def __init__(self, region: KVRegion) -> None:
-        self._region = region
-        self._free = list(range(PAGE_BYTES // WORD_BYTES))
-        self._lock = threading.Lock()
-
-    def take(self) -> int:
-        """A slot's number; raises :class:`BackendUnavailable` when as many readers as there are slots are open."""
-        with self._lock:
-            if not self._free:
-                raise BackendUnavailable("no more senders can be read from: close sessions first")
+    def take_slot(self) -> int:
+        """Raises :class:`BackendUnavailable` when as many readers as there are slots are open."""
+        try:
             return self._free.pop()
+        except IndexError:
+            raise BackendUnavailable("no more senders can be read from: close sessions first") from None
 
     def give_back(self, slot: int) -> None:
         """The slot's reader is closed."""
-        with self._lock:
-            self._free.append(slot)
+        self._free.append(slot)
 
-    def place(self, slot: int) -> int:
-        """Where the slot is, in bytes from the region's start."""
-        return self._region.shape.scratch(slot)
-
-    def clear(self, slot: int) -> None:
-        """Make sure that what is found there later was fetched later."""
-        self._put(slot, 0)
-
-    def value(self, slot: int) -> int:
+    def word(self, slot: int) -> int:
         """The word that is there."""
-        at = self.place(slot)
-        return int.from_bytes(self._region.bytes[at : at + WORD_BYTES], "little")
+        return int.from_bytes(self._bytes[slot : slot + WORD_BYTES], "little")
 
-    def require_readable(self, read_word: Callable[[int], int], name: str) -> None:
-        """The self-check: a random word of our own must come back through ``read_word``, given where it is."""
-        slot, word = self.take(), secrets.randbits(63) + 1
+    def set_word(self, slot: int, word: int) -> None:
+        """Put a word there."""
+        self._bytes[slot : slot + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
+
+
+class RegisteredReader(Reader):
+    """Reads a sender's region, which looks like ``theirs``, into ``ours``. A library's own reader says how to copy."""
+
+    def __init__(self, ours: RegisteredRegion, theirs: RegionShape) -> None:
+        self._ours, self._theirs = ours, theirs
+        self._slot = ours.take_slot()
+
+    def copy(self, copies: Copies) -> None:
+        """Copy bytes in; raises :class:`~tercet.protocol.TransferFailed`, once nothing is written any more."""
+        raise NotImplementedError
+
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        for some, nbytes in in_steps(batch.rows, READ_BYTES):
+            fence(lambda some=some, nbytes=nbytes: self.copy(some) or nbytes)
+        return self.word(self._theirs.word(batch.send)) == batch.send
+
+    def word(self, there: int) -> int:
+        """An aligned word of the sender's region, read after everything that was copied before."""
+        self._ours.set_word(self._slot, 0)  # what is found there later was fetched later
+        self.copy(np.array([(WORD_BYTES, there, self._slot)]))
+        return self._ours.word(self._slot)
+
+    def require_own_word(self, name: str) -> None:
+        """The self-check of a reader of our own region, which it ends: a random word of ours must come back."""
+        slot, word = self._ours.take_slot(), secrets.randbits(63) + 1
         try:
-            self._put(slot, word)
-            if read_word(self.place(slot)) != word:
+            self._ours.set_word(slot, word)
+            if self.word(slot) != word:
                 raise BackendUnavailable(f"{name}: its self-check read other bytes than were in memory")
         finally:
-            self._put(slot, 0)
-            self.give_back(slot)
+            self._ours.give_back(slot)
+            self.close()
 
-    def _put(self, slot: int, word: int) -> None:
-        at = self.place(slot)
-        self._region.bytes[at : at + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
+    def close(self) -> None:
+        self._ours.give_back(self._slot)
+
+
+def understood(name: str, offer: bytes, kind: type[T]) -> T:
+    """What a sender offers; raises :class:`BackendUnavailable` if it is nothing of that kind."""
+    try:
+        return msgspec.msgpack.decode(offer, type=kind)
+    except msgspec.MsgspecError as error:
+        raise BackendUnavailable(f"{name}: the sender's offer cannot be understood: {error}") from error
 
 
 def has_rdma() -> bool:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Batch, Fence, SendingPeer
+from tercet.transport.backends.reading import Backend, Batch, Fence, SendingPeer
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
@@ -45,22 +45,14 @@ LEAST_CHUNK_BYTES = 4 * 1024 * 1024
 Reading = Callable[[ReadRequest], AbstractContextManager[Vector | None]]
 
 
-class TcpBackend:
+class TcpBackend(Backend):
     """Reads regions of ranks anywhere, by asking them."""
 
     name = "tcp"
     stages = True
 
-    def offer(self) -> bytes:
-        """See :meth:`~tercet.transport.backends.reading.Backend.offer`; what must be known are the connections."""
-        return b""
-
     def connect(self, offer: bytes, sender: SendingPeer) -> TcpReader:
-        """See :meth:`~tercet.transport.backends.reading.Backend.connect`."""
         return TcpReader()
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 # ---- the sender's side -----------------------------------------------------------------------------------------------
@@ -110,12 +102,11 @@ def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: 
 
 
 class TcpReader:
-    """See :class:`~tercet.transport.backends.reading.Reader`. Its connections join it, each with a thread."""
+    """Its connections join it, each with a thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._connections: list[_Connection] = []
-        self._joined = 0
         self._closed = False
 
     def serve(self, sock: socket.socket, timeout: float) -> None:
@@ -125,15 +116,13 @@ class TcpReader:
         """
         connection = _Connection(sock, timeout)
         with self._changed:
-            if self._closed or self._joined >= MAX_STREAMS:
+            if self._closed or len(self._connections) >= MAX_STREAMS:
                 raise ProtocolViolation("no such session, or too many connections of it")
-            self._joined += 1
             self._connections.append(connection)
             self._changed.notify_all()
         connection.work()
 
     def read(self, batch: Batch, fence: Fence) -> bool:
-        """See :meth:`~tercet.transport.backends.reading.Reader.read`."""
         if not batch.chunks:
             return True
         first, *others = self._ready()

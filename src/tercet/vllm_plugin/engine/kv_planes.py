@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, SharedKV, create_file
+from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
@@ -49,7 +49,7 @@ class LayerPlanes:
         self.tensors.append(plane)
         return len(self.tensors) - 1
 
-    def share(self) -> SharedKV:
+    def share(self) -> tuple[int, RegionShape]:
         """Put the KV cache, where it is, into a file that other processes can map; once, before it holds any KV.
 
         The tensors keep their addresses: only the pages behind them are exchanged. Whoever has a tensor, or a view of
@@ -69,7 +69,7 @@ class LayerPlanes:
         fd = create_file(shape)
         for extent, offset in offsets.items():
             _exchange(extent, fd, offset)
-        return SharedKV(fd, shape)
+        return fd, shape
 
 
 @dataclass(frozen=True, order=True)

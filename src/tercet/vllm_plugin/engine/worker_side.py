@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from tercet.protocol import KVLayout
-from tercet.transport import AgentProcess, BlockShape, LayersDone, StepBegins, StepEnds
+from tercet.transport import AgentProcess, AgentSetup, BlockShape, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
@@ -30,12 +30,13 @@ class WorkerSide:
         """Start the agent over the KV cache; called once, before the first forward pass."""
         self._planes_of = planes.planes_of
         self._layout = layout
-        kv = planes.share()
+        kv, shape = planes.share()
         try:
             settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
-            self._agent = AgentProcess(self._rank, kv, layout.exchange_key, settings, cpus, _block_of(layout))
+            setup = AgentSetup(self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout))
+            self._agent = AgentProcess(setup)
         finally:
-            os.close(kv.fd)  # the agent has its own; the mapping stays
+            os.close(kv)  # the agent has its own; the mapping stays
 
     def handshake(self) -> WorkerHandshake:
         """This rank's endpoints, for the scheduler's process."""
