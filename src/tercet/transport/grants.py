@@ -1,7 +1,7 @@
 """Who may write where: the receiver's side of leases, as a state machine without I/O.
 
 The invariant that everything rests on: once :meth:`GrantTable.revoke` has returned, no byte is written under that
-lease. Whoever writes is inside :meth:`GrantTable.writing` meanwhile, never waits for a peer there for more than a few
+lease. Whoever writes is inside :meth:`GrantTable.write` meanwhile, never waits for a peer there for more than a few
 milliseconds, and is waited for.
 
 This is the transport's one ledger of leases: what is granted, and what of each send has arrived. A send's end and the
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 from tercet.transport.region import Numbers
 
+T = TypeVar("T")
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
@@ -122,26 +124,21 @@ class GrantTable:
             )
         return opened
 
-    def writing(self, lease: str) -> LeaseFence:
-        """While inside, the lease's blocks may be written: a revocation waits.
+    def write(self, lease: str, step: Callable[[], T]) -> T:
+        """Run ``step``, which may write the lease's blocks: a revocation waits for it. Returns what it returns.
 
-        Entering raises :class:`~tercet.protocol.LeaseEnded`. Never wait long for a peer inside.
+        Raises :class:`~tercet.protocol.LeaseEnded` instead if the lease is over. A step never waits long for a peer.
         """
-        return LeaseFence(self, lease)
-
-    def begin_writing(self, lease: str) -> _Lease:
-        """See :class:`LeaseFence`."""
         with self._changed:
             opened = self._find(lease)
             opened.writers += 1
-            return opened
-
-    def end_writing(self, opened: _Lease) -> None:
-        """See :class:`LeaseFence`."""
-        with self._changed:
-            opened.writers -= 1
-            if not opened.writers:
-                self._changed.notify_all()
+        try:
+            return step()
+        finally:
+            with self._changed:
+                opened.writers -= 1
+                if not opened.writers:
+                    self._changed.notify_all()
 
     def overwriting(self, chunk: ReadDescriptors) -> None:
         """Where a chunk goes, which :meth:`locate` has found right, nothing is valid until its send is in place.
@@ -163,7 +160,7 @@ class GrantTable:
         """A chunk, which :meth:`locate` has found right, is in place; returns as :meth:`ended` does."""
         with self._changed:
             opened = self._find(chunk.lease)
-            found = self._arrival_of(opened, send, chunk.part, chunk.parts, chunk.unit)
+            found = self._receive_of(opened, send, chunk)
             found.chunks += 1
             found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
             return self._settle(opened, send, found)
@@ -179,7 +176,7 @@ class GrantTable:
             grant = opened.grant
             if not grant.begin <= end.begin < end.end <= grant.end:
                 raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
-            found = self._arrival_of(opened, send, end.part, end.parts, end.unit)
+            found = self._receive_of(opened, send, end)
             if found.ended is not None:
                 raise BadRequest("a send ends once")
             found.ended = end
@@ -228,8 +225,8 @@ class GrantTable:
             raise LeaseEnded(f"lease {lease} {how}", "kv_addr_info")
         return opened
 
-    def _arrival_of(self, opened: _Lease, send: SendKey, part: int, parts: int, unit: int) -> _Receive:
-        found = opened.sends.get(send)
+    def _receive_of(self, opened: _Lease, send: SendKey, message: ReadDescriptors | SendEnd) -> _Receive:
+        found, part, parts, unit = opened.sends.get(send), message.part, message.parts, message.unit
         same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
         if not (same and 0 <= part < parts <= MAX_PARTS):
             raise BadRequest("a send fills one part of the blocks, always the same")
@@ -259,21 +256,6 @@ class GrantTable:
         return _valid_end(opened)
 
 
-class LeaseFence:
-    """What :meth:`GrantTable.writing` gives; a class, since this is entered for every few bytes that arrive."""
-
-    __slots__ = ("_grants", "_lease", "_opened")
-
-    def __init__(self, grants: GrantTable, lease: str) -> None:
-        self._grants, self._lease = grants, lease
-
-    def __enter__(self) -> None:
-        self._opened = self._grants.begin_writing(self._lease)
-
-    def __exit__(self, *_: object) -> None:
-        self._grants.end_writing(self._opened)
-
-
 def _num_slots(grant: Grant, unit: int) -> int:
     """How many of a sender's slots, of ``unit`` tokens each, a grant's blocks touch."""
     unit = unit or grant.block_size
@@ -286,12 +268,9 @@ def _valid_end(opened: _Lease) -> int:
     begin = opened.grant.begin
     ends = [begin]
     for parts, valid in opened.valid.items():
-        ends.append(min(_contiguous(valid.get(part, []), begin) for part in range(parts)))
+        firsts = [valid[part][:1] if part in valid else [] for part in range(parts)]
+        ends.append(min(first[0][1] if first and first[0][0] == begin else begin for first in firsts))
     return max(ends)
-
-
-def _contiguous(ranges: Ranges, begin: int) -> int:
-    return ranges[0][1] if ranges and ranges[0][0] == begin else begin
 
 
 def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:

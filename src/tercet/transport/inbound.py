@@ -16,9 +16,9 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Batch, Copies, copies_of, staging_copies
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
+from tercet.transport.greeting import Agreement
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer_messages import FromSender, ProtocolViolation, ReadDescriptors, Refused, SendEnd
-from tercet.transport.region import RegionShape
 
 S = TypeVar("S", ReadDescriptors, SendEnd)
 
@@ -42,13 +42,11 @@ Action = Batch | Filled | Refused
 
 
 class Inbound:
-    """One sender's session; ``shape`` is its region's plan, ``block`` its block if that has another size than ours."""
+    """One sender's session, as it was agreed on."""
 
-    def __init__(
-        self, rank: LocalRank, grants: GrantTable, session: str, shape: RegionShape, block: BlockShape | None
-    ) -> None:
+    def __init__(self, rank: LocalRank, grants: GrantTable, agreed: Agreement) -> None:
         self._rank, self._grants = rank, grants
-        self._session, self._shape, self._block = session, shape, block
+        self._session, self._shape, self._block = agreed.session, agreed.shape, agreed.block
         self._batch: Batch | None = None
         self._staging = memoryview(b"")
         self._refused: dict[int, None] = {}  # the latest sends that were refused

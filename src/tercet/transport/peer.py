@@ -91,15 +91,6 @@ class Leg:
     told: bool = False
 
 
-@dataclass(frozen=True)
-class _Push:
-    """Blocks of some layers, for slots from ``slot`` on."""
-
-    layers: range
-    slot: int
-    blocks: Numbers
-
-
 class TransferPeer:
     """A session with one receiver; it is opened by :meth:`start` and not again after it broke."""
 
@@ -116,7 +107,7 @@ class TransferPeer:
         self._dead: TercetError | None = None
         self._moved_at = time.monotonic()  # when a chunk was written, or an answer came
         # What is pushed before it is agreed how KV travels; from then on callers write to the post themselves.
-        self._waiting: list[tuple[Leg, _Push | tuple[int, int]]] = []
+        self._waiting: list[tuple[Leg, Callable[[Post], None]]] = []
         self._post: Post | None = None
         self._posting = threading.Lock()
 
@@ -143,13 +134,27 @@ class TransferPeer:
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(leg, BadRequest(reason))
-        return self._say(leg, _Push(layers, slot, np.array(blocks, dtype=np.int64)))
+        numbers = np.array(blocks, dtype=np.int64)
+
+        def write(post: Post) -> None:
+            for chunk in self._chunks(leg, layers, slot, numbers):
+                leg.chunks.append(chunk)
+                post.send(framed(chunk))
+                self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
+
+        return self._say(leg, write)
 
     def finish(self, leg: Leg, begin: int, end: int) -> None:
         """Tell the receiver that ``[begin, end)`` is complete."""
         if not 0 <= begin <= end < MAX_TOKENS:
             return self._end(leg, BadRequest(f"[{begin}, {end}) is not a range of tokens"))
-        return self._say(leg, (begin, end))
+
+        def write(post: Post) -> None:
+            leg.finished_at = time.monotonic()
+            part = leg.head_slice
+            post.send(framed(SendEnd(leg.number, leg.lease, begin, end, len(leg.chunks), part.part, part.parts)))
+
+        return self._say(leg, write)
 
     def cancel(self, leg: Leg) -> None:
         """End a send; afterwards nobody takes what it reads of its blocks."""
@@ -296,13 +301,14 @@ class TransferPeer:
 
     # ---- what the receiver is told -----------------------------------------------------------------------------------
 
-    def _say(self, leg: Leg, what: _Push | tuple[int, int]) -> None:
+    def _say(self, leg: Leg, write: Callable[[Post], None]) -> None:
         if self._post is None:
             with self._posting:
                 if self._post is None:
-                    return self._waiting.append((leg, what))
+                    return self._waiting.append((leg, write))
         try:
-            self._write(self._post, leg, what)
+            if leg.number in self._legs:  # else it ended meanwhile
+                write(self._post)
         except OSError as error:
             self._break(error)
         return None
@@ -311,39 +317,25 @@ class TransferPeer:
         """What waited; then what callers cannot write at once."""
         post = Post(sock)
         with self._posting:
-            for leg, what in self._waiting:
-                self._write(post, leg, what)
+            for leg, write in self._waiting:
+                if leg.number in self._legs:
+                    write(post)
             self._waiting.clear()
             self._post = post
         if self._dead is None:  # else who ended the session may have done so before there was a post to close
             post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
 
-    def _write(self, post: Post, leg: Leg, what: _Push | tuple[int, int]) -> None:
-        if leg.number not in self._legs:
-            return  # it ended meanwhile
-        if isinstance(what, _Push):
-            for chunk in self._chunks(leg, what):
-                leg.chunks.append(chunk)
-                post.send(framed(chunk))
-                self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
-        else:
-            leg.finished_at = time.monotonic()
-            part = leg.head_slice
-            end = SendEnd(leg.number, leg.lease, *what, len(leg.chunks), part.part, part.parts)
-            post.send(framed(end))
-
-    def _chunks(self, leg: Leg, push: _Push) -> Iterator[ReadDescriptors]:
+    def _chunks(self, leg: Leg, layers: range, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
         """A push in chunks of the size that its transport takes best."""
         part = leg.head_slice
         limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
         if self.transport == tcp.TcpBackend.name:
-            total = len(push.layers) * len(push.blocks) * part.size
+            total = len(layers) * len(blocks) * part.size
             limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
-        for layers, cut in cuts(push.layers, len(push.blocks), limit):
+        for some, cut in cuts(layers, len(blocks), limit):
             yield ReadDescriptors(
-                leg.number, leg.lease, len(leg.chunks), layers.start, len(layers), push.slot + cut.start,
-                push.slot + cut.stop, push.blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size,
-                part.part, part.parts,
+                leg.number, leg.lease, len(leg.chunks), some.start, len(some), slot + cut.start, slot + cut.stop,
+                blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size, part.part, part.parts,
             )  # fmt: skip
 
     # ---- what the receiver answers -----------------------------------------------------------------------------------

@@ -1,19 +1,12 @@
 """What two ranks say to each other: each message is a short header and a MessagePack body.
 
-| message | from | |
-| --- | --- | --- |
-| :class:`Challenge` | receiver, first | what the sender's proof must cover |
-| :class:`Greeting` | sender, first | who it is and how its memory can be read; on a Unix socket with its descriptor |
-| :class:`Welcome` | receiver | how KV is to travel |
-| :class:`ReadDescriptors` | sender | one chunk: where its blocks are, and which of the lease's slots they fill |
-| :class:`SendEnd` | sender | the KV of a token range is complete, in so many chunks |
-| :class:`Acknowledged` | receiver | all of a send is in place |
-| :class:`Refused` | receiver | nothing more of a send is taken; of send 0, of anything |
-| :class:`ReadRequest` | receiver, over ``tcp`` | the bytes of a chunk, please |
+The receiver begins with a :class:`Challenge`, the sender answers with its :class:`Greeting` (on a Unix socket with the
+descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender describes chunks
+(:class:`ReadDescriptors`) and ends sends (:class:`SendEnd`), which are :class:`Acknowledged` or :class:`Refused`.
 
-A session has one connection for these messages. Over ``tcp`` it has further ones, on which only requests and what
-answers them travel: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks were still
-pinned; or just 0 for a send that is over.
+A session has one connection for these messages. Over ``tcp`` it has further ones, on which only :class:`ReadRequest`
+and what answers it travel: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks
+were still pinned; or just 0 for a send that is over.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class KVReceiver:
         except Exception:
             logger.exception("a sender's connection failed")
         finally:
-            talk.close()
+            talk.drop_memory()
             with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
                 self._connections.pop(connection, None)
                 self._strangers.pop(connection, None)
@@ -168,7 +168,10 @@ class KVReceiver:
         with self._lock:
             self._strangers.pop(talk.connection, None)
         if greeting.stream:
-            return self._join(greeting.session, talk)
+            reader = self._sessions.get(greeting.session)
+            if reader is None:
+                raise ProtocolViolation("no such session, or one whose KV is not read over connections")
+            return reader.serve(talk.connection, self._rank.settings.timeout)
         with self._lock:
             if greeting.session in self._sessions:
                 raise ProtocolViolation("a session begins once")
@@ -180,6 +183,7 @@ class KVReceiver:
         finally:
             with self._lock:
                 del self._sessions[greeting.session]
+        return None
 
     def _run_session(self, talk: _Talk, agreed: Agreement) -> None:
         session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_finished, talk.say)
@@ -195,13 +199,6 @@ class KVReceiver:
                     talk.wait()
         finally:
             session.close()
-
-    def _join(self, session: str, talk: _Talk) -> None:
-        """Be one more connection of a session."""
-        reader = self._sessions.get(session)
-        if reader is None:
-            raise ProtocolViolation("no such session, or one whose KV is not read over connections")
-        reader.serve(talk.connection, self._rank.settings.timeout)
 
     def close(self) -> None:
         """Stop listening, drop every connection, join every thread."""
@@ -293,9 +290,6 @@ class _Talk:
             os.close(self.memory)
             self.memory = None
 
-    def close(self) -> None:
-        self.drop_memory()
-
 
 class SenderSession:
     """One sender's session: what its messages lead to is done, one thing after the other; ``say`` answers them."""
@@ -311,7 +305,7 @@ class SenderSession:
     ) -> None:
         self._rank, self._grants, self._agreed = rank, grants, agreed
         self._pace, self._on_finished, self._say = pace, on_finished, say
-        self._inbound = Inbound(rank, grants, agreed.session, agreed.shape, agreed.block)
+        self._inbound = Inbound(rank, grants, agreed)
         self._turn = Turn()
 
     def take(self, messages: Iterable[FromSender]) -> None:
@@ -355,14 +349,15 @@ class SenderSession:
     def _fence(self, batch: Batch) -> Fence:
         begun = False
 
-        def run(step: Callable[[], int]) -> int:
+        def begin(step: Callable[[], int]) -> int:
             nonlocal begun
-            with self._grants.writing(batch.lease):
-                if not begun:  # several threads may find it so, and none writes before it has done this
-                    for chunk in batch.chunks:
-                        self._grants.overwriting(chunk)
-                    begun = True
-                moved = step()
+            for chunk in batch.chunks:  # several threads may do this, and none writes before it has
+                self._grants.overwriting(chunk)
+            begun = True
+            return step()
+
+        def run(step: Callable[[], int]) -> int:
+            moved = self._grants.write(batch.lease, step if begun else partial(begin, step))
             self._turn.took(moved)
             self._pace.took(moved)
             return moved
@@ -383,9 +378,8 @@ class SenderSession:
             for layer in range(chunk.layer, chunk.layer + chunk.layers):
                 for move in moves:
                     source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
-                    with self._grants.writing(chunk.lease):
-                        target = region.blocks(layer, move.block)[chunk.part * part :][:part]
-                        place(source, theirs, target, ours, heads, move)
+                    target = region.blocks(layer, move.block)[chunk.part * part :][:part]
+                    self._grants.write(chunk.lease, partial(place, source, theirs, target, ours, heads, move))
                 at += slots * chunk.size
             self._pace.took(chunk.nbytes)
 

@@ -80,7 +80,7 @@ def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets:
     at = 0
     for length, offset in zip(lengths, offsets or [0] * len(lengths), strict=True):
         planes.append(at + offset)
-        at = _whole_pages(at + offset + length)
+        at = -(-(at + offset + length) // PAGE_BYTES) * PAGE_BYTES
     return RegionShape(tuple(planes), num_blocks, block_bytes, at, at + TAIL_BYTES)
 
 
@@ -180,7 +180,3 @@ def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
     """Where groups begin, and how many they have; ``apart[i]``: another group begins after item i."""
     edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     return edges[:-1], edges[1:] - edges[:-1]
-
-
-def _whole_pages(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -20,6 +21,10 @@ from tests.unit.transport.models import LEASE, LeaseModel, chunk, ending
 
 LAYERS, SIZE = 3, 16
 SEND: SendKey = ("sender", 1)
+
+
+def unreachable() -> None:
+    raise AssertionError("a lease that is over is not written")
 
 
 def opened(begin: int = 32, end: int = 100) -> GrantTable:
@@ -56,7 +61,7 @@ def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
         lambda lease: table.overwriting(chunk(0, 0, 1, lease=lease)),
         lambda lease: table.arrived(SEND, chunk(0, 0, 1, lease=lease)),
         lambda lease: table.ended(SEND, ending(32, 48, 1, lease=lease)),
-        lambda lease: table.writing(lease).__enter__(),
+        lambda lease: table.write(lease, unreachable),
     ]
     for call in calls:
         with pytest.raises(LeaseEnded, match="has ended"):
@@ -266,10 +271,12 @@ def test_a_revocation_waits_for_all_who_write() -> None:
     inside, may_end = threading.Barrier(3), [threading.Event(), threading.Event()]
 
     def write(number: int) -> None:
-        with table.writing(LEASE):
+        def step() -> None:
             inside.wait(30)
             may_end[number].wait(30)
             order.append("written")
+
+        table.write(LEASE, step)
 
     def revoke() -> None:
         table.revoke(LEASE)
@@ -284,7 +291,7 @@ def test_a_revocation_waits_for_all_who_write() -> None:
     while len(table):  # until it waits
         revoker.join(0.001)
     with pytest.raises(LeaseEnded):
-        table.writing(LEASE).__enter__()
+        table.write(LEASE, unreachable)
     for number, thread in enumerate(writers):
         assert order == ["written"] * number
         may_end[number].set()
@@ -294,9 +301,12 @@ def test_a_revocation_waits_for_all_who_write() -> None:
 
 
 def test_a_writer_that_fails_holds_nothing_back() -> None:
-    table = opened()
-    with pytest.raises(OSError, match="broke"), table.writing(LEASE):
+    def fail() -> None:
         raise OSError("broke")
+
+    table = opened()
+    with pytest.raises(OSError, match="broke"):
+        table.write(LEASE, fail)
     assert table.revoke(LEASE) == 32
 
 
@@ -318,8 +328,7 @@ def test_nothing_is_written_once_revoke_has_returned() -> None:
         refused = 0
         while not stop.is_set():
             try:
-                with table.writing(f"{mark:032x}"):
-                    block[0] = mark
+                table.write(f"{mark:032x}", partial(block.__setitem__, 0, mark))
             except LeaseEnded:
                 refused += 1
         refusals.append(refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -234,13 +235,14 @@ def test_a_lease_that_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) ->
     talk = Conversation()
     talk.reader.at_a_time = BLOCK_BYTES
     grants = talk.receiving.grants
-    ended, end_writing = list[int](), grants.end_writing
+    ended, write = list[int](), grants.write
 
-    def end_and_revoke(opened: object) -> None:
-        end_writing(opened)  # pyright: ignore[reportArgumentType]
+    def write_and_revoke(lease: str, step: Callable[[], int]) -> int:
+        moved = write(lease, step)
         ended.append(grants.revoke(LEASE))
+        return moved
 
-    monkeypatch.setattr(grants, "end_writing", end_and_revoke)
+    monkeypatch.setattr(grants, "write", write_and_revoke)
     assert talk.say(chunk(0, 0, [1, 2, 4])) == NOT_DONE
     assert (ended, len(talk.reader.reads)) == ([0], 1)
     assert talk.receiving.touched() == {(0, 5)}

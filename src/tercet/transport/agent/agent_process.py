@@ -32,9 +32,10 @@ COPY_PAST_THE_CACHES = {
 class AgentProcess:
     """One rank's agent; the descriptor in ``setup`` stays the caller's.
 
-    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies takes its worker with it: leases and pushes are half-way somewhere, and a supervisor that starts
-    the engine anew is the only clean way out. The thread that makes this object must live as long as the worker does:
-    with its end the kernel kills the agent, so that also one that is stopped goes with its worker.
+    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies takes its worker with it: leases
+    and pushes are half-way somewhere, and a supervisor that starts the engine anew is the only clean way out. The
+    thread that makes this object must live as long as the worker does: with its end the kernel kills the agent, so that
+    also one that is stopped goes with its worker.
     """
 
     def __init__(self, setup: AgentSetup) -> None:

@@ -37,7 +37,10 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlServer:
-    """An agent's end: runs ``handle`` for each command, in its own thread."""
+    """An agent's end: runs ``handle`` for each command, in its own thread.
+
+    The scheduler's process connects to ``address`` and must name ``secret``.
+    """
 
     def __init__(self, handle: Callable[[Command], Any]) -> None:
         self._handle = handle
@@ -45,31 +48,23 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        host = "tcp://127.0.0.1"
+        self.address = f"{host}:{self._socket.bind_to_random_port(host)}"
         self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
         self._thread.start()
 
-    @property
-    def address(self) -> str:
-        """Where the scheduler's process connects."""
-        return f"tcp://127.0.0.1:{self._port}"
-
     def _serve(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Envelope)
         # close() ends whatever call is under way, and waits until the socket is closed.
         with self._socket, suppress(zmq.ContextTerminated):
-            self._serve_all()
-
-    def _serve_all(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Envelope)
-        while True:
-            try:
-                peer, body = self._socket.recv_multipart()
-                envelope = decoder.decode(body)
-            except (ValueError, msgspec.MsgspecError):
-                continue  # not ours: some other process found the port
-            if not secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
-                continue
-            self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
+            while True:
+                try:
+                    peer, body = self._socket.recv_multipart()
+                    envelope = decoder.decode(body)
+                except (ValueError, msgspec.MsgspecError):
+                    continue  # not ours: some other process found the port
+                if secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
+                    self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
 
     def _answer(self, envelope: Envelope) -> ControlAnswer:
         try:

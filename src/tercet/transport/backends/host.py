@@ -45,8 +45,11 @@ class HostBackend(Backend):
     def connect(self, offer: bytes, sender: SendingPeer) -> HostReader:
         if sender.memory is None:
             raise BackendUnavailable("host: the sender's memory did not come with its greeting, over a Unix socket")
+        fd, size = sender.memory, sender.shape.size
         try:
-            return HostReader(sender.shape, *_map(sender.memory, sender.shape.size))
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
+                raise ValueError("it is not a sealed file of the size that the sender names")
+            return HostReader(sender.shape, mmap.mmap(fd, size, prot=mmap.PROT_READ), list(_extents(fd, size)))
         except (OSError, ValueError) as error:
             raise BackendUnavailable(f"host: the sender's memory cannot be mapped: {error}") from error
 
@@ -54,13 +57,6 @@ class HostBackend(Backend):
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
-
-
-def _map(fd: int, size: int) -> tuple[mmap.mmap, list[range]]:
-    """A sender's region, and where there is something in it now."""
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
-        raise ValueError("it is not a sealed file of the size that the sender names")
-    return mmap.mmap(fd, size, prot=mmap.PROT_READ), list(_extents(fd, size))
 
 
 def _extents(fd: int, size: int) -> Iterator[range]:
