@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import EngineUnreachable, from_wire
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import PREFIX, UNREADABLE
 
 # Adding an engine waits for its answer, loading a program for the user's module.
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
@@ -36,7 +36,7 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, api
         raise EngineUnreachable(f"no front door answers at {url}: {reason}", "url") from error
     try:
         found = msgspec.json.decode(answer)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineUnreachable(f"what answers at {url} is no front door: HTTP {status}", "url") from error
     if status < 400:
         return found

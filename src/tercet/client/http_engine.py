@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.aio import TaskSet
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
+    EngineError,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
@@ -29,6 +31,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import (
     PREFIX,
+    UNREADABLE,
     AbortCall,
     ConnectCall,
     Destination,
@@ -174,9 +177,9 @@ class HttpEngine:
             try:
                 async for line in response.content:
                     if line.startswith(DATA):
-                        stream.put(_output_of(line[len(DATA) :]))
+                        stream.put(self._output_of(line[len(DATA) :]))
                         await stream.until_asked()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
                 raise EngineUnreachable(f"{self.name} broke off: {error}") from error
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
@@ -222,7 +225,18 @@ class HttpEngine:
             raise EngineUnreachable(f"{self.name} broke off: {error}") from error
         if response.status >= 400:
             raise _error_of(response.status, body)
-        return msgspec.json.decode(body, type=kind)
+        return self._understood(body, kind)
+
+    def _understood(self, said: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(said, type=kind)
+        except UNREADABLE as error:
+            raise EngineError(f"{self.name} at {self.url} does not answer as a Tercet engine: {error}") from error
+
+    def _output_of(self, data: bytes) -> Output:
+        if data.startswith(b'{"error"'):
+            raise _error_of(500, data)
+        return self._understood(data, Output)
 
     @property
     def _client(self) -> aiohttp.ClientSession:
@@ -231,14 +245,8 @@ class HttpEngine:
         return self._session
 
 
-def _output_of(data: bytes) -> Output:
-    if data.startswith(b'{"error"'):
-        raise _error_of(500, data)
-    return msgspec.json.decode(data, type=Output)
-
-
 def _error_of(status: int, body: bytes) -> TercetError:
     try:
         return from_wire(status, msgspec.json.decode(body, type=dict[str, Any]))
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return from_wire(status, {"error": {"message": f"HTTP {status}: {body[:200].decode(errors='replace')}"}})

@@ -208,8 +208,10 @@ class FleetKnowledge:
     def _forget_cache(self, row: int) -> None:
         for history in self._routed.values():
             history.forget(row)
-        for index in self._stored.values():
+        for size, index in list(self._stored.items()):
             index.forget(row)
+            if not index:
+                del self._stored[size]
 
     # ---- turns with new prompts ------------------------------------------------------------------------------
 

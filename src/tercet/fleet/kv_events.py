@@ -15,6 +15,7 @@ import zmq.asyncio
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
+from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.fleet")
 ASK_AGAIN_SECONDS = 5.0
@@ -63,7 +64,7 @@ def at(events: KVEvents, url: str) -> KVEvents:
 async def _published(engine: Engine, before: KVEvents | None) -> KVEvents | None:
     try:
         return (await engine.status()).kv_events
-    except (TercetError, msgspec.MsgspecError):
+    except TercetError:
         return before  # it may be back soon, with its cache; another epoch says if it lost that
 
 
@@ -89,7 +90,7 @@ async def _follow(events: KVEvents, inbox: KVInbox) -> None:
                 if inbox.take(number, payload):
                     await _replay(events, inbox)
                     inbox.take_replayed(number, payload)
-        except (msgspec.MsgspecError, ValueError, zmq.ZMQError) as error:
+        except (ValueError, zmq.ZMQError, *UNREADABLE) as error:
             logger.warning("KV events from %s: %s; they are followed anew", events.endpoint, error)
 
 
@@ -118,4 +119,7 @@ async def _replay(events: KVEvents, inbox: KVInbox) -> None:
 def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
     if len(parts) != 3 or len(parts[1]) != NUMBER_BYTES:
         raise ValueError(f"not a KV event: {len(parts)} parts")
-    return int.from_bytes(parts[1], "big"), parts[2]
+    number = int.from_bytes(parts[1], "big", signed=True)
+    if number < 0:
+        raise ValueError(f"not a KV event: number {number}")
+    return number, parts[2]

@@ -5,7 +5,7 @@ The messages are vLLM's as they are on the wire (``vllm/distributed/kv_events.py
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
     token_ids: list[int]
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
@@ -67,6 +67,7 @@ class KVInbox:
         self._knowledge = knowledge
         self._next = 0
         self._last_live = -1
+        self._block_size: int | None = None
 
     @property
     def expected(self) -> int:
@@ -76,12 +77,12 @@ class KVInbox:
     def reset(self) -> None:
         """The engine was started anew: nothing that was known of its cache holds."""
         self._knowledge.cleared(self._name)
-        self._next, self._last_live = 0, -1
+        self._next, self._last_live, self._block_size = 0, -1, None
 
     def take(self, number: int, payload: bytes) -> bool:
         """A batch as it was published; whether batches before it are missing, so that a replay is needed.
 
-        Raises ``msgspec.MsgspecError`` for what is no batch.
+        Raises one of ``UNREADABLE`` for what is no batch, ``ValueError`` for what no engine says.
         """
         batch = decode_batch(payload)
         if number <= self._last_live:
@@ -126,6 +127,9 @@ class KVInbox:
             if event.parent_block_hash is not None or len(keys) != 1 or not isinstance(keys[0], str):
                 return
             salt = keys[0]
+        if self._block_size not in (None, event.block_size):
+            raise ValueError(f"block_size {event.block_size} after {self._block_size}: an engine has one")
+        self._block_size = event.block_size
         self._knowledge.store(
             self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt
         )

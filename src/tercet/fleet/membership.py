@@ -155,7 +155,7 @@ class Membership:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
             for member in list(self._fleet.members):
                 if not member.reachable:
-                    with suppress(TercetError, msgspec.MsgspecError):
+                    with suppress(TercetError):
                         member.reachable = self._may_be_picked(member, await member.engine.status())
 
     async def _ask_all(self, seconds: float) -> list[EngineStatus]:
@@ -205,7 +205,7 @@ async def _status_of(url: str, engine: Engine) -> EngineStatus:
         return await engine.status()
     except EngineUnreachable:
         raise
-    except (TercetError, msgspec.MsgspecError) as error:
+    except TercetError as error:
         raise BadRequest(f"url: {url} does not answer as a Tercet engine: {error}", "url") from error
 
 

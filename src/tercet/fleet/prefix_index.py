@@ -118,6 +118,9 @@ class StoredBlocks:
         self._copies: dict[tuple[int, int], int] = {}
         self.orphans = 0
 
+    def __len__(self) -> int:
+        return len(self._holders)
+
     def matched(self, hashes: Sequence[int]) -> Integers:
         """See :class:`tercet.scheduling.hashing.PrefixIndex`."""
         return self._holders.matched(hashes)

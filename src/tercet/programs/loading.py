@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -18,7 +17,7 @@ from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Fleet, Request
-from tercet.scheduling.registry import load_module
+from tercet.scheduling.registry import load_module, user_file
 
 Program = Callable[[Request, Fleet], Answer]
 BUILT_IN: Mapping[str, Callable[..., Answer]] = {
@@ -49,10 +48,7 @@ def _from_file(name: str) -> Callable[..., Answer]:
     if not colon:
         known = ", ".join(sorted(BUILT_IN))
         raise BadRequest(f"program: there is no {name!r}; choose one of {known}, or file.py:function", "program")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise BadRequest(f"program: there is no file {path}", "program")
-    module = load_module(file, "program")
+    module = load_module(user_file(path, "program"), "program")
     function = getattr(module, function_name, None)
     if function is None:
         raise BadRequest(f"program: {path} has no function {function_name}", "program")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from tercet.protocol.errors import LayoutMismatch
+
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,12 +23,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     dtype: str
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    block_size: int
-    block_bytes: int
-    tp_size: int
+    num_layers: Positive
+    num_kv_heads: Positive
+    head_size: Positive
+    block_size: Positive
+    block_bytes: Positive
+    tp_size: Positive
     packing: str
     splits_by_head: bool = False
     splits_by_token: bool = False

@@ -17,6 +17,8 @@ from tercet.protocol.errors import BadRequest
 
 PREFIX = "/tercet/v1"
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
+# What vLLM's own messages can carry.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Prompt = str | list[TokenId]
 
@@ -55,7 +57,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sample: bool = False
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
-    priority: int = 0
+    priority: Priority = 0
 
 
 class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +97,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     door: Destination | None = None
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
-    priority: int = 0
+    priority: Priority = 0
 
 
 class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +119,9 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 C = TypeVar("C")
+# What msgspec raises for bytes that are no message: beside its own errors it lets through that text is not UTF-8, and
+# that something is nested too deeply.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FIELD = re.compile(r"field `([^`]+)`")
 _PATH = re.compile(r"at `\$\.?([^`\[]*)")
 
@@ -125,7 +130,7 @@ def decode_call(body: bytes, kind: type[C]) -> C:
     """Parse a call's body; raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         found = _FIELD.search(str(error)) or _PATH.search(str(error))
         field = found.group(1) if found and found.group(1) else None
         where = f"{field}: " if field else ""

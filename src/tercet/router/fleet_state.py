@@ -17,6 +17,7 @@ import msgspec
 
 from tercet.fleet.membership import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
+from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RouterConfig
 
@@ -136,7 +137,7 @@ class StateFile:
             return None
         except OSError as error:
             raise BadRequest(f"state: {self.path} cannot be read: {error.strerror}", "state") from error
-        except (msgspec.DecodeError, BadRequest) as error:
+        except (BadRequest, *UNREADABLE) as error:
             raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
 
     def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:

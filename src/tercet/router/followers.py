@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import write_whole
 
 ALIVE, REPORT = ".alive", ".json"
@@ -119,6 +119,6 @@ def _is_held(file: Path) -> bool:
 
 
 def _report(file: Path) -> FollowerReport | None:
-    with suppress(FileNotFoundError, msgspec.DecodeError, BadRequest):
+    with suppress(FileNotFoundError, *UNREADABLE):
         return msgspec.json.decode(file.read_bytes(), type=FollowerReport)
     return None

@@ -17,6 +17,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.protocol import RequestTooLarge, Saturated, TercetError, Unauthorized
+from tercet.protocol.wire import UNREADABLE
 from tercet.router.admission import ClientLeft, Gate
 from tercet.router.service import PROGRAM_HEADER
 from tercet.router.trace_answers import TRACE_HEADER, TracingSend
@@ -180,7 +181,7 @@ def parsed(content: bytes) -> tuple[dict[str, Any] | None, Asked]:
     try:
         fields = msgspec.json.decode(content, type=dict[str, Any])
         return fields, msgspec.convert(fields, Asked, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None, NOTHING
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tercet.fleet import EngineFleet
 from tercet.scheduling import Scheduling, files_of, load_scheduling
+from tercet.scheduling.registry import user_file
 
 logger = logging.getLogger("tercet.router")
 
@@ -64,5 +65,5 @@ async def load_scheduling_file(path: str) -> LoadedScheduling:
 
 
 def _load(path: str) -> LoadedScheduling:
-    file = Path(path).expanduser()
+    file = user_file(path, "scheduling")
     return LoadedScheduling(load_scheduling(file), files_of(file))

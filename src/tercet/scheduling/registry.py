@@ -55,10 +55,7 @@ def plugin_class(kind: str, beside: Path, field: str) -> type[Plugin]:
     if not colon:
         known = ", ".join(BUILT_IN)
         raise BadRequest(f"{field}: there is no plugin {kind!r}; choose one of {known}, or file.py:Class", field)
-    file = beside / Path(path).expanduser()
-    if not file.is_file():
-        raise BadRequest(f"{field}: there is no file {path}", field)
-    return _checked(getattr(load_module(file, field), name, None), kind, field)
+    return _checked(getattr(load_module(user_file(path, field, beside), field), name, None), kind, field)
 
 
 def _checked(found: object, kind: str, field: str) -> type[Plugin]:
@@ -69,6 +66,20 @@ def _checked(found: object, kind: str, field: str) -> type[Plugin]:
             return found
     bases = ", ".join(base.__name__ for base in _TO_WRITE)
     raise BadRequest(f"{field}: {kind} is not a class made from one of tercet.scheduling's {bases}", field)
+
+
+def user_file(path: str, field: str, beside: Path = Path()) -> Path:
+    """The file that a user names; raises :class:`~tercet.protocol.BadRequest` if there is none.
+
+    What is no plain file is none: reading it may not end.
+    """
+    try:
+        file = beside / Path(path).expanduser()
+    except RuntimeError as error:  # the home of a user who is not there
+        raise BadRequest(f"{field}: {path}: {error}", field) from error
+    if not file.is_file():
+        raise BadRequest(f"{field}: there is no file {path}", field)
+    return file
 
 
 def load_module(file: Path, field: str) -> ModuleType:

@@ -84,7 +84,7 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
         return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets through what is wrong with a date
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 
 

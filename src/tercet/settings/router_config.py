@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -34,7 +35,12 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Mapping[Annotated[str, Meta(min_length=1)], str] = {}
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(self.url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets that do not match, a port that is no number
+            is_url = False
+        if not is_url:
             raise BadRequest(f"url: {self.url!r} is not a URL such as http://127.0.0.1:8001", "url")
 
 

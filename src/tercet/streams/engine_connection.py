@@ -60,7 +60,7 @@ class EngineConnection:
         self._send(StreamCommand(starts=(call,)))
 
     def receive(self, frame: bytes) -> None:
-        """The engine sent this; raises ``msgspec.MsgspecError`` for what no engine sends."""
+        """The engine sent this; raises one of ``UNREADABLE`` for what no engine sends."""
         batch = _batches.decode(frame)
         self.last_heard = time.monotonic()
         if batch.load is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.protocol import Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
-from tercet.protocol.wire import Destination, StartGenerateCall
+from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall
 from tercet.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,
@@ -169,7 +169,7 @@ class FrontDoorConnection(asyncio.Protocol):
         try:
             for frame in self._splitter.split(data):
                 self._follow(_commands.decode(frame))
-        except (msgspec.MsgspecError, FrameTooLong):
+        except (FrameTooLong, *UNREADABLE):
             self.abort()
 
     def _follow(self, command: StreamCommand) -> None:

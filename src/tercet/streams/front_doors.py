@@ -70,7 +70,7 @@ class FrontDoors:
                 await connection.greet(key, self._engine)
         except BaseException as error:
             connection.abort()
-            if not isinstance(error, OSError):  # a timeout is one
+            if not isinstance(error, OSError | ValueError):  # a timeout is one; a host that is no name the other
                 raise
             reason = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
             raise FrontDoorUnreachable(f"door: no front door answers at {address}: {reason}", "door") from error

@@ -15,6 +15,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.protocol import EngineLoad, EngineUnreachable
+from tercet.protocol.wire import UNREADABLE
 from tercet.streams.engine_connection import EngineConnection
 from tercet.streams.wire_format import (
     HEARTBEAT_SECONDS,
@@ -131,7 +132,7 @@ class _Arrival(asyncio.Protocol):
                     self.connection.receive(frame)
                 elif not self._transport.is_closing():
                     self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
-        except (msgspec.MsgspecError, FrameTooLong, UnicodeError) as error:
+        except (FrameTooLong, *UNREADABLE) as error:
             self._why = f"it broke the protocol: {error}"
             if self.connection is not None:
                 logger.error("%s broke the protocol of token streams: %s", self.connection.engine, error)
@@ -155,9 +156,9 @@ class _Arrival(asyncio.Protocol):
 
 async def _local_host(url: str) -> str:
     """The address of this machine from which ``url`` is reached."""
-    parts = urlsplit(url)
     loop = asyncio.get_running_loop()
     try:
+        parts = urlsplit(url)
         found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -20,6 +20,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 
 from tercet.protocol import TercetError
+from tercet.protocol.wire import UNREADABLE
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import RegionShape
 
@@ -187,8 +188,7 @@ class Splitter(Generic[M]):
     def _decode(self, body: bytes) -> M:
         try:
             return self._decoder.decode(body)
-        # Beside its own errors msgspec lets these two through: text that is not UTF-8, and what is nested deeply.
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ProtocolViolation(f"not a message of this protocol: {error}") from error
 
 

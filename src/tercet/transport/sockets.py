@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` if it is none."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not address.startswith(TCP) or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    if not address.startswith(TCP) or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

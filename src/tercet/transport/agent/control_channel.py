@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from tercet.protocol import EngineError, TercetError
+from tercet.protocol.wire import UNREADABLE
 from tercet.transport.agent.agent_messages import Command
 
 ANSWER_SECONDS = 10.0
@@ -61,7 +62,7 @@ class ControlServer:
                 try:
                     peer, body = self._socket.recv_multipart()
                     envelope = decoder.decode(body)
-                except (ValueError, msgspec.MsgspecError):
+                except (ValueError, *UNREADABLE):
                     continue  # not ours: some other process found the port
                 if secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
                     self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from tercet.protocol import TransferFailed
+from tercet.protocol.wire import UNREADABLE
 from tercet.transport import LeaseFilled, SendDone
 
 
@@ -92,7 +93,7 @@ class AgentReports:
     async def _receive(self) -> None:
         while True:
             message = await self._socket.recv()
-            with suppress(msgspec.MsgspecError):  # not from an agent of ours
+            with suppress(*UNREADABLE):  # not from an agent of ours
                 self._take(message)
 
     def _take(self, message: bytes) -> None:

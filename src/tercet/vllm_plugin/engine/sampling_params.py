@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+import numpy as np
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tercet.protocol import BadRequest
 
 # Fields that are the engine's own business, or have another name on the verbs.
 NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
+_PLACE = re.compile(r"`\$\.(\w+)")
 CALLER_FIELDS = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
 
 
@@ -27,21 +31,29 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
     if fields.get("n", 1) != 1:
         raise BadRequest("sampling_params.n: a sequence has one output; start one per choice", "sampling_params.n")
     _check_max_tokens(fields, min_tokens_done)
-    if isinstance(fields.get("logit_bias"), Mapping):
-        fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+    ours = {
+        "detokenize": bool(fields.get("stop")),
+        "output_kind": RequestOutputKind.DELTA.value,
+        "extra_args": {"kv_transfer_params": dict(kv_transfer_params)},
+    }
     try:
-        if isinstance(fields.get("structured_outputs"), Mapping):
-            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
-        return SamplingParams(
-            **fields,
-            detokenize=bool(fields.get("stop")),
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": dict(kv_transfer_params)},
-        )
+        # The engine's core reads requests with these types, and ends for good where one has another; vLLM's own
+        # constructor looks at few of them.
+        msgspec.msgpack.encode(fields)
+        return msgspec.convert({**fields, **ours}, SamplingParams, str_keys=True, dec_hook=_array)
     except VLLMValidationError as error:
         raise BadRequest(f"sampling_params: {error}", _field(error.parameter)) from error
-    except (TypeError, ValueError) as error:
+    except msgspec.ValidationError as error:
+        found = _PLACE.search(str(error))
+        raise BadRequest(f"sampling_params: {error}", _field(found and found.group(1))) from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
+
+
+def _array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} cannot be given here")
+    return np.array(value, dtype=np.int64)
 
 
 def _field(parameter: str | None) -> str:
@@ -62,4 +74,5 @@ def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
 
     ``min_tokens`` of one masks the end of sequence on the first token just as a larger one does.
     """
-    return {**given, "max_tokens": 1, "min_tokens": min(int(given.get("min_tokens") or 0), 1)}
+    min_tokens = given.get("min_tokens", 0)
+    return {**given, "max_tokens": 1, "min_tokens": min(min_tokens, 1) if isinstance(min_tokens, int) else min_tokens}

@@ -1,0 +1,350 @@
+"""What fuzzing has found: each defect as it was found, small."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from tercet.client import HttpEngine
+from tercet.client.ask_front_door import ask_front_door
+from tercet.fleet import FleetKnowledge, kv_events
+from tercet.fleet.kv_inbox import KVInbox
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    EngineUnreachable,
+    FrontDoorUnreachable,
+    KVEvents,
+    Request,
+    TercetError,
+)
+from tercet.protocol.wire import RemoteSendCall, StartGenerateCall, decode_call
+from tercet.router.fleet_state import StateFile
+from tercet.router.followers import ALIVE, REPORT, Followers
+from tercet.router.front_door import parsed
+from tercet.router.scheduling_file import load_scheduling_file
+from tercet.settings import EngineAddress
+from tercet.settings.decoding import read_yaml
+from tercet.streams import FrontDoors, StreamListener
+from tercet.transport import LeaseFilled, SendDone, is_address
+from tercet.transport.agent.agent_messages import ReadCounters
+from tercet.transport.agent.control_channel import ControlClient, ControlServer
+from tercet.vllm_plugin.engine.agent_reports import AgentReports
+from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
+from tests.unit.fakes import LAYOUT
+from tests.unit.streams.test_streams import connected, until
+
+DEEP = 100_000
+DEEP_JSON = b"[" * DEEP + b"]" * DEEP
+DEEP_MSGPACK = b"\x91" * DEEP + b"\x01"
+# A map with an unknown key, whose value is skipped.
+SKIPPED = b"\x81\xa1?" + DEEP_MSGPACK
+NOT_UTF8 = b"\xa2\xff\xff"
+
+# ---- what msgspec raises beside its own errors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [1], "seq_id": "\xff"}', b'{"sampling_params": ' + DEEP_JSON + b"}"])
+def test_a_call_that_is_no_text_or_too_deep_is_a_bad_request(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        decode_call(body, StartGenerateCall)
+
+
+def test_a_body_that_is_too_deep_is_left_to_vllm() -> None:
+    assert parsed(b'{"messages": ' + DEEP_JSON + b"}")[0] is None
+
+
+@pytest.mark.parametrize("said", [b"\x93" + NOT_UTF8, b"\x93\xa1s\x01\x82\xa4type\xaaGrantLease\xa1?" + DEEP_MSGPACK])
+def test_the_control_channel_outlives_what_strangers_say(said: bytes) -> None:
+    with closing(ControlServer(lambda _: {"here": 1})) as server:
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(server.address)
+        stranger.send(said)
+        with closing(ControlClient([(server.address, server.secret)], answer_seconds=10.0)) as client:
+            assert client.call_all(ReadCounters()) == [{"here": 1}]
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("said", [b"\x92" + NOT_UTF8 + b"\xc0", b"\x92\xa8SendDone" + SKIPPED])
+async def test_the_inbox_of_reports_outlives_what_strangers_say(said: bytes) -> None:
+    filled: list[LeaseFilled] = []
+    reports = AgentReports(1, filled.append)
+    socket: Any = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+    socket.connect(reports.address)
+    try:
+        with reports.sending() as sending:
+            await socket.send(said)
+            await socket.send(msgspec.msgpack.encode(["SendDone", SendDone(sending.send_id, 0, 1, 1)]))
+            async with asyncio.timeout(10):
+                assert (await sending.wait()).bytes == 1
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        socket.close(linger=0)
+
+
+@pytest.mark.parametrize("command", [b"\x92\x90\x91\x81" + NOT_UTF8 + b"\x01", b"\x92\x90\x91" + SKIPPED])
+async def test_an_engine_closes_the_stream_of_a_front_door_that_speaks_nonsense(
+    command: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected() as pair:
+        transport = pair.engine._transport
+        assert transport is not None
+        transport.write(len(command).to_bytes(4, "big") + command)
+        await until(lambda: not pair.engine.connected)
+    assert "Fatal error" not in caplog.text
+
+
+async def test_a_front_door_closes_the_stream_of_an_engine_that_speaks_nonsense(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = b"\x91\x91\x94\x01\x00\x90\x81\xa5error\x81\xa1x" + DEEP_MSGPACK
+    async with connected() as pair:
+        transport = pair.door._transport
+        assert transport is not None
+        transport.write(len(batch).to_bytes(4, "big") + batch)
+        await until(lambda: not pair.engine.connected)
+    assert "Fatal error" not in caplog.text
+
+
+# ---- what an engine, or what is in its place, answers ----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def answering(body: bytes, status: int = 200) -> AsyncGenerator[str]:
+    """A server that says the same whatever it is asked; its URL."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"engine": "\xff"}', DEEP_JSON], ids=["html", "{}", "ff", "deep"])
+async def test_an_engine_that_answers_otherwise_is_an_engine_error(body: bytes) -> None:
+    async with answering(body) as url, HttpEngine("e", url) as engine:
+        with pytest.raises(EngineError, match=r"e at .* does not answer as a Tercet engine"):
+            await engine.status()
+        with pytest.raises(EngineError, match=r"e at .* does not answer as a Tercet engine"):
+            async with engine.prep_recv(Request(seq_id="s", prompt=(1, 2))):
+                pass
+
+
+@pytest.mark.parametrize("line", [b"data: nonsense\n", b"data: {}\n", b"data: \xff\n", b'data: {"error": "\xff"}\n'])
+async def test_a_stream_of_nonsense_is_an_engine_error(line: bytes) -> None:
+    async with answering(line) as url, HttpEngine("e", url) as engine:
+        with pytest.raises(EngineError):
+            await anext(engine.start_generate(Request(seq_id="s", prompt=(1, 2))))
+
+
+async def test_a_line_without_end_is_a_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.client.http_engine.LONGEST_LINE", 1024)
+    async with answering(b"data: " + b"x" * 1_000_000 + b"\n") as url, HttpEngine("e", url) as engine:
+        with pytest.raises(EngineUnreachable):
+            await anext(engine.start_generate(Request(seq_id="s", prompt=(1, 2))))
+
+
+@pytest.mark.parametrize("body", [b"\xff", b'"\xff"', DEEP_JSON], ids=["ff", "text", "deep"])
+@pytest.mark.parametrize("status", [200, 500])
+async def test_what_is_no_front_door_is_told_so(body: bytes, status: int) -> None:
+    async with answering(body, status) as url:
+        with pytest.raises(EngineUnreachable, match="is no front door"):
+            await ask_front_door(url, "GET", "/program")
+
+
+async def test_errors_of_an_engine_that_are_no_text() -> None:
+    async with answering(b'{"error": {"message": "\xff"}}', 500) as url, HttpEngine("e", url) as engine:
+        with pytest.raises(TercetError):
+            await engine.status()
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_size", "block_size", "block_bytes", "tp_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_layout_of_nothing_is_refused(field: str, value: int) -> None:
+    layout = {**msgspec.to_builtins(LAYOUT), field: value}
+    info = {
+        "lease": "0" * 32, "engine": "e", "begin": 0, "end": 1, "transport": "tcp", "ranks": [], "layout": layout,
+    }  # fmt: skip
+    body = msgspec.json.encode({"prompt": [1], "seq_id": "s", "begin": 0, "kv_addr_info": info})
+    with pytest.raises(BadRequest, match=field):
+        decode_call(body, RemoteSendCall)
+
+
+def test_a_port_of_five_thousand_digits_is_no_port() -> None:
+    assert not is_address("tcp://h:" + "1" * 5000)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 100, "\0", "\ud7ff"])
+async def test_a_front_door_at_a_name_that_is_none_is_unreachable(host: str) -> None:
+    doors = FrontDoors("e", lambda: None, lambda *_: pytest.fail("nobody asked"))
+    with pytest.raises(FrontDoorUnreachable):
+        await doors.connect(f"{host}:7001", "key")
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://", "http://h:port", "http://h:0", "http://h:99999", "http://[::1"])
+async def test_an_engine_at_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(BadRequest):
+        EngineAddress("e", url)
+    async with StreamListener() as listener:
+        if url not in ("http://h:0", "http://"):
+            with pytest.raises(EngineUnreachable):
+                await listener.address_for(url)
+
+
+# ---- sampling parameters: the engine's core ends when it cannot read a request ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"ignore_eos": "yes"}, "sampling_params.ignore_eos"),
+        ({"seed": "seven"}, "sampling_params.seed"),
+        ({"stop_token_ids": ["a"]}, "sampling_params.stop_token_ids"),
+        ({"allowed_token_ids": [1.5]}, "sampling_params.allowed_token_ids"),
+        ({"logit_bias": {"word": 1}}, "sampling_params.logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "sampling_params.logit_bias"),
+        ({"logit_bias": [1]}, "sampling_params.logit_bias"),
+        ({"stop": 5}, "sampling_params.stop"),
+        ({"bad_words": "word"}, "sampling_params.bad_words"),
+        ({"structured_outputs": {"nonsense": 1, "json": 5}}, "sampling_params.structured_outputs"),
+        ({"repetition_detection": {"min_count": "x"}}, "sampling_params.repetition_detection"),
+        ({"prompt_logprob_token_ids": [[1], [1, 2]]}, "sampling_params"),
+        ({"seed": 2**70}, "sampling_params"),
+        ({"min_tokens": None}, "sampling_params.min_tokens"),
+    ],
+    ids=str,
+)
+def test_sampling_parameters_of_another_type_are_refused(given: dict[str, Any], param: str) -> None:
+    for asked in (given, first_token_only(given)):
+        with pytest.raises(BadRequest) as caught:
+            to_vllm(asked, {}, 0)
+        assert (caught.value.param or "").startswith(param)
+
+
+def test_sampling_parameters_as_json_has_them_are_taken() -> None:
+    given = {
+        "temperature": 1, "logit_bias": {"5": 1}, "structured_outputs": {"regex": "a+"}, "stop": "x",
+        "prompt_logprob_token_ids": [[1, 2], [3, 4]], "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+    }  # fmt: skip
+    made = to_vllm(given, {}, 0)
+    assert (made.temperature, made.logit_bias, made.stop, made.detokenize) == (1.0, {5: 1.0}, ["x"], True)
+    assert made.structured_outputs is not None
+    assert made.structured_outputs.regex == "a+"
+    assert made.prompt_logprob_token_ids is not None
+    assert made.prompt_logprob_token_ids.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1])
+def test_a_priority_that_no_message_of_vllm_can_carry_is_refused(priority: int) -> None:
+    body = msgspec.json.encode({"prompt": [1], "seq_id": "s"})[:-1] + f', "priority": {priority}}}'.encode()
+    with pytest.raises(BadRequest, match="priority"):
+        decode_call(body, StartGenerateCall)
+
+
+# ---- KV events -------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_a_batch_has_a_next_one() -> None:
+    with pytest.raises(ValueError, match="not a KV event"):
+        kv_events._numbered([b"", b"\xff" * 8, b""])
+    inbox = KVInbox("e", FleetKnowledge(lambda: 0.0))
+    number, payload = kv_events._numbered([b"", b"\x7f" + b"\xff" * 7, msgspec.msgpack.encode([0.0, []])])
+    inbox.take_replayed(number, payload)
+    assert len(inbox.expected.to_bytes(kv_events.NUMBER_BYTES, "big")) == 8
+
+
+def stored(number: int, block_size: int) -> bytes:
+    event = {"type": "BlockStored", "block_hashes": [number], "parent_block_hash": None, "token_ids": [1] * 4}
+    return msgspec.msgpack.encode([0.0, [{**event, "block_size": block_size}]])
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_blocks_of_no_tokens_are_no_event(block_size: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        KVInbox("e", FleetKnowledge(lambda: 0.0)).take(0, stored(0, block_size))
+
+
+def test_an_engine_that_always_tells_of_other_block_sizes_fills_no_memory() -> None:
+    knowledge = FleetKnowledge(lambda: 0.0)
+    knowledge.add("e")
+    for size in range(1, 200):
+        inbox = KVInbox("e", knowledge)
+        inbox.take(0, stored(size, size))
+        with pytest.raises(ValueError, match="block_size"):
+            inbox.take(1, stored(size, size + 1))
+        inbox.reset()
+    assert len(knowledge.stored) <= 1
+
+
+async def test_kv_events_that_are_too_deep_are_followed_anew(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    said = b"\x92\xcb" + b"\0" * 8 + b"\x91\x82\xa4type\xabBlockStored\xa1?" + DEEP_MSGPACK
+    context = zmq.asyncio.Context.instance()
+    publisher: Any = context.socket(zmq.PUB)
+    try:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        events, inbox = KVEvents(f"tcp://127.0.0.1:{port}"), KVInbox("e", FleetKnowledge(lambda: 0.0))
+        following = asyncio.create_task(kv_events._follow(events, inbox))
+        async with asyncio.timeout(10):
+            while not following.done():
+                await publisher.send_multipart([b"", bytes(8), said])
+                await asyncio.sleep(0.01)
+        await following
+    finally:
+        publisher.close(linger=0)
+    assert "followed anew" in caplog.text
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b'{"version": "\xff"}', b"\xff", b'{"promise": ' + DEEP_JSON + b"}"])
+def test_a_state_that_is_no_text_is_no_state(tmp_path: Path, content: bytes) -> None:
+    file = StateFile(tmp_path / "state.json")
+    file.path.write_bytes(content)
+    with pytest.raises(BadRequest, match="is not the state of a fleet"):
+        file.read()
+
+
+def test_a_report_that_is_no_text_is_none(tmp_path: Path) -> None:
+    with closing(Followers(tmp_path / "state.json")) as ours, closing(Followers(tmp_path / "state.json")) as other:
+        (tmp_path / "state.json.followers" / f"{other._name}{REPORT}").write_bytes(b'{"pid": 1, "failure": "\xff"}')
+        assert (tmp_path / "state.json.followers" / f"{other._name}{ALIVE}").exists()
+        assert ours.others() == []
+
+
+@pytest.mark.parametrize("content", ["when: 2001-99-99", "a: " + "[" * 5000], ids=["date", "deep"])
+def test_yaml_that_breaks_its_parser_is_no_yaml(tmp_path: Path, content: str) -> None:
+    (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(BadRequest, match="it is not YAML"):
+        read_yaml(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("file", ["~nobody-of-that-name/x.yaml", "a\0b", "/dev/zero", "/nowhere.yaml"])
+async def test_a_scheduling_file_that_is_none_is_refused(file: str) -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(BadRequest):
+            await load_scheduling_file(file)
