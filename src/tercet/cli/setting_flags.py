@@ -20,7 +20,6 @@ from tercet.settings import (
     key_values,
     read_yaml,
 )
-from tercet.settings.declaration import said_of
 
 Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
@@ -93,7 +92,7 @@ def _annotation(of: Declared) -> Any:
     kind = bool if of.plain is bool else list[str] if several else str
     option = typer.Option(
         of.flag,
-        help=said_of(of) + default,
+        help=of.help + default,
         show_default=False,
         rich_help_panel=of.setting.panel or None,
         metavar=of.shown_kind or None,

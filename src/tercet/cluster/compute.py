@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence, Set
+from itertools import groupby, islice
 from pathlib import Path
 
 from tercet.protocol import BadRequest
@@ -22,27 +23,15 @@ def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
     if len(ordered) < engines:
         return [(ordered[index % len(ordered)],) for index in range(engines)]
     size, larger = divmod(len(ordered), engines)
-    groups: list[tuple[int, ...]] = []
-    start = 0
-    for index in range(engines):
-        end = start + size + (index < larger)
-        groups.append(tuple(ordered[start:end]))
-        start = end
-    return groups
+    left = iter(ordered)
+    return [tuple(islice(left, size + (index < larger))) for index in range(engines)]
 
 
 def as_cpu_list(cores: Sequence[int]) -> str:
     """Cores as Linux and vLLM write them: ``0-2,5``."""
-    parts: list[str] = []
-    first = last = -2
-    for core in [*sorted(cores), -1]:
-        if core == last + 1:
-            last = core
-            continue
-        if first >= 0:
-            parts.append(str(first) if first == last else f"{first}-{last}")
-        first = last = core
-    return ",".join(parts)
+    # In a run of neighbours each core is as far from its place in the order.
+    runs = [[core for _, core in run] for _, run in groupby(enumerate(sorted(cores)), lambda at: at[1] - at[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -81,13 +70,9 @@ COMPUTE_WITH_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "avx512f", "avx_ne
 
 def default_dtype(cpu: bool) -> str:
     """``bfloat16``; for engines on a ``cpu`` without instructions for it ``float32``, which is many times as fast."""
-    return "float32" if cpu and not _computes_with_bfloat16() else "bfloat16"
-
-
-def _computes_with_bfloat16() -> bool:
-    """Whether this machine's CPU does; believed where it does not tell."""
-    found = cpu_flags(CPUINFO.read_text()) if CPUINFO.exists() else frozenset[str]()
-    return not found or bool(found & COMPUTE_WITH_BFLOAT16)
+    known = cpu_flags(CPUINFO.read_text()) if cpu and CPUINFO.exists() else frozenset[str]()
+    # A CPU that does not tell is believed to have them.
+    return "float32" if known and not known & COMPUTE_WITH_BFLOAT16 else "bfloat16"
 
 
 def cpu_flags(cpuinfo: str) -> Set[str]:

@@ -22,12 +22,7 @@ from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet finds the server under these; as vLLM flags they would move it to where nobody looks.
-_TERCETS_OWN = {
-    "--model": "--model",
-    "--served-model-name": "--served-model-name",
-    "--host": "--host",
-    "--port": "--port",
-}
+_TERCETS_OWN = ("--model", "--served-model-name", "--host", "--port")
 
 
 def check_flags(args: Sequence[str], where: str) -> None:
@@ -44,11 +39,7 @@ def check_flags(args: Sequence[str], where: str) -> None:
 
 def value_of(args: Sequence[str], *names: str) -> str | None:
     """The last value that ``args`` give to a flag under any of its ``names``; ``""`` if it has none."""
-    found = None
-    for flag, value in _flags(args):
-        if flag in names:
-            found = value
-    return found
+    return next((value for flag, value in reversed(list(_flags(args))) if flag in names), None)
 
 
 def without(args: Sequence[str], name: str) -> list[str]:
@@ -80,8 +71,6 @@ def _spelling(arg: str) -> str:
     return arg.split("=", 1)[0].replace("_", "-") if arg.startswith("--") else arg.split("=", 1)[0]
 
 
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-PLUGIN = "tercet"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
@@ -100,8 +89,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
 
     ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
-    engine. ``built_in``: the model is the small one that Tercet brings.
-    ``simulate``: the profile of a simulated engine, and ``options`` its own.
+    engine. ``built_in``: the model is the small one that Tercet brings. ``simulate``: the profile of a simulated
+    engine, and ``options`` its own.
     """
 
     name: str
@@ -119,32 +108,26 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
 
 
-def simulated_argv(spec: EngineSpec, profile: str) -> list[str]:
-    """Arguments of a simulated engine's process."""
-    argv = [
-        sys.executable, "-m", "tercet.cli", "engine", "--simulate", profile, "--name", spec.name,
-        "--model", spec.model, "--served-model-name", spec.served_model_name,
-        "--host", spec.host, "--port", str(spec.port),
-    ]  # fmt: skip
-    return [*argv, *(part for key, value in spec.options.items() for part in ("--option", f"{key}={value}"))]
-
-
 def engine_argv(spec: EngineSpec) -> list[str]:
     """Arguments of the server process; the caller's own vLLM flags come last and win.
 
     Raises :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be joined with Tercet's.
     """
+    where = [
+        "--model", spec.model, "--served-model-name", spec.served_model_name,
+        "--host", spec.host, "--port", str(spec.port),
+    ]  # fmt: skip
     if spec.simulate is not None:
-        return simulated_argv(spec, spec.simulate)
+        options = [part for key, value in spec.options.items() for part in ("--option", f"{key}={value}")]
+        command = [sys.executable, "-m", "tercet.cli", "engine", "--simulate", spec.simulate, "--name", spec.name]
+        return [*command, *where, *options]
     defaults = {"--dtype": spec.dtype or default_dtype(cpu=bool(spec.cores))}
     if spec.cores:
         defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
     if spec.built_in:
         defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
     return [
-        sys.executable, "-m", SERVER_MODULE,
-        "--model", spec.model, "--served-model-name", spec.served_model_name,
-        "--host", spec.host, "--port", str(spec.port), "--disable-uvicorn-access-log",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", *where, "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
           for part in (flag, value) if part),
         KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
@@ -188,7 +171,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     Raises :class:`~tercet.protocol.BadRequest` for one of Tercet's own that cannot be used.
     """
     spin_seconds(inherited, on_cpu=bool(spec.cores))
-    env = {"VLLM_PLUGINS": PLUGIN, "TERCET_ENGINE_NAME": spec.name, "VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_PLUGINS": "tercet", "TERCET_ENGINE_NAME": spec.name, "VLLM_NO_USAGE_STATS": "1"}
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     if spec.cores:

@@ -69,12 +69,9 @@ def _wake_on_signals() -> int:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _ignore)
+    # A handler, unlike SIG_IGN, makes the signal wake us, and is not inherited by the command.
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     return reader
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """A handler, unlike SIG_IGN, makes the signal wake us, and is not inherited by the command."""
 
 
 def main(grace: float, command: list[str]) -> int:

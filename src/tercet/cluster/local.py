@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -145,15 +146,10 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
 
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[RunningEngine]) -> RouterConfig:
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
-    shared: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
-    own: dict[str, Any] = {
-        "model": model,
-        "served_model_name": config.public_name,
-        "port": port,
-        "engines": tuple(EngineAddress(engine.name, engine.url, engine.role) for engine in engines),
-        "log_level": "warning",
-    }
-    return RouterConfig(**{**shared, **own})
+    fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    addresses = tuple(EngineAddress(engine.name, engine.url, engine.role) for engine in engines)
+    fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": addresses}
+    return RouterConfig(**fields, log_level="warning")
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
@@ -189,16 +185,10 @@ async def _until_ready(process: Process, url: str, on_event: OnEvent) -> None:
         while time.monotonic() - began < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
-            if await _answers(session, url):
-                on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
-                return
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
+                        return
             await asyncio.sleep(ASK_SECONDS)
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
-
-
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        return False

@@ -32,7 +32,7 @@ from tercet.protocol import BadRequest, TercetError
 
 MANIFEST = "tercet.json"
 
-Report = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ def is_complete(directory: Path, source: str) -> bool:
     return manifest.source == source and _sizes(directory) == manifest.files
 
 
-def cached_directory(final: Path, source: str, build: Callable[[Path], None], report: Report) -> Path:
+def cached_directory(final: Path, source: str, build: Callable[[Path], None], on_progress: OnProgress) -> Path:
     """Return ``final``, first having ``build`` fill it when it is not complete.
 
     ``build`` gets an empty directory and writes plain files into it. Waits while another process builds. Raises what
@@ -60,7 +60,7 @@ def cached_directory(final: Path, source: str, build: Callable[[Path], None], re
     if is_complete(final, source):
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(final.with_name(f".{final.name}.lock"), report):
+    with _locked(final.with_name(f".{final.name}.lock"), on_progress):
         if not is_complete(final, source):
             _build(final, source, build)
     return final
@@ -76,7 +76,8 @@ def _build(final: Path, source: str, build: Callable[[Path], None]) -> None:
         build(partial)
         manifest = Manifest(source, _sizes(partial))
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        _flush(partial)
+        for path in (*partial.iterdir(), partial):
+            _fsync(path)
         if final.exists():
             shutil.rmtree(final)
         os.rename(partial, final)
@@ -87,14 +88,14 @@ def _build(final: Path, source: str, build: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _locked(path: Path, report: Report) -> Generator[None]:
+def _locked(path: Path, on_progress: OnProgress) -> Generator[None]:
     """Hold the lock of ``path``; the kernel gives it back when the process dies. The file itself stays."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report("another process is at it, waiting for it to finish")
+            on_progress("another process is at it, waiting for it to finish")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -103,13 +104,6 @@ def _locked(path: Path, report: Report) -> Generator[None]:
 
 def _sizes(directory: Path) -> dict[str, int]:
     return {entry.name: entry.stat().st_size for entry in sorted(directory.iterdir()) if entry.name != MANIFEST}
-
-
-def _flush(directory: Path) -> None:
-    """Force every file of ``directory``, and its entries, to disk."""
-    for entry in directory.iterdir():
-        _fsync(entry)
-    _fsync(directory)
 
 
 def _fsync(path: Path) -> None:
@@ -126,10 +120,8 @@ WHEEL_VERSION = "0.1.2"
 # Part of the manifest: a checkpoint that an older conversion wrote is converted again.
 CONVERSION = 1
 
-OnProgress = Callable[[str], None]
 
-
-def resolve_model(name: str, on_progress: OnProgress | None = None) -> str:
+def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
     """What vLLM is to load for ``name``: a checkpoint's absolute path, or a hub id as it is.
 
     ``smollm2`` is converted on first use (about half a minute); ``on_progress`` gets a line of text at each stage. An
@@ -141,11 +133,11 @@ def resolve_model(name: str, on_progress: OnProgress | None = None) -> str:
     if not name:
         raise BadRequest("model: the name is empty", "model")
     if name == BUILT_IN:
-        return str(built_in_checkpoint(on_progress or _ignore))
+        return str(built_in_checkpoint(on_progress))
     path = Path(name).expanduser()
     if path.exists():
         return str(path.absolute())
-    if _looks_like_path(name):
+    if name.startswith(("./", "../", "/", "~")) or name.endswith(".gguf"):
         raise BadRequest(f"model: there is no {path.absolute()}", "model")
     return name
 
@@ -244,28 +236,17 @@ def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress)
             raise TercetError(f"converting {weights.name} failed:\n{last_lines}", "model")
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.startswith(("./", "../", "/", "~")) or name.endswith(".gguf")
-
-
-def _ignore(_: str) -> None:
-    pass
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _main(arguments: list[str]) -> int:
     """Print what a model name resolves to; ``--convert WEIGHTS DESTINATION`` is for :func:`_convert_in_child`."""
-    if len(arguments) == 3 and arguments[0] == "--convert":
-        convert(Path(arguments[1]), Path(arguments[2]), lambda line: print(line, flush=True))
-        return 0
-    if len(arguments) != 1:
-        print("usage: python -m tercet.cluster.model NAME", file=sys.stderr)
-        return 2
     try:
-        print(resolve_model(arguments[0], _print_progress))
+        match arguments:
+            case ["--convert", weights, destination]:
+                convert(Path(weights), Path(destination), lambda line: print(line, flush=True))
+            case [name]:
+                print(resolve_model(name, lambda line: print(line, file=sys.stderr, flush=True)))
+            case _:
+                print("usage: python -m tercet.cluster.model NAME", file=sys.stderr)
+                return 2
     except TercetError as error:
         print(error.message, file=sys.stderr)
         return 1

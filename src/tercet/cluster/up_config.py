@@ -10,9 +10,9 @@ from msgspec import Meta
 from tercet.cluster.engine_command import check_flags
 from tercet.protocol import BadRequest, Role
 from tercet.settings import FrontDoorConfig, Setting
+from tercet.settings.router_config import Port
 
 Count = Annotated[int, Meta(ge=0, le=1024)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class UpConfig(FrontDoorConfig, frozen=True):
@@ -55,9 +55,6 @@ class UpConfig(FrontDoorConfig, frozen=True):
     @property
     def roles(self) -> list[tuple[str, Role]]:
         """Name and role of every engine."""
-        counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode), ("both", self.both)]
-        return [
-            (f"{role if role != 'both' else 'engine'}-{index}", role)
-            for role, count in counts
-            for index in range(count)
-        ]
+        counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        kinds = {"both": "engine"}
+        return [(f"{kinds.get(role, role)}-{index}", role) for role, count in counts.items() for index in range(count)]

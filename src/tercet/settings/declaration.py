@@ -92,12 +92,12 @@ class Declared:
     @property
     def is_list(self) -> bool:
         """Whether its flag may be repeated, each time with one item."""
-        return get_origin(self.plain) in (tuple, list)
+        return get_origin(self.plain) is tuple
 
     @property
     def is_mapping(self) -> bool:
         """Whether its flag may be repeated, each time with KEY=VALUE."""
-        return isinstance(get_origin(self.plain), type) and issubclass(get_origin(self.plain), Mapping)
+        return get_origin(self.plain) is Mapping
 
     @property
     def is_required(self) -> bool:
@@ -112,6 +112,12 @@ class Declared:
         if self.is_required or self.default is None or self.default is False or self.default in ((), {}):
             return ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def help(self) -> str:
+        """What it is, with its unit."""
+        unit = f" ({self.setting.unit})" if self.setting.unit else ""
+        return f"{self.setting.help.rstrip('.')}{unit}."
 
     @property
     def shown_kind(self) -> str:
@@ -159,9 +165,7 @@ def plain_type(kind: Any) -> Any:
 # ---- what is wrong with a value ------------------------------------------------------------------------------
 
 
-def complaint(
-    name: str, kind: Any, value: Any, error: msgspec.ValidationError, param: str | None = None
-) -> BadRequest:  # fmt: skip
+def complaint(name: str, kind: Any, value: Any, error: msgspec.ValidationError, param: str = "") -> BadRequest:
     """msgspec's error about a value, in plain English: ``queue-timeout: must be greater than 0, is -1``."""
     reason, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`")
@@ -170,30 +174,27 @@ def complaint(
 
 
 def _shown(value: str | float | bool) -> str:
-    return repr(value) if isinstance(value, str) and not _is_number(value) else str(value)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", text) is not None
+    is_number = isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?", value)
+    return repr(value) if isinstance(value, str) and not is_number else str(value)
 
 
 def _in_words(reason: str, kind: Any, path: str) -> str:
     if bound := re.fullmatch(r"Expected `\w+`(?: of length)? (>=|>|<=|<) (\S+)", reason):
-        number = bound[2].removesuffix(".0")
+        least = f"{_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
         if "of length" in reason:
-            return "must not be empty" if bound[1] == ">=" and number == "1" else (
-                f"must be of length {_BOUNDS[bound[1]]} {number}"
-            )  # fmt: skip
-        return f"must be {_BOUNDS[bound[1]]} {number}"
+            return "must not be empty" if least == "at least 1" else f"must be of length {least}"
+        return f"must be {least}"
     if expected := re.match(r"Expected `([^`]+)`(?:, got|$)", reason):
         kinds = [_KINDS.get(each, each) for each in expected[1].split(" | ") if each != "null"]
         return f"must be {' or '.join(kinds)}"
-    if reason.startswith("Invalid enum value"):
-        return f"must be one of {', '.join(_words_of(kind, path))}"
+    if reason.startswith("Invalid enum value") and isinstance(found := _at(kind, path), msgspec.inspect.LiteralType):
+        return f"must be one of {', '.join(map(str, found.values))}"
     if missing := re.search(r"missing required field `(.*)`", reason):
         return f"{missing[1]} is needed"
     if unknown := re.search(r"unknown field `(.*)`", reason):
-        return f"unknown key {unknown[1]}; {near(unknown[1], _fields_of(kind, path))}"
+        found = _at(kind, path)
+        known = [field.encode_name for field in found.fields] if isinstance(found, msgspec.inspect.StructType) else []
+        return f"unknown key {unknown[1]}; {near(unknown[1], known)}"
     return reason[:1].lower() + reason[1:]
 
 
@@ -203,16 +204,6 @@ def near(given: str, known: Sequence[str]) -> str:
     if found:
         return f"did you mean {found[0]}?"
     return f"the keys are {', '.join(known)}" if known else "it takes none"
-
-
-def _words_of(kind: Any, path: str) -> list[str]:
-    found = _at(kind, path)
-    return [str(value) for value in found.values] if isinstance(found, msgspec.inspect.LiteralType) else []
-
-
-def _fields_of(kind: Any, path: str) -> list[str]:
-    found = _at(kind, path)
-    return [field.encode_name for field in found.fields] if isinstance(found, msgspec.inspect.StructType) else []
 
 
 def _at(kind: Any, path: str) -> msgspec.inspect.Type:
@@ -246,31 +237,3 @@ def key_values(given: Iterable[str] | None, name: str) -> dict[str, str]:
             raise BadRequest(f"{name}: {item!r} is not KEY=VALUE", name)
         found[key] = value
     return found
-
-
-# ---- as documentation shows them -----------------------------------------------------------------------------
-
-
-HEADER = "| flag | key | variable | default | |\n| --- | --- | --- | --- | --- |"
-
-
-def said_of(of: Declared) -> str:
-    """What a setting is, with its unit."""
-    unit = f" ({of.setting.unit})" if of.setting.unit else ""
-    return f"{of.setting.help.rstrip('.')}{unit}."
-
-
-def settings_table(kind: type[msgspec.Struct], but: Iterable[type[msgspec.Struct]] = ()) -> str:
-    """A Markdown table of the settings of ``kind`` that none of the others has."""
-    elsewhere = {each.key for other in but for each in declared(other)}
-    return "\n".join([HEADER, *(_row(each) for each in declared(kind) if each.key not in elsewhere)])
-
-
-def _row(of: Declared) -> str:
-    default = of.shown_default or ("needed" if of.is_required else "")
-    cells = (
-        f"`{of.flag} {of.shown_kind}`".replace(" `", "`") if of.flag else "",
-        f"`{of.key}`",
-        f"`{of.env}`",
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} | {default} | {said_of(of)} |"

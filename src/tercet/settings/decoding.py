@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -56,16 +57,15 @@ def decode_settings(kind: type[S], *sources: Source | Mapping[str, Any], origin:
         named = found.get(error.param or "", (None, ""))[1]
         if named and error.message.startswith(f"{error.param}: "):
             raise BadRequest(named + error.message.removeprefix(error.param or ""), error.param) from None
-        raise BadRequest(f"{origin or _origins(given)}{error.message}", error.param) from None
+        origin = origin or next((source.origin for source in given if source.origin), "")
+        raise BadRequest(origin + error.message, error.param) from None
 
 
 def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> Source:
     """What environment variables say; several items are separated as a shell would."""
-    found = {each.key: (each, environment[each.env]) for each in declared(kind) if environment.get(each.env)}
-    values = {
-        key: _items(each, text) if each.is_list or each.is_mapping else text for key, (each, text) in found.items()
-    }
-    return Source(values, names={key: each.env for key, (each, _) in found.items()})
+    told = [each for each in declared(kind) if environment.get(each.env)]
+    values = {each.key: _from_text(each, environment[each.env]) for each in told}
+    return Source(values, names={each.key: each.env for each in told})
 
 
 def read_yaml(file: Path, name: str = "--config") -> Source:
@@ -88,14 +88,12 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 
 
-def encode_settings(settings: msgspec.Struct, omit: Collection[str] = ()) -> dict[str, Any]:
+def encode_settings(settings: msgspec.Struct) -> dict[str, Any]:
     """The settings that differ from their defaults, by key, so that decoding them gives the same record."""
     found: dict[str, Any] = {}
     for each in declared(type(settings)):
-        value: Any = settings
-        for name in each.path:
-            value = getattr(value, name)
-        if value != each.default and each.key not in omit:
+        value = attrgetter(".".join(each.path))(settings)
+        if value != each.default:
             found[each.key] = msgspec.to_builtins(value)
     return found
 
@@ -138,7 +136,9 @@ def _prepared(of: Declared, value: Any) -> Any:
     return _as_text(value) if of.plain is str else value
 
 
-def _items(of: Declared, text: str) -> Any:
+def _from_text(of: Declared, text: str) -> Any:
+    if not (of.is_list or of.is_mapping):
+        return text
     try:
         items = shlex.split(text)
     except ValueError as error:
@@ -151,10 +151,6 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
-
-
-def _origins(given: list[Source]) -> str:
-    return next((source.origin for source in given if source.origin), "")
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import FrontDoorConfig, RouterConfig
-from tercet.settings.declaration import settings_table
+from tercet.settings import Declared, FrontDoorConfig, RouterConfig, Settings, declared
+
+HEADER = "| flag | key | variable | default | |\n| --- | --- | --- | --- | --- |"
+
+
+def settings_table(kind: type[Settings], but: Sequence[type[Settings]] = ()) -> str:
+    """A Markdown table of the settings of ``kind`` that none of the others has."""
+    elsewhere = {each.key for other in but for each in declared(other)}
+    return "\n".join([HEADER, *(row(each) for each in declared(kind) if each.key not in elsewhere)])
+
+
+def row(of: Declared) -> str:
+    default = of.shown_default or ("needed" if of.is_required else "")
+    cells = (
+        f"`{of.flag} {of.shown_kind}`".replace(" `", "`") if of.flag else "",
+        f"`{of.key}`",
+        f"`{of.env}`",
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} | {default} | {of.help} |"
+
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 TABLES = {
