@@ -76,6 +76,7 @@ class HttpEngine:
         # Leases of sequences whose context is still open here; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._releasing = TaskSet()
+        self._ending: dict[str, asyncio.Task[None]] = {}
         self._keeper = None
         if listener is not None:
             self._keeper = StreamKeeper(listener, name, self.url, self._connect, self.status, on_load)
@@ -99,12 +100,13 @@ class HttpEngine:
         call = PrepRecvCall(
             prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
         )  # fmt: skip
+        await self._until_released(request.seq_id)
         posting = asyncio.ensure_future(self._post("prep_recv", call, PrepRecvAnswer))
         try:
             # Shielded: the engine reserves whether or not we still listen, so we must learn the lease to end it.
             answer = await asyncio.shield(posting)
         except asyncio.CancelledError:
-            posting.add_done_callback(self._release_answered)
+            posting.add_done_callback(lambda done: self._release_answered(request.seq_id, done))
             raise
         reservation = Reservation(answer.kv_addr_info, answer.matched_len)
         self._held[request.seq_id] = reservation.lease
@@ -112,11 +114,22 @@ class HttpEngine:
             yield reservation
         finally:
             if self._held.pop(request.seq_id, None) is not None:
-                await asyncio.shield(self._releasing.spawn(self._release(reservation.lease)))
+                self._release_soon(request.seq_id, reservation.lease)
 
-    def _release_answered(self, posting: asyncio.Future[PrepRecvAnswer]) -> None:
+    def _release_soon(self, seq_id: str, lease: str) -> None:
+        """End a lease beside the way: whoever leaves a reservation never waits for an engine that does not answer."""
+        task = self._ending[seq_id] = self._releasing.spawn(self._release(lease))
+        task.add_done_callback(lambda done: self._ending.pop(seq_id) if self._ending.get(seq_id) is done else None)
+
+    async def _until_released(self, seq_id: str) -> None:
+        """The engine gives a sequence one lease at a time; the bound is that of the call which ends the one before."""
+        ending = self._ending.get(seq_id)
+        if ending is not None:
+            await asyncio.wait({ending})
+
+    def _release_answered(self, seq_id: str, posting: asyncio.Future[PrepRecvAnswer]) -> None:
         if not posting.cancelled() and posting.exception() is None:
-            self._releasing.spawn(self._release(posting.result().kv_addr_info.lease))
+            self._release_soon(seq_id, posting.result().kv_addr_info.lease)
 
     async def _release(self, lease: str) -> None:
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tercet.cost import Costs, Targets
+from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Trace, TracedEngine
@@ -34,9 +35,10 @@ class Member:
     """One engine of the fleet.
 
     ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
-    those that were picked for with their request. ``labels`` are its operator's words about it. ``reachable`` turns
-    false when a call finds no answer, and true again when somebody (the front door's watch) gets one. A ``draining``
-    member is not picked any more. ``when_idle`` is called each time that its last sequence ends.
+    those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
+    words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
+    when somebody (the front door's watch) finds it well. A ``draining`` member is not picked any more. ``when_idle`` is
+    called each time that its last sequence ends.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Member:
     when_idle: Callable[[], None] | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     in_flight_tokens: int = 0
+    calls: CallsInFlight = field(default_factory=CallsInFlight)
 
     def can(self, role: Role) -> bool:
         """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
@@ -127,11 +130,14 @@ class EngineFleet:
 
     def member(self, name: str) -> Member:
         """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
-        found = next((member for member in self._members if member.name == name), None)
+        found = self._find(name)
         if found is None:
             known = ", ".join(member.name for member in self._members) or "none"
             raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known}", "name")
         return found
+
+    def _find(self, name: str) -> Member | None:
+        return next((member for member in self._members if member.name == name), None)
 
     def add(self, member: Member) -> None:
         """From now on it may be picked; raises :class:`~tercet.protocol.Conflict` if its name is taken."""
@@ -225,7 +231,8 @@ class EngineFleet:
                 self._trace,
                 self._costs,
                 self._on_generate,
-                lambda error: self._note_failure(member, error),
+                self._note_failure,
+                self._calls_of,
             )
         finally:
             member.in_flight -= 1
@@ -240,11 +247,25 @@ class EngineFleet:
         failed = self._failed or ()
         return any(member.can(role) and member.reachable and member.name not in failed for member in self._open)
 
-    def _note_failure(self, member: Member, error: TercetError) -> None:
-        if isinstance(error, EngineUnreachable):
+    def _note_failure(self, name: str, error: TercetError) -> None:
+        member = self._find(name)
+        if member is not None and isinstance(error, EngineUnreachable):
             member.reachable = False
         if self._failed is not None and not isinstance(error, BadRequest):
-            self._failed.add(member.name)
+            self._failed.add(name)
+
+    def _calls_of(self, name: str) -> CallsInFlight:
+        member = self._find(name)
+        return member.calls if member is not None else CallsInFlight()  # it has been removed, and is not watched
+
+    def lose(self, name: str, why: str) -> None:
+        """An engine stands still: what waits for it fails now, and it is not picked until it is reachable again."""
+        member = self._find(name)
+        if member is not None:
+            member.reachable = False
+            error = EngineUnreachable(f"{name} is stuck: {why}")
+            error.blames = name
+            member.calls.lose(error)
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         """See :meth:`tercet.protocol.Fleet.disaggregates`."""

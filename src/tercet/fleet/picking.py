@@ -66,7 +66,9 @@ class Picking(Generic[ViewT]):
     def _pick_by_turns(self, picker: TurnPicker, role: Role, by: str, without: Sequence[str]) -> ViewT:
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
         able = self.views if role == "both" else [v for v in self.views if v.role == role or v.role == "both"]
-        candidates = [view for view in able if view.reachable] or able
+        candidates = [view for view in able if view.reachable]
+        if able and not candidates:  # roles are the router's: every engine can do what is left to do
+            candidates = [view for view in self.views if view.reachable] or able
         for name in without:
             candidates = [view for view in candidates if view.name != name] or candidates
         if not candidates:
@@ -93,11 +95,19 @@ class Picking(Generic[ViewT]):
         return picked
 
     def candidates(self, role: Role) -> Engines:
-        """Those that have the role, without those that do not answer while others do."""
-        able = Engines(self.views, self.rows, self.knowledge.loads)
+        """Those that have the role, without those that do not answer while others do.
+
+        If none of them answers, those that do, whatever their role: every engine can do both.
+        """
+        everyone = Engines(self.views, self.rows, self.knowledge.loads)
+        able = everyone
         if role != "both":
-            able = able.where([engine.role == role or engine.role == "both" for engine in able])
-        return _preferring(able, [engine.reachable for engine in able])
+            able = everyone.where([engine.role == role or engine.role == "both" for engine in everyone])
+        answering = able.where([engine.reachable for engine in able])
+        if len(answering) or not len(able):
+            return answering
+        others = everyone.where([engine.reachable for engine in everyone])
+        return others if len(others) else able
 
     def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
         """How much of the prompt each of these engines is believed to hold, in tokens; who holds none is left out.

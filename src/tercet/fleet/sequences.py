@@ -35,6 +35,7 @@ class RunningSequence:
     __slots__ = (
         "_budget",
         "_first_at",
+        "_in_vain",
         "_last_at",
         "attempt",
         "began",
@@ -49,7 +50,7 @@ class RunningSequence:
         self.request = request
         self.program = program
         self.engine = ""
-        self.attempt = 0
+        self.attempt = self._in_vain = 0
         self.tokens: list[int] = []
         self.ended = False
         self.began = self._first_at = self._last_at = now
@@ -89,20 +90,23 @@ class RunningSequence:
                 self._first_at = now
             self.tokens.extend(output.token_ids)
             self._last_at = now
+            self._in_vain = 0
         if output.finish_reason is not None:
             self.ended = True
 
     def next_attempt(self, now: float) -> Retry | None:
         """The attempt that runs has failed: the next one, or None if the budget is spent.
 
-        The first retry begins at once, since it goes to another engine; later ones wait twice as long each time. Each
+        The budget counts attempts without a new token: each token refills it. The first of these retries begins at
+        once, since it goes to another engine; later ones wait twice as long each time. Each
         has an id of its own, so that nothing late of an earlier one is taken for it, and asks for no log probabilities
         of the prompt that came with the first token.
         """
-        pause = FIRST_PAUSE * 2 ** (self.attempt - 1) if self.attempt else 0.0
-        if self.ended or self.attempt >= self._budget.retries or now + pause - self._last_at > self._budget.within_s:
+        pause = FIRST_PAUSE * 2 ** (self._in_vain - 1) if self._in_vain else 0.0
+        if self.ended or self._in_vain >= self._budget.retries or now + pause - self._last_at > self._budget.within_s:
             return None
         self.attempt += 1
+        self._in_vain += 1
         params = self.request.sampling_params
         if self.answered:
             params = {name: value for name, value in params.items() if name != "prompt_logprobs"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 
 import msgspec
 
 from tercet.cost import Costs, RouteDecision
+from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.protocol import (
     Engine,
     EngineError,
@@ -55,7 +56,11 @@ class Trace(msgspec.Struct):
 
 
 class TracedEngine:
-    """An engine that notes in ``trace`` what it is asked to do, lets ``costs`` learn from it, and tells of failures."""
+    """An engine that notes in ``trace`` what it is asked to do, lets ``costs`` learn from it, and tells of failures.
+
+    ``on_failure`` is told which engine is to blame for an error. ``calls_of`` are the calls in flight of an engine by
+    its name: what is asked of an engine here fails once it, or the engine that it works for, is lost.
+    """
 
     def __init__(
         self,
@@ -63,21 +68,33 @@ class TracedEngine:
         trace: Trace,
         costs: Costs,
         on_generate: Callable[[str], object],
-        on_failure: Callable[[TercetError], None],
+        on_failure: Callable[[str, TercetError], None],
+        calls_of: Callable[[str], CallsInFlight],
     ) -> None:
         self._engine = engine
         self._trace = trace
         self._costs = costs
         self.clock = costs.clock
         self.on_generate = on_generate
-        self.on_failure = on_failure
+        self._on_failure = on_failure
+        self._calls_of = calls_of
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """What waits for this engine."""
+        return self._calls_of(self.name)
+
+    def failed(self, error: TercetError, receiver: str | None = None) -> None:
+        """Blame who is at fault for an error of a call here: a push that ``receiver`` does not take is its failure."""
+        by_receiver = receiver if error.param == "kv_addr_info" else None
+        self._on_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
-    def _watched(self) -> Generator[None]:
+    def _watched(self, receiver: str | None = None) -> Generator[None]:
         try:
             yield
         except TercetError as error:
-            self.on_failure(error)
+            self.failed(error, receiver)
             raise
 
     @property
@@ -94,7 +111,8 @@ class TracedEngine:
         started = self.clock()
         async with AsyncExitStack() as stack:
             with self._watched():
-                reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
+                async with until_lost(self.calls):
+                    reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
             self.note(event, started)
             yield reservation
@@ -105,8 +123,10 @@ class TracedEngine:
         """See :meth:`tercet.protocol.Engine.remote_send`."""
         started = self.clock()
         stop = to.end if end is None else end
-        with self._watched(), self._costs.sending(self.name, request, begin, stop) as done:
-            sent = await self._engine.remote_send(request, to, begin, end, sample)
+        receiver = to.kv_addr_info.engine
+        with self._watched(receiver), self._costs.sending(self.name, request, begin, stop) as done:
+            async with until_lost(self.calls, self._calls_of(receiver)):
+                sent = await self._engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
         event = TraceEvent(
             "remote_send",
@@ -118,7 +138,7 @@ class TracedEngine:
             bytes=sent.bytes,
             chunks=sent.chunks,
             transport=sent.transport,
-            to=to.kv_addr_info.engine,
+            to=receiver,
         )
         self.note(event, started)
         return sent
@@ -128,7 +148,7 @@ class TracedEngine:
         stream = self._engine.start_generate(request, begin, output)
         stream.subscribe(self._costs.generating(self.name, request, begin, len(output)))
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
-        stream.subscribe(_GenerationTrace(self, event))
+        stream.subscribe(_GenerationTrace(self, event, stream))
         return stream
 
     def note(self, event: TraceEvent, started: float) -> None:
@@ -148,12 +168,15 @@ class TracedEngine:
 class _GenerationTrace:
     """Observes one stream for a traced engine: its start in the trace, its failure to who picks engines."""
 
-    def __init__(self, engine: TracedEngine, event: TraceEvent) -> None:
+    def __init__(self, engine: TracedEngine, event: TraceEvent, stream: OutputStream) -> None:
         self._engine = engine
         self._event = event
+        self._stream = stream
+        self._noted = ExitStack()
 
     def on_start(self) -> None:
         self._started = self._engine.clock()
+        self._noted.enter_context(self._engine.calls.noted(self._stream.give_up))
         self._engine.on_generate(self._engine.name)
 
     def on_output(self, output: Output) -> None:
@@ -164,8 +187,9 @@ class _GenerationTrace:
             self._engine.note(event, self._started)
         if output.finish_reason is not None and output.broken_off:
             error = EngineError(f"{self._engine.name} ended the sequence: {output.finish_reason}")
-            self._engine.on_failure(error)
+            self._engine.failed(error)
 
     def on_end(self, error: BaseException | None) -> None:
+        self._noted.close()
         if isinstance(error, TercetError):
-            self._engine.on_failure(error)
+            self._engine.failed(error)

@@ -32,10 +32,14 @@ from typing import Any, ClassVar, cast
 
 
 class TercetError(Exception):
-    """Base of all errors of Tercet. ``param`` names the offending field, when there is one."""
+    """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
+
+    ``blames`` names the engine at fault, where that is not the one that was called.
+    """
 
     code: ClassVar[str] = "tercet_error"
     status: ClassVar[int] = 500
+    blames: str | None = None
 
     def __init_subclass__(cls, status: int | None = None) -> None:
         if status is not None:

@@ -91,8 +91,7 @@ class OutputStream:
             except Exception as error:  # raised to the consumer, which is not this caller
                 self._failure = error
                 self._end()
-                if self._runner is not None:  # ``produce`` runs there, and is not to be waited for: it is cancelled
-                    self._interrupted = self._runner.cancel()
+                self._interrupt()
         else:
             self._queue.append(output)
             if waiter is not None and not waiter.done():
@@ -103,6 +102,12 @@ class OutputStream:
         if not self._over:
             self._failure = error
             self._end()
+
+    def give_up(self, error: TercetError) -> None:
+        """The same, and ``produce`` is not waited for: it is cancelled wherever it is."""
+        if not self._over:
+            self.fail(error)
+            self._interrupt()
 
     async def until_over(self) -> None:
         """Return once nothing more is wanted: for a producer whose outputs come from elsewhere."""
@@ -142,6 +147,13 @@ class OutputStream:
             if self._interrupted:
                 await self._resume(cancelled_before)
             self._raise_failure()
+
+    def _interrupt(self) -> None:
+        """``produce`` is not to be waited for; in the consumer's task the cancellation ends with it."""
+        if self._runner is not None:
+            self._interrupted = self._runner.cancel()
+        elif self._task is not None:
+            self._task.cancel()
 
     async def _resume(self, cancelled_before: int) -> None:
         """The consumer's task goes on behind an interruption, unless somebody else has cancelled it as well."""

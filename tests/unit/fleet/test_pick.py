@@ -78,6 +78,8 @@ def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> Non
     fleet.member("d1").reachable = False
     assert {picked(fleet, by="decode", role="decode") for _ in range(50)} == {"d2"}
     fleet.drain("d2")
+    assert picked(fleet, by="decode", role="decode") == "p"  # every engine can do both, and this one answers
+    fleet.member("p").reachable = False
     assert picked(fleet, by="decode", role="decode") == "d1"  # better than nothing
     fleet.remove("d1")
     with pytest.raises(EngineUnreachable, match="role decode"):

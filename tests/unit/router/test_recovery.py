@@ -44,21 +44,24 @@ def test_attempts_stay_within_the_budget(retries: int, within: float, events: li
     now, last, given_up = 0.0, 0.0, False
     sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=retries, within_s=within), now)
     tokens: list[int] = []
+    in_vain = 0
     for what, seconds in events:
         now += seconds
         if what == "token":
             sequence.record(Output((len(tokens),)), now)
             tokens.append(len(tokens))
-            last = now
+            last, in_vain = now, 0
             continue
         before = sequence.attempt
         retry = sequence.next_attempt(now)
         if retry is None:
             given_up = True
-            assert before == retries or now + 0.2 * 2**before - last > within
+            assert in_vain == retries or now + 0.2 * 2**in_vain - last > within
             assert sequence.attempt == before
         else:
-            assert sequence.attempt == before + 1 <= retries
+            in_vain += 1
+            assert sequence.attempt == before + 1
+            assert in_vain <= retries
             assert now + retry.pause - last <= within
             assert retry.pause >= 0
             assert retry.output == tuple(tokens)
@@ -72,6 +75,16 @@ def test_the_first_retry_begins_at_once_and_later_ones_wait_twice_as_long() -> N
     sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=4), 0.0)
     retries = [sequence.next_attempt(0.0) for _ in range(5)]
     assert [retry and retry.pause for retry in retries] == [0.0, 0.2, 0.4, 0.8, None]
+
+
+def test_any_number_of_losses_is_survived_with_progress_between_them() -> None:
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=1), 0.0)
+    for loss in range(100):
+        sequence.record(Output((loss,)), float(loss))
+        retry = sequence.next_attempt(float(loss))
+        assert retry is not None
+        assert (retry.pause, retry.request.seq_id) == (0.0, f"s.{loss + 1}")
+    assert sequence.next_attempt(100.0) is None
 
 
 def test_an_empty_output_is_no_sign_of_life() -> None:

@@ -1,0 +1,60 @@
+"""What a front door has an engine do now, so that all of it can be ended when the engine is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from tercet.protocol import TercetError
+
+Fail = Callable[[TercetError], object]
+
+
+class CallsInFlight:
+    """The calls and streams that wait for one engine, each with what makes it fail."""
+
+    def __init__(self) -> None:
+        self._fails: dict[object, Fail] = {}
+
+    def __len__(self) -> int:
+        return len(self._fails)
+
+    def lose(self, error: TercetError) -> None:
+        """Nobody waits for the engine any longer: everything ends with ``error``."""
+        for fail in list(self._fails.values()):
+            fail(error)
+
+    @contextmanager
+    def noted(self, fail: Fail) -> Generator[None]:
+        """While entered, :meth:`lose` calls ``fail``."""
+        key = object()
+        self._fails[key] = fail
+        try:
+            yield
+        finally:
+            del self._fails[key]
+
+
+@asynccontextmanager
+async def until_lost(*engines: CallsInFlight) -> AsyncGenerator[None]:
+    """What is awaited inside is given up as soon as one of the engines is lost; raises the error that says so."""
+    loop = asyncio.get_running_loop()
+    losses: list[TercetError] = []
+    patience = asyncio.timeout(None)
+
+    def give_up(error: TercetError) -> None:
+        if not losses:
+            losses.append(error)
+            patience.reschedule(loop.time())
+
+    try:
+        async with patience:
+            with ExitStack() as stack:
+                for calls in engines:
+                    stack.enter_context(calls.noted(give_up))
+                yield
+    except TimeoutError:
+        if losses and patience.expired():
+            raise losses[0] from None
+        raise

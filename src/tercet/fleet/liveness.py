@@ -1,0 +1,74 @@
+"""Which engines stand still: life is progress, not a connection that nobody has closed.
+
+An engine says with each report for how long its processes have made no progress (``EngineLoad.stalled_s``). One that
+says nothing makes none, as far as anybody can tell.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Stuck(NamedTuple):
+    """An engine that stands still from now on, and why one must think so."""
+
+    engine: str
+    why: str
+
+
+class Liveness:
+    """Decides without I/O who stands still. Times are seconds of one clock that never goes back.
+
+    An engine is stuck when nothing has shown progress of it for ``stuck_after_s``, which must be longer than its
+    longest step. Time in which nobody looked does not count: then it was this process that stood still.
+    """
+
+    def __init__(self, stuck_after_s: float) -> None:
+        self.stuck_after_s = stuck_after_s
+        self._progressed_at: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
+        self._stuck: set[str] = set()
+        self._looked_at: float | None = None
+
+    def heard(self, engine: str, now: float, stalled_s: float = 0.0) -> None:
+        """The engine says that its last progress was ``stalled_s`` seconds ago."""
+        self._heard_at[engine] = now
+        progressed_at = self._progressed_at.get(engine, now)
+        self._progressed_at[engine] = max(progressed_at, now - stalled_s)
+        if now - self._progressed_at[engine] <= self.stuck_after_s:
+            self._stuck.discard(engine)
+
+    def forget(self, engine: str) -> None:
+        """It is no member any more, or somebody else now."""
+        self._heard_at.pop(engine, None)
+        self._progressed_at.pop(engine, None)
+        self._stuck.discard(engine)
+
+    def is_stuck(self, engine: str) -> bool:
+        """Whether it was found to stand still, and has shown no progress since."""
+        return engine in self._stuck
+
+    def heard_within(self, engine: str, seconds: float, now: float) -> bool:
+        """Whether it has said anything lately."""
+        return now - self._heard_at.get(engine, -float("inf")) <= seconds
+
+    def look(self, now: float, interval: float) -> list[Stuck]:
+        """Who stands still and did not at the last look, which should be ``interval`` seconds ago."""
+        slept = 0.0 if self._looked_at is None else now - self._looked_at - interval
+        self._looked_at = now
+        if slept > interval:
+            for times in (self._progressed_at, self._heard_at):
+                times.update({engine: at + slept for engine, at in times.items()})
+        return [
+            self._found(engine, now) for engine, at in self._progressed_at.items() if self._is_new(engine, now - at)
+        ]
+
+    def _is_new(self, engine: str, stood: float) -> bool:
+        return stood > self.stuck_after_s and engine not in self._stuck
+
+    def _found(self, engine: str, now: float) -> Stuck:
+        self._stuck.add(engine)
+        silence = now - self._heard_at[engine]
+        if silence > self.stuck_after_s / 2:
+            return Stuck(engine, f"nothing was heard of it for {silence:.1f} s")
+        return Stuck(engine, f"it answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s")
