@@ -74,7 +74,9 @@ def engine_address(given: str, index: int) -> EngineAddress:
 class RetryBudget(Settings, frozen=True):
     """How much is done for one sequence before its client gets the error."""
 
-    retries: Annotated[NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.")] = 2
+    retries: Annotated[
+        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.")
+    ] = 2
     within_s: Annotated[
         Seconds,
         Setting("None begins later than so long after the client's last token, or its request.", unit="seconds"),
