@@ -26,7 +26,7 @@ from tercet.protocol.errors import (
 )
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route
 from tercet.protocol.ranges import resolve_range
-from tercet.protocol.stream import OutputObserver, OutputStream
+from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "LeaseEnded",
     "NoSpace",
     "Output",
-    "OutputObserver",
     "OutputStream",
     "PrefillRule",
     "RankAddress",

@@ -1,23 +1,4 @@
-"""Everything that can go wrong, as one tree.
-
-::
-
-    TercetError
-    ├── BadRequest            400  the caller's input is wrong; ``param`` names the field
-    ├── Unauthorized          401  the call needs a key that it did not bring
-    ├── UnknownEngine         404  no such engine in the fleet
-    ├── UnknownSequence       404  no such seq_id or lease on this engine
-    ├── Conflict              409  the seq_id, or the engine's name, is already in use
-    ├── LayoutMismatch        409  the two engines cannot exchange KV; the message names the difference
-    ├── LeaseEnded            410  the lease was released, expired or already used
-    ├── RequestTooLarge       413  the request's body is larger than this server takes
-    ├── Saturated             429  the fleet has no room for another request now; ``retry_after`` says when to come back
-    ├── NoSpace               503  the engine has no free blocks for this now; try another one or later
-    ├── EngineError           500  the engine failed while it ran the request
-    ├── TransferFailed        502  KV did not arrive at the receiver
-    ├── FrontDoorUnreachable  502  the engine cannot connect to its caller, to stream tokens there
-    ├── DeadlineExceeded      504  the request took longer than this server lets any take
-    └── EngineUnreachable     503  no answer from the engine
+"""Everything that can go wrong, as one tree: :class:`TercetError`, and one class for each kind with its HTTP status.
 
 ``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
 ``{"error": {"message", "type", "param", "code"}}``. A class that is declared with a status has its own name, in snake
@@ -56,7 +37,7 @@ class TercetError(Exception):
 
 
 class BadRequest(TercetError, status=400):
-    """The input is wrong; sending it again will not help."""
+    """The caller's input is wrong, and sending it again will not help; ``param`` names the field."""
 
 
 class Unauthorized(TercetError, status=401):
@@ -76,11 +57,11 @@ class Conflict(TercetError, status=409):
 
 
 class LayoutMismatch(TercetError, status=409):
-    """KV of one engine has no meaning in the other one."""
+    """KV of one engine has no meaning in the other one; the message names the difference."""
 
 
 class LeaseEnded(TercetError, status=410):
-    """The lease is over, and its blocks may belong to somebody else: nothing more is written under it."""
+    """The lease was released, expired or used, and its blocks may be somebody else's: nothing more is written there."""
 
 
 class RequestTooLarge(TercetError, status=413):
@@ -88,7 +69,7 @@ class RequestTooLarge(TercetError, status=413):
 
 
 class Saturated(TercetError, status=429):
-    """The fleet has as much to do as it may; ``retry_after`` is in seconds."""
+    """The fleet has as much to do as it may; come back after ``retry_after`` seconds."""
 
     def __init__(self, message: str, param: str | None = None, retry_after: int = 1) -> None:
         super().__init__(message, param)
@@ -100,7 +81,7 @@ class DeadlineExceeded(TercetError, status=504):
 
 
 class NoSpace(TercetError, status=503):
-    """The engine cannot pin that many blocks now."""
+    """The engine cannot pin that many blocks now; try another one, or later."""
 
 
 class EngineError(TercetError, status=500):
@@ -112,7 +93,7 @@ class TransferFailed(TercetError, status=502):
 
 
 class FrontDoorUnreachable(TercetError, status=502):
-    """Nobody whom the engine may stream tokens to answers at that address."""
+    """The engine cannot connect to its caller, to stream tokens there: nobody whom it may answers at that address."""
 
 
 class EngineUnreachable(TercetError, status=503):

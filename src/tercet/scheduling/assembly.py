@@ -83,24 +83,20 @@ def load_scheduling(path: Path) -> Scheduling:
 
     Raises :class:`~tercet.protocol.BadRequest` that names the field that is wrong.
     """
-    return build(read_config(path), path.parent)
-
-
-def files_of(path: Path) -> list[Path]:
-    """The scheduling file and the files of the user's own plugins in it. Raises as :func:`load_scheduling` does."""
-    kinds = (plugin.type.rpartition(":")[0] for plugin in read_config(path).plugins)
-    return [path, *dict.fromkeys(path.parent / Path(kind).expanduser() for kind in kinds if kind)]
-
-
-def build(config: SchedulingConfig, beside: Path) -> Scheduling:
-    """As :func:`load_scheduling`, of what is read already."""
-    plugins = _plugins(config.plugins, beside)
+    config = read_config(path)
+    plugins = _plugins(config.plugins, path.parent)
     profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
         profiles[given.name] = _profile(given, plugins, at)
     return _scheduling(plugins, profiles)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The scheduling file and the files of the user's own plugins in it. Raises as :func:`load_scheduling` does."""
+    kinds = (plugin.type.rpartition(":")[0] for plugin in read_config(path).plugins)
+    return [path, *dict.fromkeys(path.parent / Path(kind).expanduser() for kind in kinds if kind)]
 
 
 def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:

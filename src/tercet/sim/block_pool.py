@@ -70,11 +70,6 @@ class BlockPool:
         """Blocks that can be taken now, cached but unpinned ones included."""
         return self.total - self._pinned
 
-    @property
-    def cached(self) -> int:
-        """Blocks that can be found by their hash."""
-        return len(self._cached)
-
     def match(self, hashes: Sequence[int], limit: int) -> int:
         """How many of the first ``limit`` hashes are cached, from the first on without a gap."""
         cached, found = self._cached, 0

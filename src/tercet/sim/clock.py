@@ -12,7 +12,6 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import contextmanager
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar
 
@@ -85,8 +84,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         Raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set.
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
-        ready = self._ready
-        with self._entered():
+        ready, hooks = self._ready, sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=self._finalize)
+        asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
+        try:
             while not task.done():
                 for _ in range(len(ready)):
                     handle = ready.popleft()
@@ -97,6 +98,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     raise failure
                 if not ready and not task.done():
                     self._jump()
+        finally:
+            asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
+            sys.set_asyncgen_hooks(*hooks)
         return task.result()
 
     def _jump(self) -> None:
@@ -109,17 +113,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             self._ready.append(heapq.heappop(timers)[2])
-
-    @contextmanager
-    def _entered(self) -> Generator[None]:
-        hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(finalizer=self._finalize)
-        asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
-        try:
-            yield
-        finally:
-            asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
-            sys.set_asyncgen_hooks(*hooks)
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:

@@ -24,7 +24,7 @@ State = Literal["prefill", "decode", "linger"]
 
 
 class LoopTime:
-    """The time of an engine that has its machine to itself: the loop's."""
+    """The time of an engine that has its machine to itself: the loop's, in seconds."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ class Host:
 
 
 class SharedTime:
-    """The time of one engine of a host; it has one alarm at most."""
+    """The time of one engine of a host, with the methods of :class:`LoopTime`; it has one alarm at most."""
 
     def __init__(self, host: Host, sharing: HostSharing) -> None:
         self._host = host
@@ -85,21 +85,17 @@ class SharedTime:
         self._alarm: _Alarm | None = None
 
     def time(self) -> float:
-        """Now, in seconds."""
         return self._since + (self._loop.time() - self._since_on_loop) / self._slowdown
 
     def on_loop(self, when: float) -> float:
-        """As :meth:`LoopTime.on_loop`."""
         return self._since_on_loop + (when - self._since) * self._slowdown
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Alarm:
-        """Run a callback at ``when`` of this time."""
         self._alarm = _Alarm(when, callback, args)
         self._alarm.handle = self._loop.call_at(self.on_loop(when), self._alarm.ring)
         return self._alarm
 
     def compute(self, kind: Kind | None) -> None:
-        """As :meth:`LoopTime.compute`."""
         if kind is not None:
             self._turn(kind)
         elif self._state in ("prefill", "decode"):
@@ -110,7 +106,6 @@ class SharedTime:
                 self._turn(None)
 
     def end(self) -> None:
-        """As :meth:`LoopTime.end`."""
         self._turn(None)
 
     def _turn(self, state: State | None) -> None:

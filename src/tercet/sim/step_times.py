@@ -205,8 +205,7 @@ def parse_profile(data: bytes, name: str) -> Profile:
 
 
 def _first_wrong(profile: Profile) -> str | None:
-    positive = ("tp_size", "block_size", "total_blocks", "max_model_len")
-    for field in positive:
+    for field in ("tp_size", "block_size", "total_blocks", "max_model_len"):
         if getattr(profile, field) < 1:
             return f"{field} is {getattr(profile, field)}, and must be at least 1"
     steps = profile.steps

@@ -23,9 +23,9 @@ def held(pool: BlockPool, hashes: list[int], plain: int = 0) -> Holding:
 def test_blocks_come_back() -> None:
     pool = BlockPool(10)
     holding = held(pool, [1, 2, 3], plain=2)
-    assert (pool.free, pool.cached) == (5, 3)
+    assert (pool.free, len(pool._cached)) == (5, 3)
     pool.give_back(holding)
-    assert (pool.free, pool.cached) == (10, 3)
+    assert (pool.free, len(pool._cached)) == (10, 3)
 
 
 def test_a_second_holder_shares_and_the_last_one_frees() -> None:
@@ -73,7 +73,7 @@ def test_what_two_computed_at_once_is_kept_once() -> None:
     assert pool.free == 8
     pool.give_back(one)
     pool.give_back(two)
-    assert (pool.free, pool.cached) == (10, 2)
+    assert (pool.free, len(pool._cached)) == (10, 2)
 
 
 def test_a_block_computed_again_while_its_copy_is_unused() -> None:
@@ -82,7 +82,7 @@ def test_a_block_computed_again_while_its_copy_is_unused() -> None:
     pool.take(fresh, 1)
     pool.give_back(held(pool, [1]))
     pool.publish(fresh, [1])
-    assert (pool.free, pool.cached) == (9, 1)
+    assert (pool.free, len(pool._cached)) == (9, 1)
     pool.give_back(fresh)
     assert pool.free == 10
 
@@ -109,7 +109,7 @@ def test_counts_always_add_up(steps: list[tuple[bool, int, int, int]]) -> None:
             holders.append(held(pool, hashes, plain))
         distinct = {key for holder in holders for key in holder.hashes}
         assert pool.total - pool.free == len(distinct) + sum(holder.plain for holder in holders)
-        assert pool.cached <= pool.total
+        assert len(pool._cached) <= pool.total
     for holder in holders:
         pool.give_back(holder)
     assert pool.free == pool.total
