@@ -136,13 +136,11 @@ class SimEngine:
         lease.timer = self._loop.call_later(ttl, self._end_lease, lease)
         return lease
 
-    def _end_lease(self, lease: Lease) -> bool:
-        """End a lease now and free its blocks between steps; whether it was still open."""
-        if self._leases.find(lease.name) is not lease:
-            return False
-        self._leases.end(lease)
-        self._scheduler.between_steps(partial(self._leases.give_back, lease))
-        return True
+    def _end_lease(self, lease: Lease) -> None:
+        """End a lease now, if it is still open, and free its blocks between steps."""
+        if self._leases.find(lease.name) is lease:
+            self._leases.end(lease)
+            self._scheduler.between_steps(partial(self._leases.give_back, lease))
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
