@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Self
 
 import msgspec
@@ -120,9 +120,9 @@ class Membership:
         models = sorted({status.model for status in statuses})
         return Promise(tuple(models), min(status.max_model_len for status in statuses))
 
-    async def look(self, seconds: float = ASK_AGAIN_SECONDS) -> None:
-        """Find out who answers now; the others are asked later."""
-        await self._ask_all(seconds)
+    async def look(self, seconds: float = ASK_AGAIN_SECONDS, members: Sequence[Member] | None = None) -> None:
+        """Find out which of ``members``, or of all, answer now; the others are asked later."""
+        await self._ask_all(seconds, members)
 
     def remove(self, name: str) -> Member:
         """Forget an engine at once; its connection is closed when the last sequence on it has ended.
@@ -150,17 +150,29 @@ class Membership:
         return member
 
     async def watch(self) -> None:
-        """Ask engines that did not answer whether they do again, until cancelled."""
-        while True:
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
-            for member in list(self._fleet.members):
-                if not member.reachable:
-                    with suppress(TercetError):
-                        member.reachable = self._may_be_picked(member, await member.engine.status())
+        """Ask engines that did not answer whether they do again, none waiting for another, until cancelled."""
+        questions, asking = TaskSet(), dict[int, asyncio.Task[None]]()
+        try:
+            while True:
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+                asking = {key: task for key, task in asking.items() if not task.done()}
+                for member in self._fleet.members:
+                    if not member.reachable and id(member) not in asking:
+                        asking[id(member)] = questions.spawn(self._ask_again(member), f"question to {member.name}")
+        finally:
+            await questions.close()
 
-    async def _ask_all(self, seconds: float) -> list[EngineStatus]:
+    async def _ask_again(self, member: Member) -> None:
+        try:
+            member.reachable = self._may_be_picked(member, await member.engine.status())
+        except TercetError:
+            pass  # still away
+        except Exception as error:  # such as that of a connection closed meanwhile
+            self._say_once(member, f"{type(error).__name__}: {error}")
+
+    async def _ask_all(self, seconds: float, members: Sequence[Member] | None = None) -> list[EngineStatus]:
         """The statuses of the members that answer within ``seconds``; the others are unreachable from now on."""
-        members = list(self._fleet.members)
+        members = list(self._fleet.members) if members is None else members
         if not members:
             return []
         asked = [asyncio.ensure_future(_first_status(member.engine)) for member in members]
@@ -186,12 +198,15 @@ class Membership:
             if self.promise is not None:
                 self.promise.require_kept(member.url, status)
         except BadRequest as error:
-            if self._refused.get(id(member)) != error.message:
-                logger.error("engines: %s is not picked: %s", member.name, error.message)
-                self._refused[id(member)] = error.message
+            self._say_once(member, error.message)
             return False
         self._refused.pop(id(member), None)
         return True
+
+    def _say_once(self, member: Member, why: str) -> None:
+        if id(member) in self._open and self._refused.get(id(member)) != why:
+            logger.error("engines: %s is not picked: %s", member.name, why)
+            self._refused[id(member)] = why
 
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)

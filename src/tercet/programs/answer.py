@@ -45,7 +45,7 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
                 part = await (anext(parts) if failure is None else parts.athrow(failure))
             except StopAsyncIteration:
                 break
-            if isinstance(failure, asyncio.CancelledError):
+            if failure is not None and _is_cancellation(failure):
                 raise failure  # the program would go on all the same
             failure = None
             if not isinstance(part, AsyncIterator):
@@ -59,8 +59,14 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
                     await run_program(cast("Answer", part), sink)
             except BaseException as error:
                 failure = error
-    if isinstance(failure, asyncio.CancelledError):
+    if failure is not None and _is_cancellation(failure):
         raise failure
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Whether the task is to end: a program's own timeout, once the program has handled it, asks for no more."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
 
 
 def outputs_of(answer: Answer) -> OutputStream:

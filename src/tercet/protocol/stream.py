@@ -139,7 +139,12 @@ class OutputStream:
         Producers that can wait do so for ``until_consumed`` after each. Raises what ended the stream, and what
         ``consume`` raises, which ends it, wherever ``produce`` is.
         """
-        if not self._over:
+        if self._task is not None:  # iterated before: what is left of it
+            async for output in self:
+                consume(output)
+                if until_consumed is not None:
+                    await until_consumed()
+        elif not self._over:
             self._consume, self._until_consumed = consume, until_consumed
             self._runner = asyncio.current_task()
             cancelled_before = self._runner.cancelling() if self._runner is not None else 0

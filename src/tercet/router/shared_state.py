@@ -86,6 +86,7 @@ class SharedState:
             await asyncio.to_thread(self._file.update, lambda state: state.with_promise(promise), self.state)
             await self._catch_up(Loaded())
         else:
+            self._membership.promise = self.state.promise
             await self._membership.look()
         if self.state.promise is None:
             raise BadRequest(f"state: {self._file.path} has no promise", "state")
@@ -191,8 +192,9 @@ class SharedState:
                 self._membership.set_role(name, found.address.role)
             if here[name].draining != found.draining:
                 self._membership.drain(name, found.draining)
-        if not from_scratch and not all(member.reachable for member in here.values()):
-            await self._membership.look()
+        away = [member for member in here.values() if not member.reachable]
+        if away and not from_scratch:
+            await self._membership.look(members=away)
 
     # ---- changing --------------------------------------------------------------------------------------------
 

@@ -221,3 +221,26 @@ async def test_who_runs_a_program_is_called_with_the_outputs_of_inner_programs_t
     taken = list[Output]()
     await outputs_of(program()).run(taken.append)
     assert taken == [Output((token,)) for token in (1, 2, 3, 4)]
+
+
+async def test_what_is_left_of_a_stream_that_was_iterated_is_passed_on_once(source: Source) -> None:
+    async def program() -> Answer:
+        stream = source.stream(1, 2, 3)
+        yield await anext(stream)
+        yield stream
+
+    assert await tokens(program()) == [1, 2, 3]
+    assert source.closed == [0]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_timeout_of_a_program_s_own_ends_its_stream_only(source: Source, goes_on: bool) -> None:
+    async def program() -> Answer:
+        try:
+            async with asyncio.timeout(0.01):
+                yield OutputStream(OutputStream.until_over)
+        except TimeoutError:
+            if goes_on:
+                yield source.stream(7, 8)
+
+    assert await tokens(program()) == ([7, 8] if goes_on else [])
