@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tercet.aio import run_in_thread
 from tercet.fleet import EngineFleet
 from tercet.scheduling import Scheduling, files_of, load_scheduling
 from tercet.scheduling.registry import user_file
@@ -61,7 +61,7 @@ class SchedulingFile:
 
 async def load_scheduling_file(path: str) -> LoadedScheduling:
     """Raises :class:`~tercet.protocol.BadRequest` for what cannot be used."""
-    return await asyncio.to_thread(_load, path)  # it runs the user's modules, however long that takes
+    return await run_in_thread(_load, path)  # it runs the user's modules, however long that takes
 
 
 def _load(path: str) -> LoadedScheduling:

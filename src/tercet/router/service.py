@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+from tercet.aio import run_in_thread
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
@@ -59,7 +60,7 @@ class Service:
 
     async def load(self, plan: Plan) -> Mapping[str, Program]:
         """The programs of a plan; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
-        return await asyncio.to_thread(_load, plan)  # it runs the user's module, however long that takes
+        return await run_in_thread(_load, plan)  # it runs the user's module, however long that takes
 
     def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> Version:
         """Requests from now on are served under ``plan``; those under way end as they began."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, run_in_thread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
@@ -73,7 +73,7 @@ class SharedState:
 
     async def start(self, first: FleetState) -> None:
         """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
-        self.state = await asyncio.to_thread(self._file.update, lambda state: state, first)
+        self.state = await run_in_thread(self._file.update, lambda state: state, first)
         if (self.state.members, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
         self._stamp = self._file.stamp()
@@ -83,7 +83,7 @@ class SharedState:
         """What clients are promised: as the state says, or as the engines do once they have loaded."""
         if self.state.promise is None:
             promise = await self._membership.until_ready()
-            await asyncio.to_thread(self._file.update, lambda state: state.with_promise(promise), self.state)
+            await run_in_thread(self._file.update, lambda state: state.with_promise(promise), self.state)
             await self._catch_up(Loaded())
         else:
             self._membership.promise = self.state.promise
@@ -116,9 +116,9 @@ class SharedState:
             self._stamp = self._file.stamp()
             version = 0
             try:
-                state = await asyncio.to_thread(self._file.read)
+                state = self._file.read()
                 if state is None:  # it is written again, so that versions only go up
-                    state = await asyncio.to_thread(self._file.update, lambda state: state, self._newest())
+                    state = await run_in_thread(self._file.update, lambda state: state, self._newest())
                 if state.version > self._seen:
                     version = state.version
                     await self._apply(state, loaded)
@@ -245,7 +245,7 @@ class SharedState:
         return await self._change(lambda state: state.with_role(name, role))
 
     async def _change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
-        state = await asyncio.to_thread(self._file.update, change, self._newest())
+        state = await run_in_thread(self._file.update, change, self._newest())
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 
@@ -253,7 +253,7 @@ class SharedState:
         """What to say of the processes that have not applied a version, once they had time to."""
         deadline = asyncio.get_running_loop().time() + FOLLOW_SECONDS
         while True:
-            reports = [self._own_report(), *await asyncio.to_thread(self._followers.others)]
+            reports = [self._own_report(), *self._followers.others()]
             late = [report for report in reports if report.serving and report.version < version]
             if not late or asyncio.get_running_loop().time() > deadline:
                 break
