@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from tercet.protocol import BadRequest
 
@@ -74,8 +75,6 @@ def place(
 
     ``source`` and ``target`` are what those heads take of a sender's and of a receiver's block.
     """
-    import numpy as np  # only needed between engines with blocks of different sizes
-
     item = np.dtype(f"u{sender.item_bytes}")
     theirs = np.frombuffer(source, item).reshape(heads, 2, -1)
     ours = np.frombuffer(target, item).reshape(heads, 2, -1)

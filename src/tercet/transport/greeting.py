@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Backend, BackendUnavailable, Reader, SendingPeer, require_word
+from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
@@ -131,5 +131,11 @@ def _connect(
     if block is not None and not backend.stages:
         raise BackendUnavailable(f"{backend.name}: it does not convert blocks of another size")
     reader = backend.connect(offer, sender)
-    require_word(reader, backend.name, greeting.word, rank.region.bytes)
+    try:  # it must see the word that the sender has set
+        empty = Batch(greeting.word, "", rank.region.bytes)
+        if greeting.word == 0 or not reader.read(empty, lambda step: step()):
+            raise BackendUnavailable(f"{backend.name}: it does not read what the sender has in its memory")
+    except BaseException:
+        reader.close()
+        raise
     return reader

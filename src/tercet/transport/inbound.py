@@ -18,7 +18,7 @@ from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.greeting import Agreement
 from tercet.transport.local_rank import LocalRank
-from tercet.transport.peer_messages import FromSender, ProtocolViolation, ReadDescriptors, Refused, SendEnd
+from tercet.transport.peer_messages import FromSender, Greeting, ProtocolViolation, ReadDescriptors, Refused, SendEnd
 
 S = TypeVar("S", ReadDescriptors, SendEnd)
 
@@ -53,13 +53,9 @@ class Inbound:
 
     def take(self, message: FromSender) -> list[Action]:
         """What a message leads to; raises :class:`ProtocolViolation` when the connection must be closed."""
-        match message:
-            case ReadDescriptors():
-                return self._descriptors(message)
-            case SendEnd():
-                return self._ended(message)
-            case _:
-                raise ProtocolViolation("a session begins once")
+        if isinstance(message, Greeting):
+            raise ProtocolViolation("a session begins once")
+        return self._ended(message) if isinstance(message, SendEnd) else self._descriptors(message)
 
     def settle(self) -> list[Action]:
         """What is to be read of all that was described: nothing more has come for now."""

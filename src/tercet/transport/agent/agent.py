@@ -101,10 +101,7 @@ class Agent:
         )
         self._control = ControlServer(self._handle)
         self._pushes: tuple[Push, ...] = ()
-
-    def ready(self) -> Ready:
-        """Where it listens."""
-        return Ready(self._transport.addresses, self._control.address, self._control.secret)
+        self.ready = Ready(self._transport.addresses, self._control.address, self._control.secret)
 
     def follow(self, channel: socket.socket) -> None:
         """Take the worker's notes until it is gone."""
@@ -199,7 +196,7 @@ def run(channel_fd: int) -> None:
             channel.send(msgspec.msgpack.encode(Ready(error=message)))
             return
         try:
-            channel.send(msgspec.msgpack.encode(agent.ready()))
+            channel.send(msgspec.msgpack.encode(agent.ready))
             agent.follow(channel)
         except OSError:
             return  # the worker's end broke, which is as good as closed

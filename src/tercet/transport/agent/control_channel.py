@@ -91,27 +91,25 @@ class ControlClient:
         self._answer_seconds = answer_seconds
         self._serial = 0
         self._context = zmq.Context()
-        self._secrets = [secret for _, secret in agents]
-        self._sockets: list[zmq.Socket[bytes]] = []
-        for address, _ in agents:
+        self._agents: list[tuple[zmq.Socket[bytes], str]] = []
+        for address, secret in agents:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.connect(address)
-            self._sockets.append(socket)
+            self._agents.append((socket, secret))
 
     def call_each(self, commands: Sequence[Command]) -> list[Any]:
         """Send ``commands[rank]`` to each agent; raises :class:`EngineError` if one fails or does not answer."""
         self._serial += 1
-        for socket, secret, command in zip(self._sockets, self._secrets, commands, strict=True):
+        for (socket, secret), command in zip(self._agents, commands, strict=True):
             socket.send(msgspec.msgpack.encode(Envelope(secret, self._serial, command)))
-        return [self._await(rank) for rank in range(len(self._sockets))]
+        return [self._await(rank, socket) for rank, (socket, _) in enumerate(self._agents)]
 
     def call_all(self, command: Command) -> list[Any]:
         """Send one command to every agent."""
-        return self.call_each([command] * len(self._sockets))
+        return self.call_each([command] * len(self._agents))
 
-    def _await(self, rank: int) -> Any:
-        socket = self._sockets[rank]
+    def _await(self, rank: int, socket: zmq.Socket[bytes]) -> Any:
         while socket.poll(int(self._answer_seconds * 1000)):
             answer = msgspec.msgpack.decode(socket.recv(), type=ControlAnswer)
             if answer.serial != self._serial:

@@ -60,9 +60,7 @@ class Batch:
     @property
     def rows(self) -> Copies:
         """What is to be copied for all of them."""
-        if not self.copies:
-            return NO_COPIES
-        return self.copies[0] if len(self.copies) == 1 else np.concatenate(self.copies)
+        return self.copies[0] if len(self.copies) == 1 else np.concatenate([NO_COPIES, *self.copies])
 
 
 class Reader(Protocol):
@@ -171,13 +169,3 @@ def in_steps(copies: Copies, limit: int) -> Iterator[tuple[Copies, int]]:
         held += size
     if held:
         yield copies[first:], held
-
-
-def require_word(reader: Reader, name: str, word: int, target: memoryview) -> None:
-    """The check of a new reader: it must see the word that the sender has set; else it is closed."""
-    try:
-        if word == 0 or not reader.read(Batch(word, "", target), lambda step: step()):
-            raise BackendUnavailable(f"{name}: it does not read what the sender has in its memory")
-    except BaseException:
-        reader.close()
-        raise
