@@ -41,11 +41,8 @@ Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 M = TypeVar("M")
 
 
-class ProtocolViolation(TercetError):
+class ProtocolViolation(TercetError, status=502):
     """The peer does not speak this protocol, or breaks it; its connection is closed."""
-
-    code = "protocol_violation"
-    status = 502
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):

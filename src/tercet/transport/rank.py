@@ -47,10 +47,8 @@ class RankTransport:
         """Totals since the start, and what is under way."""
         return {
             **self._rank.counters.read(),
-            "connections": self._receiver.connections,
-            "sessions_in": self._receiver.sessions,
-            "sessions_out": self.sends.sessions,
-            "sends_active": self.sends.active,
+            **self._receiver.under_way(),
+            **self.sends.under_way(),
             "leases_open": len(self.grants),
             "receives_active": self.grants.receives,
         }

@@ -83,15 +83,9 @@ class KVReceiver:
             raise
         self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
 
-    @property
-    def connections(self) -> int:
-        """Open connections."""
-        return len(self._connections)
-
-    @property
-    def sessions(self) -> int:
-        """Senders that are connected."""
-        return len(self._sessions)
+    def under_way(self) -> dict[str, int]:
+        """Open connections, and senders that are connected."""
+        return {"connections": len(self._connections), "sessions_in": len(self._sessions)}
 
     def _listen(self) -> Iterator[str]:
         settings = self._rank.settings

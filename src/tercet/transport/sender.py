@@ -64,15 +64,9 @@ class KVSender:
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def active(self) -> int:
-        """Sends under way."""
-        return len(self._sends)
-
-    @property
-    def sessions(self) -> int:
-        """Sessions with receivers."""
-        return len(self._peers)
+    def under_way(self) -> dict[str, int]:
+        """Sessions with receivers, and sends."""
+        return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
 
     def transport_to(self, addresses: Sequence[str]) -> str | None:
         """How KV travels to a receiver, once a session with it is agreed on."""

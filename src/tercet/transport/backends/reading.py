@@ -29,10 +29,8 @@ MAX_COPY_BYTES = 1024 * 1024
 NO_COPIES: Copies = np.zeros((0, 3), dtype=np.int64)
 
 
-class BackendUnavailable(TransferFailed):
+class BackendUnavailable(TransferFailed, status=502):
     """A backend is missing or failed its self-check here; the message names it and says what to do."""
-
-    code = "backend_unavailable"
 
 
 @dataclass(frozen=True)
