@@ -112,7 +112,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: who it is, how loaded it is, and what it holds for others.
 
     ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None
-    for an engine that publishes none.
+    for an engine that publishes none. ``incarnation`` is another one after each start, and is what calls may be
+    addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV. ``stalled_s``
+    as in :class:`EngineLoad`.
     """
 
     engine: str
@@ -130,6 +132,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     sends: int
     counters: Mapping[str, int] = {}
     kv_events: KVEvents | None = None
+    incarnation: str = ""
+    fingerprint: str = ""
+    dtype: str = ""
+    stalled_s: float = 0.0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -137,6 +143,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     ``waiting`` and ``running`` count requests, ``tokens`` those that the engine has still to work on, ``kv_usage`` is
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
+    ``stalled_s`` is for how many seconds at least one of its processes (core, workers, agents) has shown no progress.
     """
 
     waiting: int

@@ -5,7 +5,8 @@ with an empty :class:`StreamCommand`, and sends commands from then on; an empty 
 on the wire, but for the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
     StreamHello   = [protocol, key, engine]
-    OutputBatch   = [[delta, ...], load or nil]     load = [waiting, running, kv_usage, tokens or nil, step_time or nil]
+    OutputBatch   = [[delta, ...], load or nil]     load = [waiting, running, kv_usage, tokens or nil, step_time or nil,
+                                                            stalled_s]
     TokenDelta    = [number, position, [token, ...], details or nil]
     StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones
 """
