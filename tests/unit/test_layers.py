@@ -17,7 +17,7 @@ LAYERS = {
     1: {"vllm_plugin", "sim", "transport", "streams", "client", "settings"},
     2: {"programs", "scheduling", "cost"},
     3: {"fleet"},
-    4: {"router", "cluster", "bench"},
+    4: {"router", "cluster", "bench", "chaos"},
     5: {"cli"},
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
@@ -26,6 +26,9 @@ SIDEWAYS = {
     ("vllm_plugin", "transport"),
     *((room, "streams") for room in ("vllm_plugin", "sim", "client")),
     *((room, "settings") for room in ("vllm_plugin", "sim", "transport")),
+    # It breaks what they run; nothing but the command line sees it.
+    ("chaos", "router"),
+    ("chaos", "cluster"),
 } | {(a, b) for a in LAYERS[2] for b in LAYERS[2]}
 
 DECISIONS = LAYERS[2]

@@ -11,6 +11,7 @@ import typer
 
 from tercet import __version__
 from tercet.cli.bench import bench
+from tercet.cli.chaos import chaos
 from tercet.cli.demo import demo
 from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.profile import profile
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, engine, router, demo):
+for command in (up, engine, router, demo, chaos):
     app.command()(command)
 for group in (program, engines, scheduling, bench, sim, profile):
     app.add_typer(group)

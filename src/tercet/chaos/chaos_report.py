@@ -1,0 +1,104 @@
+"""What came of a run, as figures and tables."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tercet.chaos.fault_schedule import KINDS, PlannedFault
+from tercet.chaos.invariants import ClientRecord, Leftover, Piece, Violation, violations_of
+
+HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
+MOST_SHOWN = 20
+
+
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault and what became of it: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
+
+    ``why`` says why it was not, or what went wrong with it. ``hit`` are the requests that the engine generated then.
+    """
+
+    planned: PlannedFault
+    began: float | None = None
+    ended: float | None = None
+    why: str = ""
+    hit: tuple[str, ...] = ()
+
+
+class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of an arena.
+
+    ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
+    as far as the arena heard of them.
+    """
+
+    seed: int
+    seconds: float
+    wall_seconds: float
+    faults: Sequence[InjectedFault]
+    records: Sequence[ClientRecord]
+    calm: Mapping[int, tuple[Piece, ...]]
+    left: Sequence[Leftover]
+    patience: float
+    complaints: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def violations(self) -> list[Violation]:
+        """All that should never have happened."""
+        unhandled = [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
+        return [*violations_of(self.records, self.calm, self.left, self.patience), *unhandled]
+
+
+def fault_rows(result: ChaosResult) -> list[list[str]]:
+    """One row for each kind of fault and process: how many, and what came of the requests that it met there."""
+    groups: defaultdict[tuple[str, str], list[InjectedFault]] = defaultdict(list)
+    for fault in result.faults:
+        groups[fault.planned.kind, fault.planned.process].append(fault)
+    by_name = {record.name: record for record in result.records}
+    rows: list[list[str]] = []
+    for (kind, process), faults in sorted(groups.items(), key=lambda item: (KINDS.index(item[0][0]), item[0][1])):  # type: ignore[arg-type]
+        injected = [fault for fault in faults if fault.began is not None]
+        hit = {name for fault in injected for name in fault.hit if name in by_name}
+        failed = sum(by_name[name].outcome in ("failed", "pending") for name in hit)
+        gap = max((by_name[name].longest_gap for name in hit), default=0.0)
+        counts = [len(faults), len(injected), len(faults) - len(injected), len(hit), failed]
+        rows.append([kind, process, *map(str, counts), f"{gap:.2f} s"])
+    return rows
+
+
+def figures(result: ChaosResult) -> list[str]:
+    """The lines below the table."""
+    outcomes = Counter(record.outcome for record in result.records)
+    errors = Counter(record.error for record in result.records if record.outcome == "failed")
+    gaps = max(((record.longest_gap, record.name) for record in result.records), default=(0.0, "none"))
+    ttfts = max(((record.ttft or 0.0, record.name) for record in result.records), default=(0.0, "none"))
+    injected = sum(fault.began is not None for fault in result.faults)
+    tokens = sum(len(part) for record in result.records for _, part in record.received)
+    per_minute = injected / result.seconds * 60 if result.seconds else 0.0
+    codes = ", ".join(f"{count} {code}" for code, count in errors.most_common())
+    failed = f" ({codes})" if codes else ""
+    return [
+        f"{result.seconds:.0f} s of load in {result.wall_seconds:.0f} s; {injected} faults ({per_minute:.0f} a minute)",
+        f"{len(result.records)} requests, {tokens} pieces: {outcomes['answered']} answered, {outcomes['left']} left by "
+        f"their clients, {outcomes['failed']} failed{failed}, {outcomes['pending']} never ended",
+        f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
+        f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
+        *result.notes,
+    ]
+
+
+def violation_lines(violations: Sequence[Violation], seed: int, replay: str) -> list[str]:
+    """Violations by rule, the first of each in full, with what runs them again."""
+    if not violations:
+        return ["no violations"]
+    lines = [f"{len(violations)} violations with seed {seed}; again: {replay}"]
+    for rule, count in Counter(violation.rule for violation in violations).most_common():
+        of_rule = [violation for violation in violations if violation.rule == rule]
+        lines.append(f"  {rule}: {count}")
+        lines += [f"    {each.subject}: {each.detail}" for each in of_rule[:MOST_SHOWN]]
+        if count > MOST_SHOWN:
+            lines.append(f"    and {count - MOST_SHOWN} more")
+    return lines

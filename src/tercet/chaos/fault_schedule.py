@@ -1,0 +1,147 @@
+"""What happens to a fleet and when: a pure function of a seed and the fleet's shape, and a file that says the same."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from tercet.protocol import BadRequest
+from tercet.settings.declaration import complaint
+
+FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "slow_disk", "clock"]
+"""
+- ``kill``: SIGKILL; a supervisor starts the engine anew after the fault's seconds.
+- ``stop``: SIGSTOP, and SIGCONT after that.
+- ``hang``: SIGSTOP for ever; after the fault's seconds a supervisor kills what hangs and starts it anew.
+- ``cut``: no packet between the engine and its front door passes; connections survive, as with a lost route.
+- ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
+- ``full_kv``: reservations of a stranger pin all blocks that the engine lends.
+- ``slow_disk``: somebody writes and syncs without end where the fleet's files are.
+- ``clock``: the engine's wall clock is wrong, by up to an hour, and then right again.
+"""
+ProcessKind = Literal["engine", "api", "core", "worker", "agent"]
+"""``engine`` is all processes of one engine at once."""
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+ON_PROCESSES: frozenset[FaultKind] = frozenset({"kill", "stop", "hang"})
+CLOCK_STEP_SECONDS = 3600.0
+
+
+class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """From second ``at`` on, for ``seconds``, to one ``engine``, or to one kind of ``process`` of it.
+
+    ``step`` is by how many seconds a clock is wrong.
+    """
+
+    at: float
+    kind: FaultKind
+    engine: str
+    seconds: float
+    process: ProcessKind = "engine"
+    step: float = 0.0
+
+    def __str__(self) -> str:
+        where = self.engine if self.process == "engine" else f"{self.engine} {self.process}"
+        return f"{self.at:9.3f} s  {self.kind:9} {where}, {self.seconds:.3f} s"
+
+
+class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is that faults can happen to.
+
+    Faults last from ``shortest`` to ``longest`` seconds, short ones being as likely as long ones on a logarithmic
+    scale; what hangs does so for ``hang_seconds``, and that is a tenth of the engines at most, or one. ``recovery``
+    seconds after a fault's end its engine is left alone. ``spare`` engines are always without one.
+    """
+
+    engines: tuple[str, ...]
+    kinds: tuple[FaultKind, ...]
+    processes: tuple[ProcessKind, ...]
+    shortest: float
+    longest: float
+    hang_seconds: float
+    recovery: float = 0.0
+    spare: int = 1
+
+
+class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every fault of a run of so many seconds, in order."""
+
+    seed: int
+    seconds: float
+    faults: tuple[PlannedFault, ...]
+
+    def to_json(self) -> bytes:
+        """As :func:`load_schedule` reads it; one fault a line."""
+        lines = ",\n  ".join(msgspec.json.encode(fault).decode() for fault in self.faults)
+        return f'{{"seed": {self.seed}, "seconds": {self.seconds}, "faults": [\n  {lines}\n]}}\n'.encode()
+
+
+def plan_faults(
+    seed: int, shape: FleetShape, minutes: float, per_minute: float, kinds: Sequence[FaultKind] | None = None
+) -> FaultSchedule:
+    """Faults at random times, ``per_minute`` on average while enough engines are without one; the same for a seed.
+
+    ``kinds`` are those of the shape if not given. Raises :class:`~tercet.protocol.BadRequest` for one that the shape
+    does not have, and for a fleet without an engine to spare.
+    """
+    chosen = tuple(kinds) if kinds is not None else shape.kinds
+    for kind in chosen:
+        if kind not in shape.kinds:
+            raise BadRequest(f"faults: {kind} cannot happen here; choose of {', '.join(shape.kinds)}", "faults")
+    if len(shape.engines) <= shape.spare:
+        raise BadRequest(f"fleet: {shape.spare} engines are spared, so it needs {shape.spare + 1} at least", "fleet")
+    if not chosen or not per_minute > 0 or not minutes > 0:
+        raise BadRequest("faults: minutes, rate and the number of kinds must be positive", "faults")
+    chance, seconds, now = random.Random(f"{seed} faults"), minutes * 60, 0.0
+    free_at = dict.fromkeys(shape.engines, 0.0)
+    hung: list[float] = []
+    faults: list[PlannedFault] = []
+    while (now := now + chance.expovariate(per_minute / 60)) < seconds:
+        free = [engine for engine, at in free_at.items() if at <= now]
+        hung = [until for until in hung if until > now]
+        may_hang = len(hung) < max(1, len(shape.engines) // 10)
+        kinds_now: list[FaultKind] = [kind for kind in chosen if kind != "hang" or may_hang]
+        if len(free) > shape.spare and kinds_now:
+            fault = _fault(chance, shape, round(now, 6), chance.choice(kinds_now), chance.choice(free))
+            if fault.kind == "hang":
+                hung.append(now + fault.seconds)
+            free_at[fault.engine] = now + fault.seconds + shape.recovery
+            faults.append(fault)
+    return FaultSchedule(seed, seconds, tuple(faults))
+
+
+def _fault(chance: random.Random, shape: FleetShape, at: float, kind: FaultKind, engine: str) -> PlannedFault:
+    length = math.exp(chance.uniform(math.log(shape.shortest), math.log(shape.longest)))
+    if kind == "hang":
+        length = shape.hang_seconds
+    process: ProcessKind = chance.choice(shape.processes) if kind in ON_PROCESSES else "engine"
+    step = chance.uniform(-CLOCK_STEP_SECONDS, CLOCK_STEP_SECONDS) if kind == "clock" else 0.0
+    return PlannedFault(at, kind, engine, round(length, 6), process, round(step, 3))
+
+
+def load_schedule(path: Path) -> FaultSchedule:
+    """A schedule from a file; raises :class:`~tercet.protocol.BadRequest` that says what is wrong with it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadRequest(f"schedule: {path} cannot be read: {error.strerror}", "schedule") from error
+    try:
+        return msgspec.json.decode(data, type=FaultSchedule)
+    except msgspec.ValidationError as error:
+        raise complaint(f"schedule: {path}: $", FaultSchedule, None, error, "schedule") from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"schedule: {path}: {error}", "schedule") from error
+
+
+def parse_kinds(given: str) -> tuple[FaultKind, ...]:
+    """``KIND[,KIND...]``; raises :class:`~tercet.protocol.BadRequest`."""
+    names = [name.strip().replace("-", "_") for name in given.split(",")]
+    found: tuple[FaultKind, ...] = tuple(kind for kind in KINDS if kind in names)
+    wrong = [name for name in names if name not in KINDS]
+    if wrong:
+        raise BadRequest(f"--faults: there is no {wrong[0]!r}; choose of {', '.join(KINDS)}", "faults")
+    return found

@@ -1,0 +1,151 @@
+"""What clients saw and what a fleet held afterwards, and what must be true of it: functions that find violations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+Piece = int | str
+"""What answers are made of: tokens, or where clients are not told those, the text of one event."""
+Outcome = Literal["answered", "failed", "left", "pending"]
+# A client may learn that a fleet has no engine left for it. These say that a fault was taken for something else.
+MISTAKEN = frozenset(
+    {"bad_request", "unknown_sequence", "unknown_engine", "conflict", "layout_mismatch", "engine_error", "tercet_error"}
+)
+
+
+class ClientRecord(msgspec.Struct, kw_only=True):
+    """One request as its client saw it. Times are seconds from the run's begin.
+
+    ``question`` says which answer is right. ``received`` has the time of each event and what came with it. ``outcome``
+    is ``left`` for a client that went away by itself, ``pending`` while there is no end. ``error`` is a code.
+    """
+
+    name: str
+    question: int
+    began: float
+    program: str = ""
+    received: list[tuple[float, tuple[Piece, ...]]] = []
+    outcome: Outcome = "pending"
+    ended: float | None = None
+    error: str = ""
+    message: str = ""
+
+    @property
+    def answer(self) -> tuple[Piece, ...]:
+        """All that came, in the order in which it came; text as one piece."""
+        pieces = tuple(piece for _, part in self.received for piece in part)
+        return ("".join(map(str, pieces)),) if pieces and isinstance(pieces[0], str) else pieces
+
+    @property
+    def longest_gap(self) -> float:
+        """The longest time, in seconds, between two events, or between the last one and the end."""
+        times = [time for time, _ in self.received] + ([] if self.ended is None else [self.ended])
+        return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first event."""
+        return self.received[0][0] - self.began if self.received else None
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """``count`` things too many of a kind (blocks, leases, processes, ...) at ``holder`` when all was over."""
+
+    holder: str
+    what: str
+    count: float
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """What should never happen, and did: the ``rule``, whom it happened to, and what happened."""
+
+    rule: str
+    subject: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.subject}: {self.detail}"
+
+
+def violations_of(
+    records: Sequence[ClientRecord],
+    calm: Mapping[int, tuple[Piece, ...]],
+    left: Sequence[Leftover],
+    patience: float,
+) -> list[Violation]:
+    """All violations of a run.
+
+    ``calm`` are the answers to every question when nothing went wrong, ``patience`` the seconds for which a client may
+    hear nothing.
+    """
+    told = [*wrong_answers(records, calm), *mistaken_errors(records)]
+    return [*unended(records), *stalled(records, patience), *told, *left_behind(left)]
+
+
+def unended(records: Sequence[ClientRecord]) -> Iterator[Violation]:
+    """Every request ends."""
+    for record in records:
+        if record.outcome == "pending":
+            had = f"{len(record.received)} events" if record.received else "nothing"
+            since = record.received[-1][0] if record.received else record.began
+            detail = f"({record.program}) began at {record.began:.3f} s, got {had}, and waits since {since:.3f} s"
+            yield Violation("every request ends", record.name, detail)
+
+
+def stalled(records: Sequence[ClientRecord], patience: float) -> Iterator[Violation]:
+    """No client waits longer than that for its first token, its next one, or the end."""
+    for record in records:
+        wait = max(record.longest_gap, record.ttft if record.ttft is not None else (record.ended or 0.0) - record.began)
+        if record.outcome != "pending" and wait > patience:
+            detail = f"({record.program}) {record.outcome}, after {wait:.3f} s in which nothing came"
+            yield Violation(f"no client hears nothing for {patience:g} s", record.name, detail)
+
+
+def wrong_answers(records: Sequence[ClientRecord], calm: Mapping[int, tuple[Piece, ...]]) -> Iterator[Violation]:
+    """Each token once, in order, and those of the calm run; of an answer that is not whole, as far as it goes."""
+    for record in records:
+        found, expected = record.answer, calm[record.question]
+        whole = record.outcome == "answered"
+        why = difference(found, expected, whole)
+        if why is not None:
+            yield Violation("answers are those of a calm run", record.name, f"({record.program}) {why}")
+
+
+def difference(found: tuple[Piece, ...], expected: tuple[Piece, ...], whole: bool) -> str | None:
+    """How an answer, or the begin of one, differs from the right one; None if it does not."""
+    if found and isinstance(found[0], str):
+        return _difference("".join(map(str, found)), "".join(map(str, expected)), whole, "character")
+    return _difference(found, expected, whole, "token")
+
+
+def _difference(found: Sequence[Piece], expected: Sequence[Piece], whole: bool, unit: str) -> str | None:
+    if found == expected or (not whole and found == expected[: len(found)]):
+        return None
+    at = next((i for i, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other), None)
+    if at is None:
+        few = "too few" if len(found) < len(expected) else "too many"
+        return f"{few}: {len(found)} {unit}s instead of {len(expected)}"
+    rest = found[at:]
+    from_there = next((k for k in range(len(expected)) if expected[k : k + len(rest)] == rest), None)
+    if from_there is not None:
+        if from_there < at:
+            return f"{unit} {from_there} comes again at {at}"
+        return f"{from_there - at} {unit}s are missing at {at}"
+    return f"{unit} {at} is {found[at]!r} instead of {expected[at]!r}"
+
+
+def mistaken_errors(records: Sequence[ClientRecord]) -> Iterator[Violation]:
+    """A fault is never passed on to a client as a mistake of its own, nor as a failure that nobody has a name for."""
+    for record in records:
+        if record.outcome == "failed" and record.error in MISTAKEN:
+            yield Violation("faults are told as what they are", record.name, f"{record.error}: {record.message}")
+
+
+def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:
+    """What was taken is given back: no block, lease, pin, sequence, task, process or file descriptor is left."""
+    for each in left:
+        yield Violation("nothing is left behind", each.holder, f"{each.what}: {each.count:g}")

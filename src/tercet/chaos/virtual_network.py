@@ -1,0 +1,393 @@
+"""TCP in virtual time: the code that talks through sockets in production talks through this in a simulated run.
+
+A :class:`VirtualProcess` stands for a server process at an address of its own. Whatever runs in its context
+(:meth:`VirtualProcess.enter`), with all tasks that this starts, listens and connects as that process. Processes are
+frozen, cut off and killed as real ones are: what is sent to a frozen or unreachable one waits, as in a kernel's buffers
+and its retransmissions, and the peers of a killed one get a reset, once it can reach them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Literal, cast
+
+from tercet.sim import VirtualLoop
+
+LATENCY_SECONDS = 0.0002
+# What the kernels on both ends take before a writer is told to wait.
+KERNEL_BYTES = 512 * 1024
+HIGH_WATER = 64 * 1024
+FIRST_FREE_PORT = 40_000
+Signal = Literal["made", "eof", "reset"]
+Factory = Callable[[], asyncio.BaseProtocol]
+
+_running_in: ContextVar[VirtualProcess] = ContextVar("_running_in")
+
+
+class VirtualProcess:
+    """One process and its address; a new one at the same address is what a restart brings."""
+
+    def __init__(self, network: NetworkedLoop, address: str) -> None:
+        self.address = address
+        self.alive = True
+        self.frozen = False
+        self.unreachable = False
+        self.transports: dict[VirtualTransport, None] = {}
+        self._network = network
+
+    @contextmanager
+    def enter(self) -> Generator[None]:
+        """What is called or started meanwhile runs in this process."""
+        token = _running_in.set(self)
+        try:
+            yield
+        finally:
+            _running_in.reset(token)
+
+    def freeze(self, frozen: bool = True) -> None:
+        """SIGSTOP, or SIGCONT: nothing is read, and nothing written, until then."""
+        self.frozen = frozen
+        self._network.changed(self)
+
+    def cut_off(self, unreachable: bool = True) -> None:
+        """No packet comes in or goes out, or again."""
+        self.unreachable = unreachable
+        self._network.changed(self)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing that its code does from here on reaches anybody."""
+        self.alive = False
+        self._network.forget(self)
+        for transport in list(self.transports):
+            transport.die()
+        self.frozen = False
+        self._network.changed(self)
+
+
+class VirtualServer:
+    """What ``create_server`` returns."""
+
+    def __init__(self, network: NetworkedLoop, process: VirtualProcess, port: int, factory: Factory) -> None:
+        self.process = process
+        self.port = port
+        self.factory = factory
+        self.context = copy_context()
+        self._network = network
+
+    @property
+    def sockets(self) -> list[VirtualServer]:
+        """It is its only socket."""
+        return [self]
+
+    def getsockname(self) -> tuple[str, int]:
+        """Address and port."""
+        return self.process.address, self.port
+
+    def is_serving(self) -> bool:
+        """Whether somebody may connect."""
+        return self._network.listening(self.getsockname()) is self
+
+    def close(self) -> None:
+        """Listen no longer; connections stay."""
+        if self.is_serving():
+            self._network.unlisten(self)
+
+    async def wait_closed(self) -> None:
+        """It is closed at once."""
+
+
+class VirtualTransport(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(self, network: NetworkedLoop, process: VirtualProcess, context: Context, names: Any) -> None:
+        super().__init__({"sockname": names[0], "peername": names[1]})
+        self.process = process
+        self._network = network
+        self._context = context
+        self._protocol: Any = None
+        self._peer: VirtualTransport | None = None
+        self._arriving: deque[bytes | Signal] = deque()
+        self._unread = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading = True
+        self._closing = self._writer_waits = False
+        process.transports[self] = None
+
+    def begin(self, protocol: asyncio.BaseProtocol, peer: VirtualTransport) -> None:
+        """Its protocol, and the other end."""
+        self._protocol = protocol
+        self._peer = peer
+
+    def call(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call the protocol as its process."""
+        self._network.call_soon(callback, *args, context=self._context)
+
+    # ---- arriving --------------------------------------------------------------------------------------------
+
+    def arrive(self, item: bytes | Signal) -> None:
+        """Something is on its way here."""
+        if isinstance(item, bytes):
+            self._unread += len(item)
+        self._arriving.append(item)
+        self.kick()
+
+    def kick(self) -> None:
+        """Look soon whether what waits can be read now."""
+        if self._timer is None and self._arriving:
+            self._timer = self._network.call_later(LATENCY_SECONDS, self._read, context=self._context)
+
+    def _read(self) -> None:
+        self._timer = None
+        while self._arriving and self._readable():
+            item = self._arriving.popleft()
+            if isinstance(item, bytes):
+                self._receive(item)
+            elif item == "made":
+                self._protocol.connection_made(self)
+            elif item == "reset":
+                self._lose(ConnectionResetError(errno.ECONNRESET, "the other side is gone"))
+            elif not self._protocol.eof_received():
+                self.close()
+
+    def _receive(self, first: bytes) -> None:
+        parts = [first]
+        while self._arriving and isinstance(self._arriving[0], bytes):
+            parts.append(cast(bytes, self._arriving.popleft()))
+        data = b"".join(parts)
+        self._unread -= len(data)
+        if self._peer is not None:
+            self._peer.written()
+        if not self._closing:
+            self._protocol.data_received(data)
+
+    def _readable(self) -> bool:
+        peer = self._peer
+        if peer is None or not self.process.alive or self.process.frozen or peer.process.frozen:
+            return False
+        return (self._reading or self._closing) and self._network.connects(self.process, peer.process)
+
+    def _lose(self, error: Exception | None) -> None:
+        """It is over; the protocol hears of it once."""
+        self._closing = True
+        if self.process.transports.pop(self, self) is not self:
+            self._arriving.clear()
+            self.call(self._protocol.connection_lost, error)
+
+    def die(self) -> None:
+        """Its process was killed: what that has not sent is lost, and its peer gets a reset."""
+        peer = self._peer
+        if peer is not None and not self._closing:
+            if self.process.frozen:
+                peer.drop_unread()
+            peer.arrive("reset")
+        self._lose(None)
+
+    def drop_unread(self) -> None:
+        """What was never sent does not arrive."""
+        self._arriving.clear()
+        self._unread = 0
+
+    @property
+    def half_open(self) -> bool:
+        """Whether the other end is closed, and this one is not."""
+        return self._peer is not None and self._peer.is_closing() and not self._closing
+
+    # ---- asyncio's transport ---------------------------------------------------------------------------------
+
+    def write(self, data: Any) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        peer = self._peer
+        if self._closing or peer is None or not data or not self.process.alive:
+            return
+        peer.arrive(bytes(data))
+        if self.get_write_buffer_size() > HIGH_WATER and not self._writer_waits:
+            self._writer_waits = True
+            self.call(self._protocol.pause_writing)
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        self.write(b"".join(list_of_data))
+
+    def written(self) -> None:
+        """The other side has read something."""
+        if self._writer_waits and self.get_write_buffer_size() <= HIGH_WATER // 4:
+            self._writer_waits = False
+            self.call(self._protocol.resume_writing)
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes beyond what the kernels hold."""
+        return max(0, self._peer.unread - KERNEL_BYTES) if self._peer is not None else 0
+
+    @property
+    def unread(self) -> int:
+        """Bytes that were sent here and not read."""
+        return self._unread
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """The limits are fixed."""
+
+    def write_eof(self) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        if self._peer is not None and not self._closing:
+            self._peer.arrive("eof")
+
+    def can_write_eof(self) -> bool:
+        """It can."""
+        return True
+
+    def close(self) -> None:
+        """See :class:`asyncio.BaseTransport`: what was written still arrives."""
+        if not self._closing:
+            self.write_eof()
+            self._lose(None)
+
+    def abort(self) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        if not self._closing:
+            if self._peer is not None and self.process.alive:
+                self._peer.arrive("reset")
+            self._lose(None)
+
+    def is_closing(self) -> bool:
+        """See :class:`asyncio.BaseTransport`."""
+        return self._closing
+
+    def pause_reading(self) -> None:
+        """See :class:`asyncio.ReadTransport`."""
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        """See :class:`asyncio.ReadTransport`."""
+        self._reading = True
+        self.kick()
+
+    def is_reading(self) -> bool:
+        """See :class:`asyncio.ReadTransport`."""
+        return self._reading and not self._closing
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """See :class:`asyncio.BaseTransport`."""
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """See :class:`asyncio.BaseTransport`."""
+        return self._protocol
+
+
+class NetworkedLoop(VirtualLoop):
+    """Virtual time with TCP between virtual processes; ``home`` is the one in which a run begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listening: dict[tuple[str, int], VirtualServer] = {}
+        self._free_port = FIRST_FREE_PORT
+        self._addressed: dict[int, tuple[str, int]] = {}
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        self.complaints: list[str] = []
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Notes an exception that nobody takes, and goes on: in production the event loop would, too."""
+        self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    # ---- processes -------------------------------------------------------------------------------------------
+
+    def connects(self, one: VirtualProcess, other: VirtualProcess) -> bool:
+        """Whether packets pass between the two."""
+        return not (one.unreachable or other.unreachable)
+
+    def changed(self, process: VirtualProcess) -> None:
+        """A process can do something again, or cannot: whoever waits looks again."""
+        for transport in list(process.transports):
+            transport.kick()
+            peer = transport._peer  # pyright: ignore[reportPrivateUsage]
+            if peer is not None:
+                peer.kick()
+        waiting, self._waiting = self._waiting, {}
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)
+
+    def forget(self, process: VirtualProcess) -> None:
+        """It listens nowhere any more."""
+        for where, server in list(self._listening.items()):
+            if server.process is process:
+                del self._listening[where]
+
+    def listening(self, where: tuple[str, int]) -> VirtualServer | None:
+        """Who listens there."""
+        return self._listening.get(where)
+
+    def unlisten(self, server: VirtualServer) -> None:
+        """Nobody listens there."""
+        del self._listening[server.getsockname()]
+
+    # ---- asyncio's loop --------------------------------------------------------------------------------------
+
+    async def getaddrinfo(
+        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> list[Any]:
+        """Addresses are their own names here."""
+        return [(socket.AF_INET, type or socket.SOCK_STREAM, proto, "", (str(host), int(port)))]
+
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """Notes where ``sock`` leads to; raises ``OSError`` as the kernel would."""
+        await self._reach((address[0], address[1]))
+        self._addressed[id(sock)] = (address[0], address[1])
+
+    async def _reach(self, where: tuple[str, int]) -> VirtualServer:
+        here = _running_in.get()
+        while True:
+            await asyncio.sleep(LATENCY_SECONDS)
+            if not here.alive:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "this process was killed")
+            found = self._listening.get(where)
+            if not here.frozen and not here.unreachable and (found is None or not found.process.unreachable):
+                if found is None:
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {where[0]}:{where[1]}")
+                return found
+            again = self.create_future()
+            self._waiting[again] = None
+            try:
+                await again
+            finally:
+                self._waiting.pop(again, None)
+
+    async def create_connection(
+        self, protocol_factory: Factory, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        """See :meth:`asyncio.AbstractEventLoop.create_connection`; ``sock`` is one that :meth:`sock_connect` had."""
+        if sock is None:
+            where = str(host), int(port)
+        else:
+            where = self._addressed.pop(id(sock))
+            sock.close()  # it was only ever a name
+        server = await self._reach(where)
+        here = _running_in.get()
+        self._free_port += 1
+        names = (here.address, self._free_port), where
+        near = VirtualTransport(self, here, copy_context(), names)
+        far = VirtualTransport(self, server.process, server.context.copy(), names[::-1])
+        protocol = protocol_factory()
+        near.begin(protocol, far)
+        far.begin(server.context.run(server.factory), near)
+        far.arrive("made")
+        protocol.connection_made(near)
+        return near, protocol
+
+    async def create_server(self, protocol_factory: Factory, host: Any = None, port: Any = None, **options: Any) -> Any:
+        """See :meth:`asyncio.AbstractEventLoop.create_server`; returns a :class:`VirtualServer`."""
+        process = _running_in.get()
+        if not port:
+            self._free_port += 1
+        server = VirtualServer(self, process, port or self._free_port, protocol_factory)
+        where = server.getsockname()
+        if where in self._listening or not process.alive:
+            raise OSError(errno.EADDRINUSE, f"{where[0]}:{where[1]} is taken")
+        self._listening[where] = server
+        return server

@@ -1,0 +1,41 @@
+"""``tercet chaos``: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tercet.cli.app import _run
+
+FLEET = ["chaos", "--seed", "5", "--minutes", "0.05", "--fleet", "1,2", "--rate", "200", "--requests", "5"]
+
+
+def test_a_plan_is_printed_and_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "faults.json"
+    assert _run([*FLEET, "--plan", "--save", str(file)]) == 0
+    first = capsys.readouterr().out
+    assert "decode-" in first
+    assert _run([*FLEET, "--plan", "--schedule", str(file)]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_run_without_violations_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([*FLEET, "--faults", "kill,cut"]) == 0
+    out = capsys.readouterr().out
+    assert "no violations" in out
+    assert "longest gap in a stream" in out
+
+
+def test_violations_end_it_with_1_and_the_command_that_runs_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([*FLEET, "--faults", "stop", "--patience", "0.001"]) == 1
+    again = "tercet chaos --seed 5 --minutes 0.05 --fleet 1,2 --faults stop --rate 200 --requests 5 --patience 0.001"
+    assert f"violations with seed 5; again: {again}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--fleet", "3"], ["--faults", "rain"], ["--rate", "0"], ["--faults", "clock"], ["--schedule", "/none"]]
+)
+def test_bad_input_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["chaos", *wrong]) == 2
+    assert capsys.readouterr().err.startswith("tercet: ")
