@@ -95,9 +95,19 @@ def run_simulated(
         try:
             result = loop.run_until_complete(arena.run(patience))
         finally:
-            loop.close()
+            _end_all(loop)
     wall = time.monotonic() - began
     return msgspec.structs.replace(result, wall_seconds=wall, complaints=(*loop.complaints, *failures))
+
+
+def _end_all(loop: NetworkedLoop) -> None:
+    """Nothing of a run that failed goes on."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
+    loop.close()
 
 
 @contextmanager

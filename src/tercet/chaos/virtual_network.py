@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Literal, cast
 
-from tercet.sim import VirtualLoop
+from tercet.sim.clock import VirtualLoop
 
 LATENCY_SECONDS = 0.0002
 # What the kernels on both ends take before a writer is told to wait.
@@ -328,6 +328,14 @@ class NetworkedLoop(VirtualLoop):
         del self._listening[server.getsockname()]
 
     # ---- asyncio's loop --------------------------------------------------------------------------------------
+
+    def is_running(self) -> bool:
+        """Whether it runs now."""
+        return asyncio._get_running_loop() is self  # pyright: ignore[reportPrivateUsage]
+
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0

@@ -11,7 +11,7 @@ import typer
 
 from tercet.chaos.chaos_report import HEADINGS, ChaosResult, fault_rows, figures, violation_lines
 from tercet.chaos.fault_schedule import KINDS, FaultSchedule, FleetShape, load_schedule, parse_kinds, plan_faults
-from tercet.cli.sim import note, require_folder, show
+from tercet.cli.terminal import note, require_folder, show_table
 from tercet.protocol import BadRequest
 
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)
@@ -73,7 +73,7 @@ def chaos(
 
 def _report(result: ChaosResult, replay: str) -> None:
     violations = result.violations
-    show("faults, and the requests that they met", HEADINGS, fault_rows(result))
+    show_table("faults, and the requests that they met", HEADINGS, fault_rows(result))
     for line in [*figures(result), *violation_lines(violations, result.seed, replay)]:
         typer.echo(line)
     if violations:
