@@ -71,7 +71,8 @@ def _run(argv: list[str]) -> int:
     except _CommandLineError as error:
         message = error.format_message().rstrip(".")
         # Of a command that was given without any argument the help is printed already, and there is nothing to add.
-        return _complain(f"{message}; see {_command_of(error)} --help", 2) if message else 2
+        command = error.ctx.command_path if error.ctx is not None else "tercet"
+        return _complain(f"{message}; see {command} --help", 2) if message else 2
     except BadRequest as error:
         return _complain(error.message, 2)
     except TercetError as error:
@@ -83,11 +84,6 @@ def _run(argv: list[str]) -> int:
 def _complain(text: str, code: int) -> int:
     typer.echo(f"tercet: {text}", err=True)
     return code
-
-
-def _command_of(error: Any) -> str:
-    """The command whose line was wrong, as it is typed."""
-    return error.ctx.command_path if error.ctx is not None else "tercet"
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:

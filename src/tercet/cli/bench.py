@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
+import uvloop
 
-from tercet.bench.bench_config import CompareConfig, ServeConfig
-from tercet.bench.compare import turns_of
-from tercet.bench.experiment import Bench, Cell, Contender
-from tercet.bench.result_report import draw, figure_of, markdown, require_drawing
-from tercet.bench.results import load_results
+from tercet.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
+from tercet.bench.compare import ratios_of, turns_of
+from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
+from tercet.bench.result_report import draw, figure_of, markdown, point_text, ratio_table, require_drawing
+from tercet.bench.results import (
+    BenchResult,
+    Point,
+    command_line,
+    load_results,
+    machine,
+    now,
+    save_result,
+    versions,
+)
+from tercet.bench.summary import Summary
 from tercet.cli.bench_options import bench_command
-from tercet.cli.bench_run import run_bench
 from tercet.cli.bench_transfer import transfer
-from tercet.cli.terminal import write_file
+from tercet.cli.terminal import say, write_file
+from tercet.cluster.model import resolve_model
+from tercet.protocol import BadRequest, EngineError
+
+CellsOf = Callable[[Bench], Sequence[Cell]]
 
 bench = typer.Typer(
     name="bench",
@@ -48,7 +67,7 @@ def serve(config: ServeConfig, result: Path | None) -> None:
         label = contender.label or bench.targets[contender.base_url].model
         return [Cell(replace(contender, label=label), load) for load in config.loads]
 
-    run_bench(config, [contender], cells, result)
+    _measure_and_report(config, [contender], cells, result)
 
 
 @bench.command()
@@ -66,7 +85,7 @@ def compare(config: CompareConfig, result: Path | None) -> None:
     """
     contenders = [Contender(name, config.base_url, name) for name in config.program]
     contenders += [Contender(name, url) for name, url in config.also.items()]
-    run_bench(config, contenders, lambda _: _rounds(config, contenders), result)
+    _measure_and_report(config, contenders, lambda _: _rounds(config, contenders), result)
 
 
 @bench.command()
@@ -100,3 +119,67 @@ def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell
     by_label = {contender.label: contender for contender in contenders}
     order = turns_of(list(by_label), config.rounds, config.seed)
     return [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
+
+
+def _measure_and_report(
+    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None
+) -> None:
+    """Measure, print every point, and write the file; exits with 130 when interrupted, after that.
+
+    Raises :class:`~tercet.protocol.TercetError`, also when not one request succeeded.
+    """
+    file = file or Path(f"bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise BadRequest(f"--result {file}: must be a file in a directory that exists", "result")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcome = runner.run(_measure(config, contenders, cells_of))
+    if not config.save_records:
+        bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
+        outcome = msgspec.structs.replace(outcome, points=bare)
+    save_result(outcome, file)
+    if outcome.ratios:
+        say("\n" + ratio_table(outcome.ratios))
+    say(f"\nwritten to {file}")
+    if outcome.partial:
+        sys.exit(128 + signal.SIGINT)
+    if not any(point.metrics.get("completed") for point in outcome.points):
+        raise EngineError("every request failed; the file has the reason of each")
+
+
+async def _measure(config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf) -> BenchResult:
+    created, on = now(), machine()
+    bench = await prepare(config, contenders, lambda name: resolve_model(name, lambda line: say(f"  model: {line}")))
+    cells = cells_of(bench)
+    experiment = Experiment(bench, cells, _show)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        say("\nstopping; what was measured is kept (Ctrl-C again drops it)")
+        experiment.interrupt()
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        points = await experiment.run()
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    targets = {url: dict(target.about) for url, target in bench.targets.items()}
+    first = next(iter(targets.values()))
+    return BenchResult(
+        created=created,
+        command=command_line(sys.argv[1:], SECRET_HEADERS),
+        config=config.public(),
+        seed=config.seed,
+        versions=versions(),
+        machine=on,
+        target=first if len(targets) == 1 else {**first, "others": list(targets.values())[1:]},
+        partial=experiment.interrupted,
+        points=tuple(points),
+        ratios=tuple(ratios_of(points, config)) if isinstance(config, CompareConfig) else (),
+    )
+
+
+def _show(cell: Cell, point: Point, summary: Summary) -> None:
+    number = f", round {cell.round + 1}" if cell.rounds > 1 else ""
+    say(f"{cell}{number}\n{point_text(point, summary)}\n")

@@ -19,7 +19,6 @@ def transfer(
     chunk: Annotated[str, typer.Option(help="Sizes of chunks (a block of one layer), in KiB, with commas.")] = (
         "6,24,96,256,1024"
     ),
-    piece: Annotated[str | None, typer.Option(hidden=True)] = None,
     total: Annotated[str, typer.Option(help="Bytes moved at a time, in MiB, with commas.")] = "1,16,64,256",
     backend: Annotated[str, typer.Option(help="Ways of ours to measure, with commas.")] = ",".join(BACKENDS),
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per peer, for `tcp`.")] = 2,
@@ -39,8 +38,6 @@ def transfer(
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
-    if piece is not None:
-        raise BadRequest("--piece is called --chunk now", "--piece")
     sizes = cases(_numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB))
     backends = _backends(backend)
     with console.status("starting") as status:

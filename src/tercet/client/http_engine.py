@@ -57,10 +57,11 @@ PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_
 
 
 class HttpEngine:
-    """Implements :class:`~tercet.protocol.Engine` for a server at ``url``. Use as an async context manager.
+    """Implements :class:`~tercet.protocol.Engine`, which says what its methods do, for a server at ``url``.
 
-    With a ``listener`` outputs come by the engine's token stream, and ``on_load`` is told how busy the engine is, ten
-    times a second; without one, or where the engine cannot connect to it, they come as server-sent events.
+    Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, and ``on_load`` is
+    told how busy the engine is, ten times a second; without one, or where the engine cannot connect to it, they come as
+    server-sent events.
     """
 
     def __init__(
@@ -96,7 +97,6 @@ class HttpEngine:
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
         call = PrepRecvCall(
             prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
         )  # fmt: skip
@@ -140,7 +140,6 @@ class HttpEngine:
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        """See :meth:`tercet.protocol.Engine.remote_send`."""
         call = RemoteSendCall(
             prompt=list(request.prompt),
             kv_addr_info=to.kv_addr_info,
@@ -155,7 +154,6 @@ class HttpEngine:
         return await self._post("remote_send", call, Sent, PATIENT)
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        """See :meth:`tercet.protocol.Engine.start_generate`."""
         call = StartGenerateCall(
             prompt=list(request.prompt),
             seq_id=request.seq_id,
@@ -201,11 +199,9 @@ class HttpEngine:
         await self._post("connect", ConnectCall(door=door), dict[str, Any])
 
     async def abort(self, seq_id: str) -> None:
-        """See :meth:`tercet.protocol.Engine.abort`."""
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def status(self) -> EngineStatus:
-        """See :meth:`tercet.protocol.Engine.status`."""
         async with self._call("GET", "status", None, QUICK) as response:
             return await self._decode(response, EngineStatus)
 

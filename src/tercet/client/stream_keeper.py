@@ -45,8 +45,7 @@ class StreamKeeper:
         self._connect = connect
         self._alive = alive
         self.connection = listener.connection_of(name, on_load)
-        self._falls_back_until = -float("inf")
-        self._falls_back = False
+        self._falls_back_until: float | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -69,7 +68,7 @@ class StreamKeeper:
         """
         if self.connection.connected:
             return self.connection
-        if time.monotonic() < self._falls_back_until:
+        if self._falls_back_until is not None and time.monotonic() < self._falls_back_until:
             return None
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._try())
@@ -94,16 +93,15 @@ class StreamKeeper:
         except EngineUnreachable:
             raise
         except (TercetError, OSError) as error:
-            self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
-            if not self._falls_back:
+            if self._falls_back_until is None:
                 logger.warning("%s: no token stream, server-sent events instead: %s", self._name, error)
-            self._falls_back = True
+            self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
             return
         if not self.connection.connected:
             raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
-        if self._falls_back:
+        if self._falls_back_until is not None:
             logger.warning("%s: has a token stream now", self._name)
-        self._falls_back = False
+        self._falls_back_until = None
 
     async def _keep(self) -> None:
         while True:

@@ -44,9 +44,6 @@ class Setting:
     read: Callable[[Any, int], Any] | None = None
 
 
-_UNTOLD = Setting("")
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
     """Base of settings. Construction checks every bound, and raises :class:`~tercet.protocol.BadRequest`.
 
@@ -142,7 +139,9 @@ def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]
         if is_group(field.type):
             yield from _walk(field.type, here)
             continue
-        told = next((each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), _UNTOLD)
+        told = next(
+            (each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), Setting("")
+        )
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         yield Declared(field.encode_name, here, field.type, told, default)
 
