@@ -17,15 +17,12 @@ class OutputObserver(Protocol):
 
     def on_start(self) -> None:
         """The work begins; without this call there is none of the others."""
-        ...
 
     def on_output(self, output: Output) -> None:
         """An output has come."""
-        ...
 
     def on_end(self, error: BaseException | None) -> None:
         """The work is over: called once, also when the stream was closed early or its consumer was cancelled."""
-        ...
 
 
 class OutputStream:

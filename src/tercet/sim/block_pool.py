@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tercet.protocol import Conflict, EngineLoad, NoSpace
@@ -16,29 +17,23 @@ class SimObserver(Protocol):
 
     def load(self, load: EngineLoad) -> None:
         """How busy it is now."""
-        ...
 
     def stored(self, hashes: Sequence[int]) -> None:
         """These blocks can be found in its cache now."""
-        ...
 
     def dropped(self, hashes: Sequence[int]) -> None:
         """These cannot any more."""
-        ...
 
     def cleared(self) -> None:
         """Its cache is empty, or will be told anew."""
-        ...
 
 
+@dataclass(eq=False, slots=True)
 class Holding:
     """What one holder pins: ``hashes`` of its leading cached blocks in order, and ``plain`` blocks behind them."""
 
-    __slots__ = ("hashes", "plain")
-
-    def __init__(self) -> None:
-        self.hashes: list[int] = []
-        self.plain = 0
+    hashes: list[int] = field(default_factory=list[int])
+    plain: int = 0
 
     @property
     def blocks(self) -> int:
@@ -158,30 +153,27 @@ class BlockPool:
         self._pinned -= count
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
-    """One reservation: blocks for the first ``end`` tokens of ``prompt``, of which ``matched`` were cached here."""
+    """One reservation: blocks for the first ``end`` tokens of ``prompt``, of which ``matched`` were cached here.
 
-    __slots__ = ("_received", "end", "holding", "matched", "name", "prompt", "seq_id", "timer")
+    ``received`` are the ranges whose KV is in place.
+    """
 
-    def __init__(self, name: str, seq_id: str, prompt: Prompt, end: int, matched: int) -> None:
-        self.name = name
-        self.seq_id = seq_id
-        self.prompt = prompt
-        self.end = end
-        self.matched = matched
-        self.holding = Holding()
-        self.timer: asyncio.TimerHandle | None = None
-        self._received: list[tuple[int, int]] = []
-
-    def receive(self, begin: int, end: int) -> None:
-        """Note that the KV of ``[begin, end)`` is in place."""
-        self._received.append((begin, end))
+    name: str
+    seq_id: str
+    prompt: Prompt
+    end: int
+    matched: int
+    holding: Holding = field(default_factory=Holding)
+    timer: asyncio.TimerHandle | None = None
+    received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     @property
     def valid_end(self) -> int:
         """How far the KV is there without a gap."""
         reached = self.matched
-        for begin, end in sorted(self._received):
+        for begin, end in sorted(self.received):
             if begin > reached:
                 break
             reached = max(reached, end)

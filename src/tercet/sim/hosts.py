@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tercet.sim.step_times import HostSharing
@@ -136,21 +137,19 @@ class SharedTime:
         return 1.0 + sum(more * (engines[state] - (state == own)) for state, more in beside.items())
 
 
+@dataclass(eq=False, slots=True)
 class _Alarm:
     """A callback at a moment of a shared time, whose moment on the loop moves."""
 
-    __slots__ = ("_args", "_callback", "handle", "pending", "when")
-
-    def __init__(self, when: float, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.when = when
-        self.pending = True
-        self.handle: asyncio.TimerHandle
-        self._callback = callback
-        self._args = args
+    when: float
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    handle: asyncio.TimerHandle = field(init=False)
+    pending: bool = True
 
     def ring(self) -> None:
         self.pending = False
-        self._callback(*self._args)
+        self.callback(*self.args)
 
     def cancel(self) -> None:
         self.pending = False

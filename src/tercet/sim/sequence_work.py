@@ -11,6 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 from tercet.protocol import Output, OutputStream, Usage
 from tercet.protocol.types import FinishReason
@@ -18,6 +20,7 @@ from tercet.sim.block_pool import Holding
 from tercet.sim.prompts import Prompt
 
 
+@dataclass(eq=False, slots=True)
 class Work:
     """Tokens to compute and tokens to produce.
 
@@ -26,31 +29,23 @@ class Work:
     :class:`~tercet.sim.sequence_work.DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
     """
 
-    __slots__ = (
-        "computed", "delivered", "given", "goal", "holding", "joined", "length", "on_chunk", "on_computed", "phase",
-        "produced", "prompt", "started", "state", "stream", "usage", "wake",
-    )  # fmt: skip
-
-    def __init__(
-        self, prompt: Prompt, length: int, given: int, goal: int, on_computed: Callable[[], None] | None = None
-    ) -> None:
-        self.prompt = prompt
-        self.length = length
-        self.given = given
-        self.goal = goal
-        self.on_computed = on_computed
-        self.on_chunk: Callable[[int, int, float, float], None] | None = None
-        self.holding = Holding()
-        self.stream: OutputStream | None = None
-        self.computed = 0
-        self.produced = 0
-        self.delivered = 0
-        self.usage: Usage | None = None
-        self.started = False
-        self.state = "waiting"
-        self.joined = 0
-        self.phase = 0
-        self.wake = 0
+    prompt: Prompt
+    length: int
+    given: int
+    goal: int
+    on_computed: Callable[[], None] | None = None
+    on_chunk: Callable[[int, int, float, float], None] | None = None
+    holding: Holding = field(default_factory=Holding)
+    stream: OutputStream | None = None
+    computed: int = 0
+    produced: int = 0
+    delivered: int = 0
+    usage: Usage | None = None
+    started: bool = False
+    state: Literal["waiting", "prefilling", "sending", "decoding", "left"] = "waiting"
+    joined: int = 0
+    phase: int = 0
+    wake: int = 0
 
     @property
     def known(self) -> int:
@@ -196,16 +191,14 @@ def _valid(entry: tuple[int, int, Work]) -> bool:
     return work.state == "decoding" and work.wake == number
 
 
+@dataclass(slots=True)
 class DecodeRun:
     """Consecutive decode steps of one batch: step ``i`` takes ``first + i * growth`` seconds from ``begin`` on."""
 
-    __slots__ = ("begin", "first", "growth", "steps")
-
-    def __init__(self, begin: float, steps: int, first: float, growth: float) -> None:
-        self.begin = begin
-        self.steps = steps
-        self.first = first
-        self.growth = growth
+    begin: float
+    steps: int
+    first: float
+    growth: float
 
     def after(self, steps: int) -> float:
         """When that many steps are over."""

@@ -250,7 +250,7 @@ class SimEngine:
         if found is None or self._down:
             answer(False)
             return
-        found.receive(begin, end)
+        found.received.append((begin, end))
         self._scheduler.between_steps(partial(self._publish, found))
         answer(True)
 
