@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-vllm lint clean distclean
+.PHONY: help setup demo check test test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,10 +45,13 @@ lint: setup
 	$(BIN)/pyright
 
 check: lint ## style, types and the fast tests
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit tests/fuzz
 
 test: lint ## style, types and all tests, those with real engines included
 	$(BIN)/pytest tests
+
+fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
+	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 test-vllm: setup ## the plugin's own tests with the other vLLMs that it carries
 	scripts/with-vllm 0.31.0

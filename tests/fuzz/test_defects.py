@@ -35,8 +35,9 @@ from tercet.router.front_door import parsed
 from tercet.router.scheduling_file import load_scheduling_file
 from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
-from tercet.streams import FrontDoors, StreamListener
-from tercet.transport import LeaseFilled, SendDone, is_address
+from tercet.streams import FrontDoors, OutputBatch, StreamListener
+from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address
+from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ReadCounters
 from tercet.transport.agent.control_channel import ControlClient, ControlServer
 from tercet.vllm_plugin.engine.agent_reports import AgentReports
@@ -348,3 +349,35 @@ async def test_a_scheduling_file_that_is_none_is_refused(file: str) -> None:
     async with asyncio.timeout(10):
         with pytest.raises(BadRequest):
             await load_scheduling_file(file)
+
+
+# ---- what an engine says of itself and of its tokens -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [[[1, 0, [-1], None]], None],
+        [[[1, 0, [2**31], None]], None],
+        [[[1, 0, [5], {"usage": {"cached": -3}}]], None],
+        [[], [-1, 0, 0.0, None, None]],
+        [[], [0, 0, float("nan"), None, None]],
+        [[], [0, 0, 0.5, None, float("inf")]],
+    ],
+    ids=str,
+)
+def test_tokens_and_counts_that_cannot_be_are_refused(batch: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=OutputBatch)
+
+
+def test_a_lease_that_was_not_granted_is_not_remembered() -> None:
+    region = KVRegion.create(1, 4, 64)
+    agent = Agent(AgentSetup(0, region.fd, region.shape, "same", TransportSettings("tcp"), ()))
+    try:
+        with pytest.raises(BadRequest):
+            agent._handle(GrantLease("ab" * 16, [1], 0, 48, 16, "inproc://nobody"))
+        assert not agent._notify_of_lease
+    finally:
+        agent.close()
+        region.close()

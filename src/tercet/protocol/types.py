@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tercet.protocol.wire import TokenId
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# Finite: no number compares with one that is none, and JSON has no word for the other.
+NotNegativeNumber = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
@@ -47,9 +52,9 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     (run through the model here).
     """
 
-    cached: int = 0
-    received: int = 0
-    computed: int = 0
+    cached: Count = 0
+    received: Count = 0
+    computed: Count = 0
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,7 +63,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     ``logprobs`` has one entry per token: the sampled token first, then the requested top ones.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
@@ -146,8 +151,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ``stalled_s`` is for how many seconds at least one of its processes (core, workers, agents) has shown no progress.
     """
 
-    waiting: int
-    running: int
-    kv_usage: float
-    tokens: int | None = None
-    step_time: float | None = None
+    waiting: Count
+    running: Count
+    kv_usage: NotNegativeNumber
+    tokens: Count | None = None
+    step_time: NotNegativeNumber | None = None

@@ -18,7 +18,8 @@ from tercet.protocol.errors import BadRequest
 PREFIX = "/tercet/v1"
 INCARNATION_HEADER = "x-tercet-incarnation"
 """A call with it is meant for this start of the engine only; any other one refuses it as a conflict."""
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
+# As vLLM's arrays and its tokenizers take them.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # What vLLM's own messages can carry.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -19,7 +19,7 @@ import msgspec
 
 from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
-from tercet.protocol.wire import StartGenerateCall
+from tercet.protocol.wire import StartGenerateCall, TokenId
 
 PROTOCOL = "tercet-stream/2"
 REPORT_SECONDS = 0.1
@@ -54,7 +54,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     position: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     details: DeltaDetails | None = None
 
     @property

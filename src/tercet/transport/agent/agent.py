@@ -148,8 +148,9 @@ class Agent:
     def _handle(self, command: Command) -> Any:
         match command:
             case GrantLease():
-                self._notify_of_lease[command.lease] = command.notify
-                return self._transport.grants.grant(command)
+                self._transport.grants.grant(command)
+                self._notify_of_lease[command.lease] = command.notify  # nobody can write before this is answered
+                return None
             case RevokeLease():
                 self._notify_of_lease.pop(command.lease, None)
                 return self._transport.grants.revoke(command.lease)

@@ -1,0 +1,7 @@
+"""Every target, by layer."""
+
+from __future__ import annotations
+
+from tests.fuzz.targets import agents, kv_transfer, token_streams
+
+TARGETS = (*kv_transfer.TARGETS, *token_streams.TARGETS, *agents.TARGETS)

@@ -1,0 +1,44 @@
+"""Every target for a moment: seeds, what the corpus keeps, and some new cases. The long run is ``make fuzz``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.fuzzing import CORPUS, Target, fuzz, replay
+from tests.fuzz.targets.all import TARGETS
+
+ITEMS = {"frames": 1500, "calls": 60}
+SEED = 20261122
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Every refusal is a line in a log."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+async def test_what_is_known_is_taken_or_refused(target: Target) -> None:
+    assert await replay(target)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+async def test_what_is_new_is_taken_or_refused(target: Target) -> None:
+    run = await fuzz(target, SEED, ITEMS[target.unit])
+    assert run.items >= ITEMS[target.unit]
+    assert len(run.happened) > 3, "all cases end alike: the target does not reach what it is to reach"
+    for file, error in run.failed:
+        raise AssertionError(f"{file}") from error
+
+
+def test_the_corpus_is_of_targets_that_there_are_and_small() -> None:
+    names = {target.name for target in TARGETS}
+    assert {folder.name for folder in CORPUS.iterdir()} <= names
+    files = list(CORPUS.rglob("*.msgpack"))
+    assert max(file.stat().st_size for file in files) < 16 * 1024
+    assert sum(file.stat().st_size for file in files) < 512 * 1024
