@@ -147,14 +147,12 @@ def _any_alive(group: int) -> bool:
     # Imported here: commands that start no process do without it.
     import psutil
 
-    def runs_in_group(process: psutil.Process) -> bool:
-        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        try:
-            return os.getpgid(process.pid) == group and process.status() not in ended
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return False  # it ended meanwhile
-
-    return any(map(runs_in_group, psutil.process_iter()))
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended meanwhile
+            if os.getpgid(process.pid) == group and process.status() not in ended:
+                return True
+    return False
 
 
 def describe_exit(code: int) -> str:

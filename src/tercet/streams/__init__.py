@@ -9,10 +9,9 @@ from tercet.streams.engine_connection import EngineConnection, SequenceInbox
 from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender
 from tercet.streams.front_doors import FrontDoors, StreamRelay
 from tercet.streams.stream_listener import StreamListener
-from tercet.streams.wire_format import REPORT_SECONDS, OutputBatch, StreamHello, TokenDelta
+from tercet.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
 __all__ = [
-    "REPORT_SECONDS",
     "EngineConnection",
     "FrontDoorConnection",
     "FrontDoors",
