@@ -58,7 +58,7 @@ async def source(port: int) -> None:
         running[sender] = call.sampling_params.get("max_tokens", 16) - 1
         sender.send(Output((1000,), usage=Usage(computed=len(call.prompt))))
 
-    front_doors = FrontDoors("source", lambda: None, start_generate)
+    front_doors = FrontDoors("source", "", lambda: None, start_generate)
 
     async def status(_: web.Request) -> web.Response:
         found = EngineStatus(

@@ -200,7 +200,7 @@ def test_a_port_of_five_thousand_digits_is_no_port() -> None:
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 100, "\0", "\ud7ff"])
 async def test_a_front_door_at_a_name_that_is_none_is_unreachable(host: str) -> None:
-    doors = FrontDoors("e", lambda: None, lambda *_: pytest.fail("nobody asked"))
+    doors = FrontDoors("e", "i", lambda: None, lambda *_: pytest.fail("nobody asked"))
     with pytest.raises(FrontDoorUnreachable):
         await doors.connect(f"{host}:7001", "key")
 

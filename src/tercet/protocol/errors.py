@@ -53,7 +53,10 @@ class UnknownSequence(TercetError, status=404):
 
 
 class Conflict(TercetError, status=409):
-    """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another."""
+    """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
+
+    Or the call was meant for another start of the engine.
+    """
 
 
 class LayoutMismatch(TercetError, status=409):

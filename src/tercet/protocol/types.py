@@ -156,3 +156,4 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kv_usage: NotNegativeNumber
     tokens: Count | None = None
     step_time: NotNegativeNumber | None = None
+    stalled_s: NotNegativeNumber = 0.0

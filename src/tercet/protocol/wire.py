@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
-from tercet.protocol.errors import BadRequest
+from tercet.protocol.errors import BadRequest, Conflict
 
 PREFIX = "/tercet/v1"
 INCARNATION_HEADER = "x-tercet-incarnation"
@@ -127,6 +127,15 @@ C = TypeVar("C")
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FIELD = re.compile(r"field `([^`]+)`")
 _PATH = re.compile(r"at `\$\.?([^`\[]*)")
+
+
+def require_incarnation(named: str | None, own: str) -> None:
+    """Raise :class:`~tercet.protocol.errors.Conflict` if a call names another start of the engine than its ``own``."""
+    if named is not None and named != own:
+        raise Conflict(
+            f"the call is meant for the engine that was here before: this one has the incarnation {own}",
+            INCARNATION_HEADER,
+        )
 
 
 def decode_call(body: bytes, kind: type[C]) -> C:

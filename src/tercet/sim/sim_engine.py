@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -86,6 +87,7 @@ class SimEngine:
         network.add(self)
 
     def _start(self) -> None:
+        self.incarnation = uuid.uuid4().hex
         blocks = self.options.total_blocks or self.profile.total_blocks
         self.pool = BlockPool(blocks)
         self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
@@ -232,6 +234,9 @@ class SimEngine:
             leases=len(self._leases),
             sends=len(self._sends),
             counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self.pool.evicted},
+            incarnation=self.incarnation,
+            fingerprint=self._layout.model,
+            dtype=self._layout.dtype,
         )
 
     def load(self) -> EngineLoad:

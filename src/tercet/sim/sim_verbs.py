@@ -30,6 +30,7 @@ from tercet.protocol import (
     UnknownSequence,
 )
 from tercet.protocol.wire import (
+    INCARNATION_HEADER,
     PREFIX,
     AbortCall,
     ConnectCall,
@@ -41,6 +42,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
     decode_call,
+    require_incarnation,
 )
 from tercet.sim.network import Network, SendTarget
 from tercet.sim.prompts import VOCABULARY
@@ -137,16 +139,23 @@ class Verbs:
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
-        self.relay = StreamRelay(FrontDoors(engine.name, engine.load, self._relay))
+        self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
         """Where each verb is found."""
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
-            *(web.post(f"{PREFIX}/{handler.__name__}", handler) for handler in posts),
+            *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
             web.post(DELIVER, self.deliver),
-            web.get(f"{PREFIX}/status", self.status),
+            web.get(f"{PREFIX}/status", self._meant_for_us(self.status)),
         ]
+
+    def _meant_for_us(self, handler: Handler) -> Handler:
+        async def checked(http: web.Request) -> web.StreamResponse:
+            require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
+            return await handler(http)
+
+        return checked
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
         call = decode_call(await http.read(), PrepRecvCall)

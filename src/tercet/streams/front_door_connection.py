@@ -99,10 +99,10 @@ class FrontDoorConnection(asyncio.Protocol):
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
-    async def greet(self, key: str, engine: str) -> None:
+    async def greet(self, key: str, engine: str, incarnation: str) -> None:
         """Say who connects; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
         if self._transport is not None:
-            self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine)))
+            self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine, incarnation)))
         await self._accepted.wait()
         if self._failure is not None:
             raise self._failure

@@ -18,12 +18,14 @@ MOST_CONNECTIONS = 256
 class FrontDoors:
     """One engine's connections, one for each front door that it has been told of.
 
-    ``load`` says how busy the engine is; it is asked for each message, so it must be cheap. ``start`` has the engine
-    generate what front doors ask for over their connections. Without connections nothing runs.
+    ``incarnation`` says which start of the engine speaks. ``load`` says how busy it is; asked for each message, so
+    it must be cheap. ``start`` has the engine generate what front doors ask for over their connections. Without
+    connections nothing runs.
     """
 
-    def __init__(self, engine: str, load: Callable[[], EngineLoad | None], start: Start) -> None:
+    def __init__(self, engine: str, incarnation: str, load: Callable[[], EngineLoad | None], start: Start) -> None:
         self._engine = engine
+        self._incarnation = incarnation
         self._load = load
         self._start = start
         self._connecting: dict[tuple[str, str], asyncio.Task[FrontDoorConnection]] = {}
@@ -67,7 +69,7 @@ class FrontDoors:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)
-                await connection.greet(key, self._engine)
+                await connection.greet(key, self._engine, self._incarnation)
         except BaseException as error:
             connection.abort()
             if not isinstance(error, OSError | ValueError):  # a timeout is one; a host that is no name the other

@@ -4,7 +4,7 @@ An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after eac
 with an empty :class:`StreamCommand`, and sends commands from then on; an empty one is a heartbeat. Structs are arrays
 on the wire, but for the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
-    StreamHello   = [protocol, key, engine]
+    StreamHello   = [protocol, key, engine, incarnation]
     OutputBatch   = [[delta, ...], load or nil]     load = [waiting, running, kv_usage, tokens or nil, step_time or nil,
                                                             stalled_s]
     TokenDelta    = [number, position, [token, ...], details or nil]
@@ -21,7 +21,7 @@ from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import StartGenerateCall, TokenId
 
-PROTOCOL = "tercet-stream/2"
+PROTOCOL = "tercet-stream/3"
 REPORT_SECONDS = 0.1
 """An engine with nothing else to say says how busy it is this often."""
 HEARTBEAT_SECONDS = 1.0
@@ -100,11 +100,15 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamHello(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of a connection: ``key`` says which front door's engine speaks, and that it may."""
+    """The first frame of a connection: ``key`` says which front door's engine speaks, and that it may.
+
+    ``incarnation`` is the engine's, as in its status: another one after each start.
+    """
 
     protocol: str
     key: str
     engine: str
+    incarnation: str
 
 
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.responses import StreamingResponse
 
 from tercet.protocol import Output, TercetError, UnknownSequence
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
+    INCARNATION_HEADER,
     PREFIX,
     AbortCall,
     ConnectCall,
@@ -25,6 +26,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
     decode_call,
+    require_incarnation,
 )
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
@@ -32,7 +34,14 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 T = TypeVar("T")
-router = APIRouter(prefix=PREFIX, tags=["tercet"])
+
+
+async def _meant_for_us(request: Request) -> None:
+    """A call may name the start of the engine that it is meant for; raises ``Conflict`` if that is another one."""
+    require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
+
+
+router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_meant_for_us)])
 
 
 class TercetEndpoints:

@@ -17,6 +17,7 @@ from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
+from tercet.protocol.wire import INCARNATION_HEADER, PREFIX
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.sim_server import ServerConfig, serving
 from tercet.sim.step_times import StepTimes
@@ -180,6 +181,29 @@ def test_errors_cross_the_wire_with_their_kind() -> None:
         assert await found.settled()
 
     run(main, blocks=10)
+
+
+def test_a_call_for_another_start_of_the_engine_is_refused() -> None:
+    async def main(found: Pair) -> None:
+        status = await found.clients[0].status()
+        url = f"{found.clients[0].url}{PREFIX}"
+        assert status.incarnation == found.inside[0].incarnation
+        assert status.incarnation != (await found.clients[1].status()).incarnation
+        async with aiohttp.ClientSession() as session:
+            reserve = {"prompt": [1, 2, 3], "seq_id": "s"}
+            for verb, call in (("prep_recv", reserve), ("abort", {"seq_id": "s"}), ("status", None)):
+                method = "GET" if call is None else "POST"
+                for named, expected in (("another", 409), (status.incarnation, 200)):
+                    headers = {INCARNATION_HEADER: named}
+                    async with session.request(method, f"{url}/{verb}", json=call, headers=headers) as answer:
+                        body = await answer.json()
+                        assert answer.status == expected, (verb, body)
+                        if expected == 409:
+                            assert (body["error"]["param"], body["error"]["code"]) == (INCARNATION_HEADER, "conflict")
+                            assert is_empty(found.inside[0]) == (verb != "abort")  # which was refused, too
+        assert await found.settled()
+
+    run(main)
 
 
 def test_a_client_that_goes_away_gives_everything_back() -> None:

@@ -30,7 +30,7 @@ class FakeEngine:
     """An engine's answers to ``connect`` and ``status``."""
 
     def __init__(self) -> None:
-        self.front_doors = FrontDoors("e", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
+        self.front_doors = FrontDoors("e", "i", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
         self.connect_error: Exception | None = None
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0

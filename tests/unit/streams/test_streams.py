@@ -69,7 +69,7 @@ async def connected() -> AsyncGenerator[Pair]:
         engine = listener.connection_of("e", loads.append)
         address = await listener.address_for(ENGINE_URL)
         started = Started()
-        front_doors = FrontDoors("e", lambda: LOAD, started.start)
+        front_doors = FrontDoors("e", "i", lambda: LOAD, started.start)
         try:
             yield Pair(
                 listener, engine, front_doors, await front_doors.connect(address, engine.key), address, loads, started
@@ -244,7 +244,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs):
-            again = FrontDoors("e", lambda: LOAD, no_start)
+            again = FrontDoors("e", "i", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.engine.key)
             with pytest.raises(EngineUnreachable, match="connected anew"):
                 await anext(outputs)
@@ -255,7 +255,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
 
 async def test_two_callers_share_a_connection() -> None:
     async with connected() as pair:
-        front_doors = FrontDoors("e", lambda: LOAD, no_start)
+        front_doors = FrontDoors("e", "i", lambda: LOAD, no_start)
         engine = pair.listener.connection_of("f", lambda _: None)
         first, second = await asyncio.gather(
             front_doors.connect(pair.address, engine.key), front_doors.connect(pair.address, engine.key)
@@ -268,12 +268,12 @@ async def test_two_callers_share_a_connection() -> None:
 @pytest.mark.parametrize("address", ["nowhere", ":", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "a:b", ":80"])
 async def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(BadRequest, match="door"):
-        await FrontDoors("e", lambda: None, no_start).connect(address, "k")
+        await FrontDoors("e", "i", lambda: None, no_start).connect(address, "k")
 
 
 async def test_a_front_door_that_is_not_there_is_named() -> None:
     with pytest.raises(FrontDoorUnreachable, match=r"127\.0\.0\.1:1"):
-        await FrontDoors("e", lambda: None, no_start).connect("127.0.0.1:1", "k")
+        await FrontDoors("e", "i", lambda: None, no_start).connect("127.0.0.1:1", "k")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ async def test_a_front_door_that_is_not_there_is_named() -> None:
         b"\xff" * 64,
         (3).to_bytes(4, "big") + b"abc",
         (LONGEST_HELLO + 1).to_bytes(4, "big"),
-        frame_of(StreamHello(PROTOCOL, "not a key", "e")),
+        frame_of(StreamHello(PROTOCOL, "not a key", "e", "i")),
         frame_of(OutputBatch((), LOAD)),
     ],
 )
@@ -311,7 +311,7 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
         other = pair.listener.connection_of("other", lambda _: None)
-        front_doors = FrontDoors("other", lambda: None, no_start)
+        front_doors = FrontDoors("other", "i", lambda: None, no_start)
         await front_doors.connect(pair.address, other.key)
         assert other.connected
         assert pair.engine.connected
@@ -327,7 +327,9 @@ async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
         host, _, port = pair.address.rpartition(":")
         with bad.sequence(0, outputs), pair.engine.sequence(0, others) as number:
             _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(frame_of(StreamHello(PROTOCOL, bad.key, "bad")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1")
+            writer.write(
+                frame_of(StreamHello(PROTOCOL, bad.key, "bad", "i")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1"
+            )
             with pytest.raises(EngineUnreachable, match="broke the protocol"):
                 await anext(outputs)
             pair.door.sender(number, 0, never).send(Output((4,), "stop"))
@@ -340,7 +342,7 @@ async def test_an_engine_that_speaks_another_version_is_refused() -> None:
         pair.engine.drop("for this test")
         host, _, port = pair.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(frame_of(StreamHello("tercet-stream/999", pair.engine.key, "e")))
+        writer.write(frame_of(StreamHello("tercet-stream/999", pair.engine.key, "e", "i")))
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
         assert not pair.engine.connected

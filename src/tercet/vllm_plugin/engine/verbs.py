@@ -66,8 +66,11 @@ class EngineVerbs:
         self._leases = LeaseTimers(core, self._tasks)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
         self._reports = AgentReports(len(description.transports), self._lease_filled)
-        self._kv_events = _kv_events(description)
-        self.front_doors = FrontDoors(name, LoadMeter(client).load, self.stream_generate)
+        self.incarnation = uuid.uuid4().hex
+        self._kv_events = None
+        if description.kv_events is not None:
+            self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
+        self.front_doors = FrontDoors(name, self.incarnation, LoadMeter(client).load, self.stream_generate)
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str) -> EngineVerbs:
@@ -236,6 +239,9 @@ class EngineVerbs:
             block_size=self.layout.block_size,
             max_model_len=self._limits.max_model_len,
             kv_events=self._kv_events,
+            incarnation=self.incarnation,
+            fingerprint=self.layout.model,
+            dtype=self.layout.dtype,
             **found,
         )
 
@@ -255,12 +261,6 @@ class EngineVerbs:
         finally:
             del self._busy[key]
             task.cancel()
-
-
-def _kv_events(description: EngineDescription) -> KVEvents | None:
-    if description.kv_events is None:
-        return None
-    return KVEvents(**description.kv_events, epoch=uuid.uuid4().hex)
 
 
 def _usage(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
