@@ -65,6 +65,15 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             scheduling=None if config.scheduling is None else SchedulingInUse(1, config.scheduling),
         )
 
+    def following(self, known: FleetState) -> FleetState:
+        """This state if it is ``known`` or newer; else it is another that was put there, and comes after ``known``."""
+        if self.version > known.version or self == known:
+            return self
+        after = known.with_program(self.program.plan)
+        if self.scheduling is not None:
+            after = after.with_scheduling(self.scheduling.file)
+        return msgspec.structs.replace(after, members=self.members)
+
     def with_program(self, plan: Plan) -> FleetState:
         """Requests from now on are served under ``plan``."""
         following = ProgramInUse(self.program.number + 1, plan)
@@ -151,10 +160,12 @@ class StateFile:
             before = otherwise if found is None else found
             after = change(before)
             if after is not before:
-                after = msgspec.structs.replace(after, version=before.version + 1)
-            if after is not found:
-                write_whole(self.path, msgspec.json.format(msgspec.json.encode(after)), lasting=True)
-            return after
+                after = msgspec.structs.replace(after, version=after.version + 1)
+            if after is found:
+                return after
+            content = msgspec.json.encode(after)
+            write_whole(self.path, msgspec.json.format(content), lasting=True)
+            return msgspec.json.decode(content, type=FleetState)  # as it will be read
 
     @contextmanager
     def _locked(self) -> Generator[None]:

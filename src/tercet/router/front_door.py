@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ERROR = "tercet.error"
 # As on a vLLM server, for probes and for those who scrape metrics; they tell nothing of what clients send.
 OPEN = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/metrics/"})
+WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 # Of vLLM's routes those that generate; the others cost engines nothing.
 GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -84,7 +85,7 @@ class FrontDoor:
         self._require_key(context)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
-        return await read_body(context, receive, self._max_bytes) if scope["method"] == "POST" else None
+        return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
 
     async def _place(self, context: RequestContext, body: ReceivedBody) -> AsyncExitStack:
         """The request's place, and what watches its client meanwhile: given back when the stack is left."""

@@ -122,16 +122,21 @@ class Service:
             yield
             return
 
+        expired = False
+
         def expire() -> None:
+            nonlocal expired
             if not stream.over:
                 stream.fail(DeadlineExceeded(f"the request did not end within {timeout:g} s"))
-                task.cancel()
+                expired = task.cancel()
 
         timer = asyncio.get_running_loop().call_later(began + timeout - time.monotonic(), expire)
         try:
             yield
         finally:
             timer.cancel()
+            if expired:
+                task.uncancel()
 
     def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace) -> None:
         if not sequence.attempt:

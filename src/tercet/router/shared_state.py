@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from tercet.aio import TaskSet, run_in_thread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, Promise
@@ -58,10 +56,10 @@ class SharedState:
         self._turn = asyncio.Lock()
         self._stamp: object = None
         self._serving = False
-        self._seen = 0
         self._failure = ""
         self._applying = TaskSet()
         self._unreported = False
+        self._found: FleetState  # the newest that was read, whether it could be applied or not
         self.state: FleetState
 
     def close(self) -> None:
@@ -73,7 +71,7 @@ class SharedState:
 
     async def start(self, first: FleetState) -> None:
         """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
-        self.state = await run_in_thread(self._file.update, lambda state: state, first)
+        self.state = self._found = await run_in_thread(self._file.update, lambda state: state, first)
         if (self.state.members, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
         self._stamp = self._file.stamp()
@@ -83,7 +81,7 @@ class SharedState:
         """What clients are promised: as the state says, or as the engines do once they have loaded."""
         if self.state.promise is None:
             promise = await self._membership.until_ready()
-            await run_in_thread(self._file.update, lambda state: state.with_promise(promise), self.state)
+            await self._update(lambda state: state.with_promise(promise))
             await self._catch_up(Loaded())
         else:
             self._membership.promise = self.state.promise
@@ -114,24 +112,25 @@ class SharedState:
         """A state that cannot be applied is reported, and the last good one stays in use."""
         async with self._turn:
             self._stamp = self._file.stamp()
-            version = 0
+            found = self._found
             try:
                 state = self._file.read()
-                if state is None:  # it is written again, so that versions only go up
-                    state = await run_in_thread(self._file.update, lambda state: state, self._newest())
-                if state.version > self._seen:
-                    version = state.version
+                if state is None or state is not state.following(found):  # written again: versions only go up
+                    state = await self._update(lambda state: state)
+                if state.version > found.version:
+                    found = state
                     await self._apply(state, loaded)
             except Exception as error:  # a user's module may raise anything
-                self._seen = max(self._seen, version)
+                self._found = found
                 self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
                 logger.error("state: version %d goes on: %s", self.state.version, self._failure)
             self._metrics.fleet_state(self.state.version, bool(self._failure))
             self._report()
 
-    def _newest(self) -> FleetState:
-        """What to go on from without a file: what is in use here, no older than any version that was read."""
-        return msgspec.structs.replace(self.state, version=max(self._seen, self.state.version))
+    async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
+        """Change the file's state; one that was lost or put back goes on from the newest that was read."""
+        known = self._found
+        return await run_in_thread(self._file.update, lambda state: change(state.following(known)), known)
 
     async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
         """Load all of it, then use all of it."""
@@ -146,7 +145,7 @@ class SharedState:
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
         await self._apply_members(state, from_scratch)
-        self.state, self._seen, self._failure = state, state.version, ""
+        self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
         self._report()
 
@@ -245,7 +244,7 @@ class SharedState:
         return await self._change(lambda state: state.with_role(name, role))
 
     async def _change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
-        state = await run_in_thread(self._file.update, change, self._newest())
+        state = await self._update(change)
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 
@@ -278,7 +277,7 @@ class SharedState:
 
     def _own_report(self) -> FollowerReport:
         engines = {each.name: EngineReport(each.in_flight, each.reachable) for each in self._fleet.members}
-        return FollowerReport(os.getpid(), self._serving, self._seen, self._failure, engines)
+        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines)
 
     def _report(self) -> None:
         """A report that cannot be written is no failure of what it says; it is tried again."""

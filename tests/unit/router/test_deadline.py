@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tercet.protocol import DeadlineExceeded, NoSpace
+from tercet.fleet import Trace
+from tercet.protocol import DeadlineExceeded, NoSpace, Request
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 
@@ -31,6 +32,16 @@ async def test_a_stuck_engine(door: Door, metrics: Metrics, stuck: str) -> None:
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
         await ask(door)
     assert await door.has_everything_back()
+
+
+async def test_no_cancellation_stays_behind(door: Door, metrics: Metrics) -> None:
+    limited(door, metrics, 0.05).engine("d").pause.clear()
+    task = asyncio.current_task()
+    assert task is not None
+    with pytest.raises(DeadlineExceeded):
+        await door.service.run(Request(seq_id="s", prompt=(1, 2, 3)), Trace()).run(lambda _: None)
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)  # where it would come
 
 
 async def test_retries_end_with_it(door: Door, metrics: Metrics) -> None:

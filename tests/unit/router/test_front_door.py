@@ -281,18 +281,19 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
 # ---- sizes and keys ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_that_is_too_large(house: House, announced: bool) -> None:
+async def test_a_body_that_is_too_large(house: House, announced: bool, method: str) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(11):
             yield b"x" * 100
 
-    answer = await house.client.post(PATH, content=b"x" * 1001 if announced else chunks())
+    answer = await house.client.request(method, PATH, content=b"x" * 1001 if announced else chunks())
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
     assert "1000 bytes" in answer.json()["error"]["message"]
     assert house.app.bodies == []
-    assert (await house.client.post(PATH, content=b"x" * 1000)).status_code == 200
+    assert (await house.client.request(method, PATH, content=b"x" * 1000)).status_code == 200
 
 
 @pytest.mark.parametrize("shown", [None, "Bearer wrong", "Basic key", "Bearer", "key"])

@@ -248,6 +248,29 @@ async def test_a_state_that_is_gone_is_written_again(door: Door, other: Other) -
     assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
 
 
+@pytest.mark.parametrize("edited", [False, True])
+async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(door: Door, other: Other, edited: bool) -> None:
+    file = door.directory / "state.json"
+    old = file.read_text()
+    await door.use(Plan(program="data_parallel"))
+    await door.shared.drain("d", True)
+    if edited:
+        old = (
+            file.read_text().replace('"draining": true', '"draining": false').replace("data_parallel", "disaggregated")
+        )
+    file.write_text(old)
+    following = asyncio.ensure_future(door.shared.follow())
+    async with asyncio.timeout(10):
+        while door.fleet.member("d").draining or other.fleet.member("d").draining:
+            await asyncio.sleep(0.01)
+    following.cancel()
+    assert json.loads(file.read_text())["version"] == door.shared.state.version == other.shared.state.version == 5
+    assert other.program == (3, "disaggregated")
+    assert door.service.routing.current.plan.program == "disaggregated"
+    assert await door.shared.drain("d", True) == []
+    assert (other.shared.state.version, other.fleet.member("d").draining) == (6, True)
+
+
 async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has_others(
     door: Door, metrics: Metrics, programs: str
 ) -> None:

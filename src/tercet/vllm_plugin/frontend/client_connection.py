@@ -105,7 +105,9 @@ class ClientConnection:
             self._on_lost = None
 
     def lost(self) -> None:
-        """The client is gone."""
+        """The client is gone; of several requests that it sent at once uvicorn tells only the last one's cycle."""
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
         if self._on_lost is not None:
             self._on_lost()
 

@@ -64,6 +64,27 @@ def test_a_client_that_leaves_ends_its_sequence(doors: Doors) -> None:
     assert not doors.engine.running
 
 
+def test_a_client_that_leaves_with_two_requests_under_way_is_no_error(
+    doors: Doors, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one waits, unread: that its client has gone is noticed when the first one writes to it."""
+    ended = doors.engine.ended["first"] = threading.Event()
+    client = connect(doors, "first", [*[list(doors.tokens("one"))] * 100, "stop"])
+    read_until(client, b'"text":"one"')
+    client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    doors.let_go("first")
+    read_until(client, b'"text":"one"')
+    client.close()
+    for _ in range(90):
+        doors.let_go("first")
+        if ended.wait(0.05):
+            break
+    assert doors.engine.said["first"] < 100
+    until(lambda: not doors.processor.request_states and not doors.engine.running)
+    time.sleep(0.1)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_the_first_token_is_on_the_socket_before_the_program_goes_on(doors: Doors) -> None:
     tokens = doors.tokens("one two more and more")
     client = connect(doors, "first", [*[[token] for token in tokens], "stop"])
