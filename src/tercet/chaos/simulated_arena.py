@@ -370,7 +370,9 @@ class _Arena:
         found["front door", "sequences"] = len(self._service.sequences)
         for process in (self._front_door, self._stranger, *(server.process for server in self._servers.values())):
             found[process.address, "connections"] = len(process.transports) // POOLED
-            found[process.address, "half-open connections"] = sum(each.half_open for each in process.transports)
+            for each in process.transports:
+                if each.half_open:
+                    found[process.address, f"half-open connections of {type(each.get_protocol()).__name__}"] += 1
         for task in asyncio.all_tasks():
             coroutine: Any = task.get_coro()
             found["event loop", f"tasks of {coroutine.__qualname__}"] += 1

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, cast
 
 import msgspec
 import typer
 
 from tercet.chaos.chaos_report import HEADINGS, ChaosResult, fault_rows, figures, violation_lines
+from tercet.chaos.client_load import LoadShape
 from tercet.chaos.fault_schedule import KINDS, FaultSchedule, FleetShape, load_schedule, parse_kinds, plan_faults
-from tercet.cli.terminal import note, require_folder, show_table
+from tercet.cli.setting_flags import VLLMArgs
+from tercet.cli.terminal import note, require_folder, show_table, write_file
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 
+PATIENCE = 60.0
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)
 
 
 def chaos(
+    real: Annotated[
+        bool, typer.Option("--real", help="Real processes on this machine instead of a simulated fleet.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Faults and clients follow from it.")] = 0,
     minutes: Annotated[float, typer.Option(help="How long there are clients and faults.")] = 1.0,
     fleet: Annotated[
-        str | None, typer.Option(metavar="PREFILL,DECODE", help="Engines of each role.", show_default="40,60")
+        str | None,
+        typer.Option(metavar="PREFILL,DECODE", help="Engines of each role.", show_default="40,60; --real: 1,1"),
     ] = None,
     faults: Annotated[
         str | None,
@@ -29,46 +38,91 @@ def chaos(
     ] = None,
     without: Annotated[str | None, typer.Option(metavar="KIND[,KIND...]", help="All but these.")] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Faults a minute, while enough engines are well.", show_default="2000")
+        float | None,
+        typer.Option(help="Faults a minute, while enough engines are well.", show_default="2000; --real: 6"),
     ] = None,
-    requests: Annotated[float | None, typer.Option(help="Requests a second.", show_default="20")] = None,
-    patience: Annotated[float, typer.Option(help="Seconds for which a client may hear nothing.")] = 60.0,
+    requests: Annotated[float | None, typer.Option(help="Requests a second.", show_default="20; --real: 0.5")] = None,
+    patience: Annotated[float, typer.Option(help="Seconds for which a client may hear nothing.")] = PATIENCE,
     schedule: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Take the faults from a file that --save wrote.")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the faults here before they begin.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the faults and do nothing.")] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(metavar="PROFILE", help="With --real: engines that are simulated, each in a process of its own."),
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="With --real: where logs go.", show_default="nowhere")] = None,
+    vllm_args: VLLMArgs = None,
 ) -> None:
-    """Break a simulated fleet under load, and check that nobody loses anything by it.
+    """Break a fleet under load, and check that nobody loses anything by it.
 
-    The fleet runs in virtual time: the front door's service, its clients of engines and the engines' servers are those
-    of production, over virtual sockets; engines are simulated. The same seed is the same run, whatever the machine. The
-    clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences and
-    connections must be back at the end. Exit status 1 if they are not.
+    The clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences,
+    connections and processes must be back at the end. Exit status 1 if they are not.
+
+    Without --real the fleet runs in virtual time: the front door's service, its clients of engines and the engines'
+    servers are those of production, over virtual sockets; engines are simulated. The same seed is the same run, on any
+    machine. With --real `tercet up`'s processes get the signals, in float32, behind proxies that can be cut; the
+    faults and the clients are the same for a seed, and what comes of them is not.
 
     Examples:
     - `tercet chaos --seed 7 --minutes 5`
     - `tercet chaos --faults kill,cut --rate 500 --fleet 4,8`
     - `tercet chaos --seed 7 --plan`
+    - `tercet chaos --real --minutes 10`
+    - `tercet chaos --real --simulate llama-3.1-8b-h100-tp1 --fleet 2,3 --rate 20`
     """
-    prefill, decode = _counts(fleet or "40,60")
+    prefill, decode = _counts(fleet or ("1,1" if real else "40,60"))
     _check(minutes, rate, requests, patience)
-    for path, flag in ((save, "--save"),):
-        require_folder(path, flag)
-    from tercet.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
-
-    logging.basicConfig(level=logging.CRITICAL)
-    engines = SimulatedFleet(prefill=prefill, decode=decode)
-    planned = _schedule(schedule, engines.shape(), seed, minutes, rate or 2000.0, faults, without)
+    require_folder(save, "--save")
+    if not real and (simulate or log_dir or vllm_args):
+        raise BadRequest("--simulate, --log-dir and vLLM's flags go with --real", "--real")
+    arena = _real(prefill, decode, simulate, log_dir, vllm_args) if real else _simulated(prefill, decode)
+    planned = _schedule(schedule, arena.shape, seed, minutes, rate or arena.rate, faults, without)
     if save is not None:
-        save.write_bytes(planned.to_json())
+        write_file(save, planned.to_json(), "--save")
     if plan:
         for fault in planned.faults:
             typer.echo(str(fault))
         return
-    load = msgspec.structs.replace(SIMULATED_LOAD, rate=requests or SIMULATED_LOAD.rate)
-    result = run_simulated(engines, planned, load, patience, note)
-    _report(result, _replay(locals()))
+    load = msgspec.structs.replace(arena.load, rate=requests or arena.load.rate)
+    _report(arena.run(planned, load, patience), _replay(locals()))
+
+
+class Arena(NamedTuple):
+    """Where it happens: what can, how often it does if nobody says, and how to run it."""
+
+    shape: FleetShape
+    rate: float
+    load: LoadShape
+    run: Callable[[FaultSchedule, LoadShape, float], ChaosResult]
+
+
+def _simulated(prefill: int, decode: int) -> Arena:
+    from tercet.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
+
+    logging.basicConfig(level=logging.CRITICAL)
+    fleet = SimulatedFleet(prefill=prefill, decode=decode)
+
+    def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
+        return run_simulated(fleet, schedule, load, patience, note)
+
+    return Arena(fleet.shape(), 2000.0, SIMULATED_LOAD, run)
+
+
+def _real(prefill: int, decode: int, simulate: str | None, log_dir: Path | None, vllm_args: list[str] | None) -> Arena:
+    from tercet.chaos.real_arena import REAL_LOAD, real_shape, run_real
+    from tercet.cluster.model import resolve_model
+
+    config = UpConfig(
+        prefill=prefill, decode=decode, port=0, dtype="float32", simulate=simulate, engine_args=tuple(vllm_args or ()),
+        log_dir=None if log_dir is None else str(log_dir),
+    )  # fmt: skip
+
+    def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
+        return run_real(config, resolve_model(config.model), schedule, load, patience, note)
+
+    return Arena(real_shape(config), 6.0, REAL_LOAD, run)
 
 
 def _report(result: ChaosResult, replay: str) -> None:
@@ -82,11 +136,13 @@ def _report(result: ChaosResult, replay: str) -> None:
 
 def _replay(given: dict[str, object]) -> str:
     """The command that runs the same again."""
-    defaults = {"patience": 60.0}
-    shown = ("seed", "minutes", "fleet", "faults", "without", "rate", "requests", "patience", "schedule")
-    flags = [(name, given[name]) for name in shown if given[name] not in (None, defaults.get(name))]
-    words = [f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in flags]
-    return " ".join(["tercet chaos", *words])
+    defaults = {"patience": PATIENCE}
+    shown = ("seed", "minutes", "fleet", "faults", "without", "rate", "requests", "patience", "schedule", "simulate")
+    values = [(name, given[name]) for name in shown if given[name] not in (None, defaults.get(name))]
+    words = [f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in values]
+    flags = cast("list[str] | None", given["vllm_args"])
+    last = ["--", *flags] if flags else []
+    return " ".join(["tercet chaos", *(["--real"] if given["real"] else []), *words, *last])
 
 
 def _schedule(

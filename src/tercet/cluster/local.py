@@ -97,7 +97,7 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
     argv = router_argv(router_config(config, model, port, engines), log_dir)
-    router = Process("router", argv, _router_env(model), log_dir / "router.log")
+    router = Process("router", argv, router_env(model), log_dir / "router.log")
     processes = [*(engine.process for engine in engines), router]
     try:
         # The front door loads beside the engines and waits for them.
@@ -106,8 +106,8 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
             on_event(process.name, "loading")
         async with asyncio.TaskGroup() as group:
             for engine in engines:
-                group.create_task(_until_ready(engine.process, engine.url, on_event))
-            group.create_task(_until_ready(router, url, on_event))
+                group.create_task(until_ready(engine.process, engine.url, on_event))
+            group.create_task(until_ready(router, url, on_event))
         yield RunningFleet(url, engines, router, log_dir)
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
@@ -161,8 +161,8 @@ def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
     return [sys.executable, "-m", "tercet.cli", "router", "--config", str(file)]
 
 
-def _router_env(model: str) -> dict[str, str | None]:
-    """Its settings are those of the file, whatever variables say: they were heard when the file was made."""
+def router_env(model: str) -> dict[str, str | None]:
+    """The front door's environment: no settings, since those of the file were made with the variables in mind."""
     env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env
 
@@ -179,7 +179,8 @@ def _log_dir(config: UpConfig) -> Path:
     return chosen
 
 
-async def _until_ready(process: Process, url: str, on_event: OnEvent) -> None:
+async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
+    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long."""
     began = time.monotonic()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while time.monotonic() - began < READY_SECONDS:

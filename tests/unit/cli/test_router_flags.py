@@ -98,7 +98,7 @@ def test_the_front_doors_settings_are_for_the_eyes_of_its_owner(tmp_path: Path) 
 def test_variables_were_heard_when_the_file_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TERCET_RETRIES", "1")
     assert received(tmp_path, monkeypatch).retries.retries == 1
-    assert local._router_env("m")["TERCET_RETRIES"] is None
+    assert local.router_env("m")["TERCET_RETRIES"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Which processes an engine consists of, by their parents and command lines, and signals to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import psutil
+
+from tercet.chaos.fault_schedule import ProcessKind
+
+AGENT_MODULE = "tercet.transport.agent"
+HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
+
+
+class RunningProcess(NamedTuple):
+    """One process of a tree."""
+
+    pid: int
+    parent: int
+    command: str
+
+
+def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind, Sequence[int]]:
+    """The process ids of an engine by what they are; ``server`` is its API server's.
+
+    The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes
+    stand beside them and are no part of the engine.
+    """
+    real = [each for each in tree if not any(helper in each.command for helper in HELPERS)]
+    found: defaultdict[ProcessKind, list[int]] = defaultdict(list)
+    kinds: dict[int, ProcessKind] = {server: "api"}
+    below: dict[ProcessKind, ProcessKind] = {"api": "core", "core": "worker", "worker": "agent"}
+    found["api"].append(server)
+    for each in sorted(real):  # a child is younger than its parent, but ids may have wrapped around
+        if AGENT_MODULE in each.command:
+            kinds[each.pid] = "agent"
+    waiting = [each for each in real if each.pid != server and each.pid not in kinds]
+    while waiting:
+        known = [each for each in waiting if each.parent in kinds]
+        if not known:
+            break
+        for each in known:
+            kinds[each.pid] = below.get(kinds[each.parent], "agent")
+            waiting.remove(each)
+    for pid, kind in kinds.items():
+        if pid != server:
+            found[kind].append(pid)
+    found["engine"] = sorted(kinds)
+    return found
+
+
+def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
+    """The processes of an engine that runs under the guard process; none if it is gone."""
+    try:
+        children = psutil.Process(guard).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return {}
+    tree: list[RunningProcess] = []
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            tree.append(RunningProcess(child.pid, child.ppid(), " ".join(child.cmdline())))
+    server = next((each.pid for each in tree if each.parent == guard), None)
+    return {} if server is None else classify(server, tree)
+
+
+def send_signal(pids: Sequence[int], number: int) -> int:
+    """Signal each; returns how many were still there."""
+    reached = 0
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            reached += 1
+    return reached
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those that have not ended; one that nobody has waited for has."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,64 @@
+"""Clients of a real front door: streams of its OpenAI API, as pieces of text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tercet.chaos.client_load import Arrival
+from tercet.protocol import EngineUnreachable, TercetError, from_wire
+
+DATA = b"data: "
+
+
+class StreamBrokenOff(TercetError):
+    """The stream ended without the end of the answer."""
+
+
+class OpenAIClients:
+    """Asks the front door at ``url``; how long an answer may take is for those who read the records to judge."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._model = model
+
+    async def ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
+        """The text of each event; raises :class:`~tercet.protocol.TercetError` for everything that goes wrong."""
+        question = arrival.question
+        body = {
+            "model": self._model, "prompt": list(question.prompt), "max_tokens": question.max_tokens, "stream": True,
+            "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        headers = {"x-tercet-program": arrival.program, "x-request-id": arrival.name}
+        try:
+            async with self._session.post(self._url, json=body, headers=headers) as response:
+                if response.status != 200:
+                    raise from_wire(response.status, _decoded(await response.read()))
+                whole = False
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        event: dict[str, Any] = msgspec.json.decode(line[len(DATA) :])
+                        if "error" in event:
+                            raise from_wire(500, event)
+                        for choice in event["choices"]:
+                            reason = choice["finish_reason"]
+                            whole = whole or reason is not None
+                            if choice["text"]:
+                                yield (choice["text"],)
+                            if reason in ("abort", "error"):
+                                raise StreamBrokenOff(f"the answer ended with {reason}")
+                if not whole:
+                    raise StreamBrokenOff("the answer ended without a finish reason")
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnreachable(f"the front door broke off: {error!r}") from error
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {"error": {"message": body[:200].decode(errors="replace")}}

@@ -1,0 +1,180 @@
+"""Engines and a front door as processes of this machine, each engine behind a proxy, to be broken and started anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from tercet.chaos.cuttable_proxy import CuttableProxy
+from tercet.chaos.engine_processes import alive, processes_of
+from tercet.chaos.fault_schedule import ProcessKind
+from tercet.chaos.wrong_clock import WrongClock, build, can_be_built
+from tercet.cluster.child_process import Process
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
+from tercet.cluster.local import (
+    ENGINE_HOST,
+    OnEvent,
+    RunningEngine,
+    engine_specs,
+    router_argv,
+    router_config,
+    router_env,
+    until_ready,
+)
+from tercet.cluster.ports import free_ports, url_of
+from tercet.cluster.up_config import UpConfig
+from tercet.protocol import Role
+
+# Of the guard: a fleet that is broken on purpose is not given long to end by itself.
+GRACE_SECONDS = 5.0
+GONE_SECONDS = 30.0
+LOOK_SECONDS = 0.2
+IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
+Note = Callable[[str], object]
+
+
+def telling(note: Note) -> OnEvent:
+    """How each process gets on, as lines."""
+
+    def tell(name: str, state: str) -> None:
+        note(f"{name}: {state}")
+
+    return tell
+
+
+class RealEngine:
+    """One engine's place in the fleet: its command, its proxies, and the process that runs there now."""
+
+    def __init__(self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None) -> None:
+        self.spec = spec
+        self.role: Role = role
+        self.clock = clock
+        self.is_up = False
+        self._log_dir = log_dir
+        self._starts = 0
+        self._process: Process | None = None
+        self.proxies: tuple[CuttableProxy, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name in the fleet."""
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        """Where it listens; the front door knows it by its proxy's address."""
+        return url_of(self.spec.host, self.spec.port)
+
+    def processes(self) -> Mapping[ProcessKind, Sequence[int]]:
+        """What runs there now."""
+        guard = self._process.pid if self._process is not None else None
+        return {} if guard is None else processes_of(guard)
+
+    async def launch(self, spec: EngineSpec | None = None) -> Process:
+        """Start it, or something else in its place, and return at once."""
+        self._starts += 1
+        chosen = spec or self.spec
+        env: dict[str, str | None] = {**engine_env(chosen), **(self.clock.env if self.clock is not None else {})}
+        log = self._log_dir / f"{self.name}-{self._starts}.log"
+        self._process = Process(self.name, engine_argv(chosen), env, log, GRACE_SECONDS)
+        await self._process.start()
+        return self._process
+
+    async def start(self, note: Note, spec: EngineSpec | None = None) -> None:
+        """Start it and wait until it answers; raises :class:`~tercet.cluster.child_process.StartFailed`."""
+        process = await self.launch(spec)
+        await until_ready(process, self.url, telling(note))
+        self.is_up = spec is None
+
+    async def ended(self, pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
+        """Wait until all these processes have ended; returns those that have not by then."""
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            if not alive(pids):
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        return alive(pids)
+
+    async def stop(self) -> None:
+        """End whatever runs there."""
+        process, self._process, self.is_up = self._process, None, False
+        if process is not None:
+            await process.stop()
+
+    def impostor(self) -> EngineSpec:
+        """An engine of another model at the same address."""
+        return msgspec.structs.replace(self.spec, simulate=IMPOSTOR_PROFILE, options={}, extra_args=(), cores=())
+
+
+class RealFleet:
+    """A fleet that answers at ``url``; every engine is reached through its own proxies."""
+
+    def __init__(self, url: str, engines: Mapping[str, RealEngine], router: Process, log_dir: Path) -> None:
+        self.url = url
+        self.engines = engines
+        self.router = router
+        self.log_dir = log_dir
+
+
+@asynccontextmanager
+async def running_fleet(config: UpConfig, model: str, log_dir: Path, note: Note) -> AsyncGenerator[RealFleet]:
+    """Start the fleet, and stop all of it on exit.
+
+    Raises :class:`~tercet.cluster.child_process.StartFailed` when a process does not become ready.
+    """
+    library = await asyncio.to_thread(build, log_dir) if can_be_built() else None
+    port, stream_port = free_ports(config.host, 2)
+    config = msgspec.structs.replace(config, stream_port=stream_port)
+    async with AsyncExitStack() as stack:
+        engines: dict[str, RealEngine] = {}
+        for spec, (_, role) in zip(engine_specs(config, model), config.roles, strict=True):
+            clock = None
+            if library is not None:
+                clock = stack.enter_context(WrongClock(library, log_dir / f"{spec.name}.clock"))
+            engine = engines[spec.name] = RealEngine(spec, role, log_dir, clock)
+            stack.push_async_callback(engine.stop)
+            (back_port,) = free_ports(ENGINE_HOST, 1)
+            told = (f"{ENGINE_HOST}:{stream_port}".encode(), f"{ENGINE_HOST}:{back_port}".encode())
+            back = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, stream_port, told, back_port))
+            forth = await stack.enter_async_context(CuttableProxy(ENGINE_HOST, spec.port, told))
+            engine.proxies = (forth, back)
+        processes = {name: await engine.launch() for name, engine in engines.items()}
+        known = [
+            RunningEngine(name, engine.role, url_of(ENGINE_HOST, engine.proxies[0].port), processes[name])
+            for name, engine in engines.items()
+        ]
+        argv = router_argv(router_config(config, model, port, known), log_dir)
+        router = Process("router", argv, router_env(model), log_dir / "router.log")
+        stack.push_async_callback(router.stop)
+        await router.start()
+        url = url_of(config.host, port)
+
+        tell = telling(note)
+        async with asyncio.TaskGroup() as group:
+            for name, engine in engines.items():
+                group.create_task(until_ready(processes[name], engine.url, tell))
+            group.create_task(until_ready(router, url, tell))
+        for engine in engines.values():
+            engine.is_up = True
+        yield RealFleet(url, engines, router, log_dir)
+
+
+@asynccontextmanager
+async def slow_disk(directory: Path) -> AsyncGenerator[None]:
+    """While entered, somebody writes and syncs there without end."""
+    file = directory / "written-without-end"
+    process = await asyncio.create_subprocess_exec(
+        "dd", "if=/dev/zero", f"of={file}", "bs=4M", "count=100000", "oflag=dsync", "conv=notrunc",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        file.unlink(missing_ok=True)

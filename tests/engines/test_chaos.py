@@ -1,0 +1,42 @@
+"""Short seeded runs of faults on real processes: nobody loses anything. They break their fleets, and have their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tercet.chaos.chaos_report import figures, violation_lines
+from tercet.chaos.fault_schedule import FaultSchedule, PlannedFault
+from tercet.chaos.real_arena import REAL_LOAD, run_real
+from tercet.cluster.model import resolve_model
+from tercet.cluster.up_config import UpConfig
+
+# What the product is known to survive, one after the other; half of the time is for the engine that starts anew.
+ON_VLLM = (
+    PlannedFault(2.0, "cut", "decode-0", 3.0),
+    PlannedFault(7.0, "stop", "prefill-0", 3.0, "core"),
+    PlannedFault(12.0, "kill", "decode-0", 1.0, "worker"),
+)
+ON_SIMULATED = (
+    PlannedFault(1.0, "cut", "decode-0", 3.0),
+    PlannedFault(2.0, "kill", "decode-1", 1.0),
+    PlannedFault(6.0, "stop", "prefill-0", 3.0),
+    PlannedFault(8.0, "full_kv", "decode-0", 3.0),
+)
+
+
+@pytest.mark.parametrize("simulate", [None, "llama-3.1-8b-h100-tp1"], ids=["vllm", "simulated"])
+def test_nobody_loses_anything(simulate: str | None, tmp_path: Path) -> None:
+    config = UpConfig(
+        prefill=1, decode=1 if simulate is None else 2, port=0, dtype="float32", simulate=simulate,
+        log_dir=str(tmp_path),
+    )  # fmt: skip
+    faults = ON_VLLM if simulate is None else ON_SIMULATED
+    load = msgspec.structs.replace(REAL_LOAD, questions=4, leaving=0.2, rate=0.5 if simulate is None else 4.0)
+    result = run_real(config, resolve_model("smollm2"), FaultSchedule(1, 20.0, faults), load, 60.0, print)
+    print("\n".join([*figures(result), *violation_lines(result.violations, 1, "this test")]))
+    assert [str(found) for found in result.violations] == []
+    assert [fault.why for fault in result.faults] == [""] * len(faults)
+    assert result.records
