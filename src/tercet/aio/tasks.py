@@ -11,6 +11,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def is_cancelled() -> bool:
+    """Whether somebody has asked the running task to end, and not taken it back."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class TaskSet:
     """Tasks that nobody awaits, each held until it ends: the event loop itself keeps only weak references.
 

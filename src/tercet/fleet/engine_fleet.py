@@ -67,6 +67,8 @@ class EngineFleet:
 
     ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
     reported more than ``stale_after`` seconds ago counts as unknown. ``seed`` makes random picks repeatable.
+    ``knowledge`` is what is known of the engines, told by whoever hears from them; ``costs`` what serving costs here,
+    as far as it was seen, and the work that is under way.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class EngineFleet:
         self._failed: set[str] | None = None
         self._on_generate: Callable[[str], object] = lambda _: None
         random = Random(seed)
-        self._picking = Picking[Member](FleetKnowledge(clock, stale_after), random, scheduling or Scheduling())
-        self._costs = Costs(clock, random)
+        self.knowledge = FleetKnowledge(clock, stale_after)
+        self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
+        self.costs = Costs(clock, random)
         for member in self._members:
             self.knowledge.add(member.name)
         self._reopen()
@@ -104,16 +107,6 @@ class EngineFleet:
         view = copy(self)
         view._trace, view._failed, view._on_generate = trace, set(), on_generate
         return view
-
-    @property
-    def knowledge(self) -> FleetKnowledge:
-        """What is known of the engines; whoever hears from them tells it."""
-        return self._picking.knowledge
-
-    @property
-    def costs(self) -> Costs:
-        """What serving costs here, as far as it was seen, and the work that is under way."""
-        return self._costs
 
     @property
     def scheduling(self) -> Scheduling:
@@ -155,7 +148,7 @@ class EngineFleet:
         member = self.member(name)
         self._members.remove(member)
         self.knowledge.remove(name)
-        self._costs.forget(name)
+        self.costs.forget(name)
         self._reopen()
         return member
 
@@ -209,10 +202,10 @@ class EngineFleet:
         if not able:
             raise EngineUnreachable("this fleet has no engine that may be picked")
         matched = self._picking.matched(request, able)
-        decision = self._costs.decide(request, [member.name for member in able], matched, targets, explore)
+        decision = self.costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
-            stack.enter_context(self._costs.promised(request, decision, matched))
+            stack.enter_context(self.costs.promised(request, decision, matched))
             decode = stack.enter_context(self._counted(self.member(chosen.decode), request))
             prefill = None
             if chosen.prefill:
@@ -229,7 +222,7 @@ class EngineFleet:
             yield TracedEngine(
                 member.engine,
                 self._trace,
-                self._costs,
+                self.costs,
                 self._on_generate,
                 self._note_failure,
                 self._calls_of,

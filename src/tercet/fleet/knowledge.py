@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +82,7 @@ class LoadTable:
             kv_usage=found["kv_usage"],
             tokens=None if math.isnan(found["tokens"]) else int(found["tokens"]),
             step_time=None if math.isnan(found["step_time"]) else found["step_time"],
+            stalled_s=found["stalled_s"],
         )
         return load, self._clock() - float(self._at[row])
 
@@ -231,26 +233,26 @@ class FleetKnowledge:
         self._cold[row] = self._turn
 
 
+@dataclass(frozen=True)
 class EngineObserver:
     """A simulated engine's observer that passes on what it is told."""
 
-    def __init__(self, knowledge: FleetKnowledge, name: str, block_size: int) -> None:
-        self._knowledge = knowledge
-        self._name = name
-        self._block_size = block_size
+    knowledge: FleetKnowledge
+    name: str
+    block_size: int
 
     def load(self, load: EngineLoad) -> None:
         """How busy the engine is."""
-        self._knowledge.loads.report(self._name, load)
+        self.knowledge.loads.report(self.name, load)
 
     def stored(self, hashes: Sequence[int]) -> None:
         """Blocks that it holds now."""
-        self._knowledge.hold(self._name, self._block_size, hashes)
+        self.knowledge.hold(self.name, self.block_size, hashes)
 
     def dropped(self, hashes: Sequence[int]) -> None:
         """Blocks that it holds no more."""
-        self._knowledge.unstore(self._name, hashes)
+        self.knowledge.unstore(self.name, hashes)
 
     def cleared(self) -> None:
         """It holds nothing."""
-        self._knowledge.cleared(self._name)
+        self.knowledge.cleared(self.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 
 import msgspec
 
@@ -102,12 +102,9 @@ class TracedEngine:
         """The engine's name."""
         return self._engine.name
 
-    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
-        return self._prep_recv(request, end)
-
     @asynccontextmanager
-    async def _prep_recv(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        """See :meth:`tercet.protocol.Engine.prep_recv`."""
         started = self.clock()
         async with AsyncExitStack() as stack:
             with self._watched():

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol, Union, cast
 
+from tercet.aio import is_cancelled
 from tercet.protocol import Output, OutputStream
 
 # Outputs, engines' streams, and what other programs yield. (A union with a name in quotes needs ``Union``.)
@@ -65,8 +66,7 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
 
 def _is_cancellation(error: BaseException) -> bool:
     """Whether the task is to end: a program's own timeout, once the program has handled it, asks for no more."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
+    return isinstance(error, asyncio.CancelledError) and is_cancelled()
 
 
 def outputs_of(answer: Answer) -> OutputStream:

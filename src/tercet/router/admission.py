@@ -45,7 +45,6 @@ class Ticket:
     number: int
     state: Literal["waiting", "in", "refused", "over"] = "waiting"
 
-    @property
     def rank(self) -> tuple[int, int]:
         """The lower one comes in first."""
         return self.priority, self.number
@@ -69,7 +68,7 @@ class Admission:
         """A request's ticket: in, waiting or refused; a full queue sends away whoever ranks last."""
         self._number += 1
         ticket = Ticket(priority, self._number)
-        insort(self.waiting, ticket, key=_rank)
+        insort(self.waiting, ticket, key=Ticket.rank)
         changed = self.look(load)
         while len(self.waiting) > self.limits.queued:
             last = self.waiting.pop()
@@ -90,7 +89,7 @@ class Admission:
     def leave(self, ticket: Ticket, load: FleetLoad, now: float) -> list[Ticket]:
         """A request ended, or does not wait any longer; one that was refused has nothing to give back."""
         if ticket.state == "waiting":
-            del self.waiting[bisect_left(self.waiting, ticket.rank, key=_rank)]
+            del self.waiting[bisect_left(self.waiting, ticket.rank(), key=Ticket.rank)]
         elif ticket.state == "in":
             self.in_flight -= 1
             self._note_end(now)
@@ -120,10 +119,6 @@ class Admission:
             gap = now - self._last_end
             self._gap = gap if self._gap is None else (1 - NEWEST) * self._gap + NEWEST * gap
         self._last_end = now
-
-
-def _rank(ticket: Ticket) -> tuple[int, int]:
-    return ticket.rank
 
 
 class ClientLeft(Exception):
@@ -183,15 +178,15 @@ class Gate:
                     raise self._refusal("queue_timeout", f"no place came free within {seconds:g} s")
                 await asyncio.wait({waking, left}, timeout=min(seconds, LOOK_SECONDS), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":
-                    self._metrics.refused("client_left")
+                    self._metrics.refused.labels("client_left").inc()
                     raise ClientLeft
                 self._wake(self._admission.look(self._load()))
         finally:
             waking.cancel()
-            self._metrics.queued_for(self._clock() - begun)
+            self._metrics.waited.observe(self._clock() - begun)
 
     def _refusal(self, reason: str, why: str) -> Saturated:
-        self._metrics.refused(reason)
+        self._metrics.refused.labels(reason).inc()
         after = self._admission.retry_after
         return Saturated(f"the fleet is saturated: {why}; try again in {after} s", retry_after=after)
 

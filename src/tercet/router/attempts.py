@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tercet.aio import is_cancelled
 from tercet.fleet import RunningSequence
 from tercet.programs import Answer, run_program
 from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request
@@ -46,7 +47,7 @@ class Attempts:
             await run_program(program(), self)
             failure: BaseException = self._fault or ProgramFault("it ended before its sequence did")
         except asyncio.CancelledError as error:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             failure = ProgramFault("it was cancelled by nobody")
             failure.__cause__ = error
@@ -54,7 +55,7 @@ class Attempts:
             failure = self._fault or error
         if self._stream.over:
             return None
-        if _is_cancelled():  # the program ended, or turned its cancellation into another error
+        if is_cancelled():  # the program ended, or turned its cancellation into another error
             raise asyncio.CancelledError from failure
         return failure
 
@@ -96,8 +97,3 @@ async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ())
     """
     with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
         yield engine.start_generate(request, output=output)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0

@@ -124,19 +124,20 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known or 'none'}", "name")
 
 
+def stamp_of(path: Path) -> object:
+    """Differs when there is another content; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 class StateFile:
     """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def stamp(self) -> object:
-        """Differs when there is another state; None without a file."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def read(self) -> FleetState | None:
         """The state; None without a file. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
 from tercet.protocol import TercetError
+from tercet.router.fleet_state import stamp_of
 from tercet.router.routing import Plan
 from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
@@ -15,7 +16,6 @@ from tercet.router.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
 LOOK_SECONDS = 0.3
-Stamp = tuple[int, int]
 
 
 class FileWatch:
@@ -25,13 +25,13 @@ class FileWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Path, Stamp] = {}
+        self._seen: dict[Path, object] = {}
 
     def changed(self, files: Iterable[Path]) -> list[Path]:
         """Those that changed since they were looked at last."""
         found: list[Path] = []
         for file in files:
-            stamp = _stamp(file)
+            stamp = stamp_of(file)
             if stamp is not None and self._seen.setdefault(file, stamp) != stamp:
                 self._seen[file] = stamp
                 found.append(file)
@@ -71,11 +71,3 @@ async def _use(what: str, files: Sequence[Path], using: Awaitable[object]) -> No
         logger.error("%s: %s changed and is not used: %s", what, names, error.message)
     else:
         logger.warning("%s: %s changed and is used now", what, names)
-
-
-def _stamp(file: Path) -> Stamp | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size

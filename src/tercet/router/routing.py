@@ -159,7 +159,7 @@ class Return:
 
 
 class Routing:
-    """The version in use, those before it, and the failures in a row of each program in use.
+    """The version in use, those before it, and the ``failures`` in a row of each program in use, where there are any.
 
     ``return_after`` failures of a program in a row end its version, if there is one to return to; 0 means never.
     """
@@ -169,17 +169,12 @@ class Routing:
         self.returned: Return | None = None
         self._return_after = return_after
         self._before: list[Version] = []
-        self._failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
 
     @property
     def previous(self) -> Version | None:
         """The version that a failing one gives way to."""
         return self._before[-1] if self._before else None
-
-    @property
-    def failures(self) -> Mapping[str, int]:
-        """Failures in a row of each program in use, where there are any."""
-        return self._failures
 
     def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
         """The program of a request; ``draw`` is a random number from ``[0, 1)``."""
@@ -205,7 +200,7 @@ class Routing:
     def succeeded(self, chosen: Chosen) -> None:
         """A request was served to its end by its program."""
         if chosen.version == self.current.number:
-            self._failures.pop(chosen.name, None)
+            self.failures.pop(chosen.name, None)
 
     def failed(self, chosen: Chosen, error: str) -> Return | None:
         """A program failed by its own fault; returns what that changed.
@@ -214,8 +209,8 @@ class Routing:
         """
         if chosen.version != self.current.number:
             return None
-        self._failures[chosen.name] += 1
-        failures = self._failures[chosen.name]
+        self.failures[chosen.name] += 1
+        failures = self.failures[chosen.name]
         if not self._before or not self._return_after or failures < self._return_after:
             return None
         *self._before, previous = self._before
@@ -225,7 +220,7 @@ class Routing:
 
     def _use(self, version: Version) -> None:
         self.current = version
-        self._failures = Counter()
+        self.failures = Counter()
 
     def _chosen(self, name: str) -> Chosen:
         return Chosen(self.current.number, name, self.current.programs[name])

@@ -62,14 +62,12 @@ class Service:
         """The programs of a plan; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
         return await run_in_thread(_load, plan)  # it runs the user's module, however long that takes
 
-    def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> Version:
+    def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> None:
         """Requests from now on are served under ``plan``; those under way end as they began."""
-        version = Version(number, plan, programs)
-        self.routing.swap(version)
+        self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
         self._metrics.program_version(number)
         logger.warning("programs: version %d from now on: %s", number, ", ".join(programs))
-        return version
 
     def program_called(self, name: str) -> Chosen:
         """The program that a client may ask for by name: one of the plan's, or a built-in one.
@@ -155,12 +153,12 @@ class Service:
             code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
             self._metrics.retried(code, sequence.answered)
             if sequence.attempt == 1:
-                self._metrics.fell_back(chosen.name, code)
+                self._metrics.fallbacks.labels(chosen.name, code).inc()
         return retry
 
     def failed(self, error: TercetError) -> None:
         """A sequence ended in an error."""
-        self._metrics.failed(error)
+        self._metrics.errors.labels(error.code).inc()
 
     def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
@@ -174,7 +172,7 @@ class Service:
     def _failed(self, chosen: Chosen, error: BaseException) -> None:
         if not _is_own_fault(chosen, error):
             return
-        self._metrics.program_failed(chosen.name)
+        self._metrics.failures.labels(chosen.name).inc()
         first = not self.routing.failures.get(chosen.name)
         logger.error("the program %s failed: %s", chosen.name, _words(error), exc_info=error if first else None)
         returned = self.routing.failed(chosen, _words(error))

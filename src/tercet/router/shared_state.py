@@ -18,7 +18,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
 from tercet.protocol import BadRequest, Role, TercetError
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
+from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
@@ -74,7 +74,7 @@ class SharedState:
         self.state = self._found = await run_in_thread(self._file.update, lambda state: state, first)
         if (self.state.members, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
-        self._stamp = self._file.stamp()
+        self._stamp = stamp_of(self._file.path)
         await self._apply(self.state, Loaded(), from_scratch=True)
 
     async def until_ready(self) -> Promise:
@@ -100,7 +100,7 @@ class SharedState:
         """Apply what others write, and report what runs here, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._file.stamp() != self._stamp:
+            if stamp_of(self._file.path) != self._stamp:
                 await self._catch_up(Loaded())
             self._report()
 
@@ -111,7 +111,7 @@ class SharedState:
     async def _apply_newest(self, loaded: Loaded) -> None:
         """A state that cannot be applied is reported, and the last good one stays in use."""
         async with self._turn:
-            self._stamp = self._file.stamp()
+            self._stamp = stamp_of(self._file.path)
             found = self._found
             try:
                 state = self._file.read()

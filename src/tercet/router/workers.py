@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,17 +129,18 @@ def _prepare_loads(loads: int, workers: int) -> None:
         shared[:] = NOT_ACCEPTING * workers
 
 
+@dataclass(frozen=True)
 class Place:
-    """One worker's place: whoever holds it is started, watched, and replaced."""
+    """One worker's place: whoever holds it is started, watched, and replaced.
 
-    def __init__(
-        self, config: RouterConfig, index: int, listening: socket.socket, loads: int, metrics: Path
-    ) -> None:  # fmt: skip
-        self._config = config
-        self._index = index
-        self._listening = listening
-        self._loads = loads
-        self._metrics = metrics
+    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs.
+    """
+
+    config: RouterConfig
+    index: int
+    listening: socket.socket
+    loads: int
+    metrics: Path
 
     async def keep(self) -> int:
         """Have a worker here until cancelled; returns an exit code if that cannot be done."""
@@ -150,9 +150,9 @@ class Place:
             ever_served |= served
             failures = 0 if served else failures + 1
             if not ever_served or failures >= MOST_FAILURES:
-                logger.error("workers: %d ended with %d before it served", self._index, code)
+                logger.error("workers: %d ended with %d before it served", self.index, code)
                 return code or 1
-            logger.error("workers: %d ended with %d; another one takes its place", self._index, code)
+            logger.error("workers: %d ended with %d; another one takes its place", self.index, code)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _one(self) -> tuple[int, bool]:
@@ -170,21 +170,19 @@ class Place:
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
         """The worker's settings, which may hold keys, go through a pipe: command lines are for everybody to read."""
-        fds = line.fileno(), self._listening.fileno(), self._loads
+        env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
+        fds = line.fileno(), self.listening.fileno(), self.loads
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", COMMAND, pass_fds=fds, env=self._env(), stdin=asyncio.subprocess.PIPE
+            sys.executable, "-c", COMMAND, pass_fds=fds, env=env, stdin=asyncio.subprocess.PIPE
         )
         if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(Started(self._config, self._index, *fds)))
+            process.stdin.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
             process.stdin.close()
         return process
 
-    def _env(self) -> Mapping[str, str]:
-        return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)}
-
     def _forget(self, pid: int) -> None:
-        multiprocess.mark_process_dead(pid, str(self._metrics))  # pyright: ignore[reportUnknownMemberType]
-        os.pwrite(self._loads, NOT_ACCEPTING, LOAD_BYTES * self._index)
+        multiprocess.mark_process_dead(pid, str(self.metrics))  # pyright: ignore[reportUnknownMemberType]
+        os.pwrite(self.loads, NOT_ACCEPTING, LOAD_BYTES * self.index)
 
 
 def _served(line: socket.socket) -> bool:

@@ -118,7 +118,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_without_need_and_all_in_order(self) -> None:
         waiting = self.admission.waiting
-        assert waiting == sorted(waiting, key=lambda ticket: ticket.rank)
+        assert waiting == sorted(waiting, key=Ticket.rank)
         assert not waiting or self.admission.saturated(self.load)
         assert SOON <= self.admission.retry_after <= LATEST
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tercet.fleet.membership import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
 from tercet.router import fleet_state
-from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, StateFile
+from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan, Share
 from tercet.settings import EngineAddress, RouterConfig
@@ -106,13 +106,13 @@ def test_any_changes_are_one_record_that_is_read_as_it_was_written(wanted: list[
 
 def test_versions_go_up_with_each_change_and_only_then(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "there" / "state.json")
-    assert (file.read(), file.stamp()) == (None, None)
+    assert (file.read(), stamp_of(file.path)) == (None, None)
     assert file.update(lambda state: state, FIRST).version == 1
-    before = file.stamp()
+    before = stamp_of(file.path)
     assert file.update(lambda state: state, FIRST).version == 1
-    assert file.stamp() == before
+    assert stamp_of(file.path) == before
     assert file.update(lambda state: state.with_draining("p", True), FIRST).version == 2
-    assert file.stamp() != before
+    assert stamp_of(file.path) != before
     assert file.path.stat().st_mode & 0o777 == 0o600
 
 
