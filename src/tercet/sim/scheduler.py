@@ -94,6 +94,7 @@ class SimScheduler:
             kv_usage=(total - self.free_blocks) / total,
             tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
             step_time=counters.busy / counters.steps if counters.steps else None,
+            stalled_s=0.0 if self._frozen_since is None else self._time.time() - self._frozen_since,
         )
 
     def submit(self, work: Work) -> None:

@@ -54,9 +54,11 @@ def test_a_frozen_core_answers_nothing_and_takes_in_what_was_asked_later() -> No
         asked = [asyncio.ensure_future(collect(engine.start_generate(request_of("second", first=500))))]
         status = asyncio.ensure_future(engine.status())
         await asyncio.sleep(60)
+        assert engine.load().stalled_s == pytest.approx(60)
         assert not any(task.done() for task in (running, status, *asked))
         engine.thaw()
         assert (await status).running >= 1
+        assert engine.load().stalled_s == 0
         done, _ = await asyncio.wait([running, *asked], return_when=asyncio.FIRST_COMPLETED)
         assert done == set(asked)  # it need not wait for the end of the run of steps that the freeze was in
         await running
