@@ -53,12 +53,12 @@ class VirtualProcess:
     def freeze(self, frozen: bool = True) -> None:
         """SIGSTOP, or SIGCONT: nothing is read, and nothing written, until then."""
         self.frozen = frozen
-        self._network.changed(self)
+        self._network.changed()
 
     def cut_off(self, unreachable: bool = True) -> None:
         """No packet comes in or goes out, or again."""
         self.unreachable = unreachable
-        self._network.changed(self)
+        self._network.changed()
 
     def kill(self) -> None:
         """SIGKILL: nothing that its code does from here on reaches anybody."""
@@ -67,7 +67,7 @@ class VirtualProcess:
         for transport in list(self.transports):
             transport.die()
         self.frozen = False
-        self._network.changed(self)
+        self._network.changed()
 
 
 class VirtualServer:
@@ -154,6 +154,8 @@ class VirtualTransport(asyncio.Transport):
                 self._lose(ConnectionResetError(errno.ECONNRESET, "the other side is gone"))
             elif not self._protocol.eof_received():
                 self.close()
+        if self._arriving:
+            self._network.blocked[self] = None
 
     def _receive(self, first: bytes) -> None:
         parts = [first]
@@ -290,6 +292,8 @@ class NetworkedLoop(VirtualLoop):
         self._addressed: dict[int, tuple[str, int]] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.complaints: list[str] = []
+        # Ends to which something is on its way that cannot be read now. The other end may be closed, and nowhere else.
+        self.blocked: dict[VirtualTransport, None] = {}
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Notes an exception that nobody takes, and goes on: in production the event loop would, too."""
@@ -301,13 +305,11 @@ class NetworkedLoop(VirtualLoop):
         """Whether packets pass between the two."""
         return not (one.unreachable or other.unreachable)
 
-    def changed(self, process: VirtualProcess) -> None:
+    def changed(self) -> None:
         """A process can do something again, or cannot: whoever waits looks again."""
-        for transport in list(process.transports):
+        blocked, self.blocked = self.blocked, {}
+        for transport in blocked:
             transport.kick()
-            peer = transport._peer  # pyright: ignore[reportPrivateUsage]
-            if peer is not None:
-                peer.kick()
         waiting, self._waiting = self._waiting, {}
         for each in waiting:
             if not each.done():

@@ -131,6 +131,22 @@ def test_a_reset_arrives_once_the_network_is_back() -> None:
     run(check)
 
 
+@pytest.mark.parametrize("how", ["freeze", "cut_off"])
+def test_who_closes_meanwhile_is_heard_later(how: str) -> None:
+    async def check(world: World) -> None:
+        transport = await world.connect()
+        await asyncio.sleep(1)
+        getattr(world.client, how)()
+        transport.close()
+        await asyncio.sleep(100)
+        assert len(world.server.transports) == 1
+        getattr(world.client, how)(False)
+        await asyncio.sleep(1)
+        assert not world.server.transports
+
+    run(check)
+
+
 def test_what_a_frozen_process_would_have_said_is_never_said_if_it_is_killed() -> None:
     async def check(world: World) -> None:
         transport = await world.connect()
