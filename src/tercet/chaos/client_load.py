@@ -19,6 +19,12 @@ VOCABULARY = 30_000
 SHARED_PREFIXES = 4
 
 
+class AnswerBrokenOff(TercetError):
+    """The answer ended before its end, and nobody said why."""
+
+    code = "answer_broken_off"
+
+
 class Question(msgspec.Struct, frozen=True):
     """A prompt, as token ids, and how many tokens are wanted."""
 

@@ -8,14 +8,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tercet.chaos.client_load import Arrival
-from tercet.protocol import EngineUnreachable, TercetError, from_wire
+from tercet.chaos.client_load import AnswerBrokenOff, Arrival
+from tercet.protocol import EngineUnreachable, from_wire
 
 DATA = b"data: "
-
-
-class StreamBrokenOff(TercetError):
-    """The stream ended without the end of the answer."""
 
 
 class OpenAIClients:
@@ -50,9 +46,9 @@ class OpenAIClients:
                             if choice["text"]:
                                 yield (choice["text"],)
                             if reason in ("abort", "error"):
-                                raise StreamBrokenOff(f"the answer ended with {reason}")
+                                raise AnswerBrokenOff(f"the answer ended with {reason}")
                 if not whole:
-                    raise StreamBrokenOff("the answer ended without a finish reason")
+                    raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(f"the front door broke off: {error!r}") from error
 

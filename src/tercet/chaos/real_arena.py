@@ -39,7 +39,7 @@ FROZEN: tuple[FaultKind, ...] = ("stop", "hang")
 NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
 
 REAL_LOAD = LoadShape(
-    rate=0.5, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=8, longest_answer=48,
+    rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
     programs=("disaggregated", "data_parallel"),
 )  # fmt: skip
 
@@ -164,8 +164,10 @@ class _RealArena:
 
     async def _inject(self, fault: PlannedFault) -> None:
         engine = self._fleet.engines[fault.engine]
-        if not engine.is_up:
-            self._outcomes.append(InjectedFault(planned=fault, why="the engine was starting"))
+        others_up = sum(other.is_up for other in self._fleet.engines.values() if other is not engine)
+        if not engine.is_up or not others_up:
+            why = "an engine was starting, which takes longer here than a schedule can know"
+            self._outcomes.append(InjectedFault(planned=fault, why=why))
             return
         pids = engine.processes()
         self.seen.update(pids.get("engine", ()))

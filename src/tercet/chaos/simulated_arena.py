@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client import REGISTRY
 
 from tercet.chaos.chaos_report import ChaosResult, InjectedFault
-from tercet.chaos.client_load import Arrival, ClientLoad, LoadShape, arrivals, questions_of
+from tercet.chaos.client_load import AnswerBrokenOff, Arrival, ClientLoad, LoadShape, arrivals, questions_of
 from tercet.chaos.fault_schedule import FaultSchedule, FleetShape, PlannedFault
 from tercet.chaos.full_cache import fill_cache
 from tercet.chaos.invariants import Leftover
@@ -29,7 +29,7 @@ from tercet.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet.client import HttpEngine
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
-from tercet.protocol import Request, Role, TercetError
+from tercet.protocol import Request, Role
 from tercet.router.metrics import Metrics
 from tercet.router.service import PROGRAM_HEADER, Service
 from tercet.settings import EngineAddress, RetryBudget
@@ -155,12 +155,6 @@ def _logged_failures() -> Generator[list[str]]:
         yield handler.found
     finally:
         logging.getLogger().removeHandler(handler)
-
-
-class _BrokenAnswer(TercetError):
-    """The answer ended with a finish reason that says that it is not whole."""
-
-    code = "broken_off"
 
 
 class _Arena:
@@ -297,7 +291,7 @@ class _Arena:
             if output.token_ids:
                 yield output.token_ids
             if output.broken_off:
-                raise _BrokenAnswer(f"the answer ended with {output.finish_reason}")
+                raise AnswerBrokenOff(f"the answer ended with {output.finish_reason}")
 
     # ---- faults ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ def chaos(
         float | None,
         typer.Option(help="Faults a minute, while enough engines are well.", show_default="2000; --real: 6"),
     ] = None,
-    requests: Annotated[float | None, typer.Option(help="Requests a second.", show_default="20; --real: 0.5")] = None,
+    requests: Annotated[float | None, typer.Option(help="Requests a second.", show_default="20; --real: 0.6")] = None,
     patience: Annotated[float, typer.Option(help="Seconds for which a client may hear nothing.")] = PATIENCE,
     schedule: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Take the faults from a file that --save wrote.")
