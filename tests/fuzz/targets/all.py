@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.fuzz.targets import agents, kv_transfer, token_streams
+from tests.fuzz.targets import agents, kv_transfer, token_streams, verbs
 
-TARGETS = (*kv_transfer.TARGETS, *token_streams.TARGETS, *agents.TARGETS)
+TARGETS = (*kv_transfer.TARGETS, *token_streams.TARGETS, *agents.TARGETS, *verbs.TARGETS)
