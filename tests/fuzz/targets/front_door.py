@@ -200,7 +200,7 @@ class ClientRoom:
 async def _client() -> AsyncGenerator[ClientRoom]:
     answers: list[bytes] = []
 
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(_request: web.Request) -> web.Response:
         status, _, body = (answers.pop() if answers else b"200 {}").partition(b" ")
         code = int(status) if status.isdigit() and status[:1] in b"245" and len(status) == 3 else 200
         return web.Response(body=body, status=code if code >= 200 and code != 204 else 200)

@@ -127,7 +127,7 @@ async def _front_door() -> AsyncGenerator[FrontDoorRoom]:
 
 
 def _batch_cases() -> list[Case]:
-    hello = frame_of(StreamHello(PROTOCOL, KEY, "e"))
+    hello = frame_of(StreamHello(PROTOCOL, KEY, "e", "1"))
     probabilities = ((TokenLogprob(5, -0.5, 1), TokenLogprob(6, -1.5, 2)),)
     steps = [
         OutputBatch((delta_of(1, 0, Output((5,), usage=Usage(cached=3, computed=1))), TokenDelta(3, 3, (9, 9))), LOAD),

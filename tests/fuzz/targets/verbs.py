@@ -289,7 +289,9 @@ class Calls:
         return str(verb).encode() + b" " + Json().item(body)
 
 
-def _cases() -> list[Case]:
+def seeds() -> list[Case]:
+    """Calls that an engine takes, or refuses for what it has not."""
+
     def call(verb: str, **fields: Any) -> bytes:
         return verb.encode() + b" " + msgspec.json.encode(fields)
 
@@ -325,4 +327,4 @@ def _cases() -> list[Case]:
     ]  # fmt: skip
 
 
-TARGETS = (Target("verbs", _cases, Calls(), _room, "calls"),)
+TARGETS = (Target("verbs", seeds, Calls(), _room, "calls"),)

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from tercet.protocol import Output, Request, TokenLogprob, Usage
+from tercet.protocol import EngineError, Output, Request, TokenLogprob, Usage
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
 # What the front door does itself with the text, or what vLLM derives anew on the engine.
@@ -115,6 +115,8 @@ def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsList
         for column in range(width):
             found = by_rank.get(column, sampled) if column else sampled
             token_ids[row, column], values[row, column] = found.token_id, found.logprob
+    if token_ids.size and token_ids.min() < 0:
+        raise EngineError("an output of the program has log probabilities of no tokens")
     return LogprobsLists(token_ids, values, ranks)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
+# Ids from there on are no vocabulary's, nor vLLM's arrays'.
+MOST_TOKENS = 2**31
 
 
 class ProgramRun(Protocol):
@@ -64,9 +66,21 @@ class SequenceOutputs:
         self._run = programs.run(request, context)
         self.stream = self._run.stream
         self._is_first = True
+        asked = request.sampling_params.keys()
+        self._wants_logprobs = not asked.isdisjoint(("logprobs", "logprob_token_ids"))
+        self._wants_prompt_logprobs = not asked.isdisjoint(("prompt_logprobs", "prompt_logprob_token_ids"))
 
     def to_core_output(self, output: Output) -> EngineCoreOutput:
-        """vLLM's message for the next output."""
+        """vLLM's message for the next output.
+
+        Raises :class:`~tercet.protocol.EngineError` for one that no engine has reason to give: vLLM's output handler
+        would end by it, and with that every request.
+        """
+        unasked = (output.logprobs is not None and not self._wants_logprobs) or (
+            output.prompt_logprobs is not None and not self._wants_prompt_logprobs
+        )
+        if unasked or not all(0 <= token < MOST_TOKENS for token in output.token_ids):
+            raise EngineError("an output of the program has log probabilities that were not asked for, or no token ids")
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
         return to_core_output(self.seq_id, self._num_prompt_tokens, output, usage)

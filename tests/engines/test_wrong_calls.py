@@ -1,0 +1,59 @@
+"""Wrong calls of the verbs, one after the other, to a real engine: it refuses them, keeps nothing, and serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from random import Random
+
+import aiohttp
+
+from tercet.client import HttpEngine
+from tercet.protocol.wire import PREFIX
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.targets.verbs import VERBS, Calls, seeds
+
+from .conftest import settled
+from .prompts import alone, prompt_of
+
+CALLS = int(os.environ.get("TERCET_TEST_WRONG_CALLS", "150"))
+SECONDS = float(os.environ.get("TERCET_TEST_WRONG_SECONDS", "120"))
+SEED = 20261122
+ANSWER = aiohttp.ClientTimeout(total=20.0)
+
+
+async def test_an_engine_outlives_wrong_calls(decode: HttpEngine) -> None:
+    before = await settled(decode)
+    prompt = prompt_of(60)
+    expected = await alone(decode.url, prompt, max_tokens=4)
+    mutator, answers = Mutator(Random(SEED), seeds(), Calls()), Counter[str]()
+    made, deadline = 0, time.monotonic() + SECONDS
+    async with aiohttp.ClientSession(timeout=ANSWER) as session:
+        while made < CALLS and time.monotonic() < deadline:
+            case = mutator.case()
+            for item in case:
+                verb, status, text = await call(session, decode.url, item)
+                assert status != 500, (item[:2000], text)
+                answers[f"{verb} {status}"] += 1
+            made += len(case)
+        for seq_id in ("s", "a", "g", "d"):
+            await decode.abort(seq_id)
+    print(f"{made} calls of {CALLS}: {sorted(answers.items())}")
+    assert (await asyncio.wait_for(settled(decode, 90.0), 100.0)).total_blocks == before.total_blocks
+    assert await alone(decode.url, prompt, max_tokens=4) == expected
+
+
+async def call(session: aiohttp.ClientSession, url: str, item: bytes) -> tuple[str, int, str]:
+    """The verb that an item names, or another one, the status and what was answered."""
+    head, _, body = item.partition(b" ")
+    verb = head.decode("latin-1")
+    if verb not in VERBS:
+        verb = VERBS[len(item) % len(VERBS)]
+    method = "GET" if verb == "status" else "POST"
+    try:
+        async with session.request(method, f"{url}{PREFIX}/{verb}", data=body) as answer:
+            return verb, answer.status, (await answer.read())[:1000].decode(errors="replace")
+    except TimeoutError:  # a generation without end, which leaving ends
+        return verb, 0, "left"
