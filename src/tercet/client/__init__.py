@@ -1,5 +1,5 @@
 """The engine protocol over HTTP: :class:`HttpEngine` speaks to a vLLM server that runs Tercet's plugin."""
 
-from tercet.client.http_engine import HttpEngine
+from tercet.client.http_engine import Admit, HttpEngine
 
-__all__ = ["HttpEngine"]
+__all__ = ["Admit", "HttpEngine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tercet.aio import TaskSet
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
+    Conflict,
     EngineError,
     EngineLoad,
     EngineStatus,
@@ -30,6 +32,7 @@ from tercet.protocol import (
     from_wire,
 )
 from tercet.protocol.wire import (
+    INCARNATION_HEADER,
     PREFIX,
     UNREADABLE,
     AbortCall,
@@ -44,6 +47,7 @@ from tercet.protocol.wire import (
 )
 from tercet.streams import StreamListener
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 DATA = b"data: "
 # An output with the log probabilities of a long prompt is one line.
@@ -56,12 +60,19 @@ QUICK = aiohttp.ClientTimeout(total=30.0)
 PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
 
 
+Admit = Callable[[EngineStatus], object]
+"""Raises :class:`~tercet.protocol.TercetError` for an engine that must not be asked for anything."""
+
+
 class HttpEngine:
     """Implements :class:`~tercet.protocol.Engine`, which says what its methods do, for a server at ``url``.
 
     Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, and ``on_load`` is
     told how busy the engine is, ten times a second; without one, or where the engine cannot connect to it, they come as
     server-sent events.
+
+    The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
+    that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
     """
 
     def __init__(
@@ -70,10 +81,17 @@ class HttpEngine:
         url: str,
         listener: StreamListener | None = None,
         on_load: Callable[[EngineLoad], None] = lambda _: None,
+        admit: Admit = lambda _: None,
+        on_new: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._admit = admit
+        self._on_new = on_new
+        self._incarnation: str | None = None
+        self._is_known = False
+        self._refusal: TercetError | None = None
         # Leases of sequences whose context is still open here; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._releasing = TaskSet()
@@ -184,7 +202,7 @@ class HttpEngine:
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
         """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
-        async with self._call("POST", "start_generate", call, PATIENT) as response:
+        async with self._call("start_generate", call, PATIENT) as response:
             try:
                 async for line in response.content:
                     if line.startswith(DATA):
@@ -202,21 +220,64 @@ class HttpEngine:
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def status(self) -> EngineStatus:
-        async with self._call("GET", "status", None, QUICK) as response:
-            return await self._decode(response, EngineStatus)
+        async with self._exchange("GET", "status", None, QUICK, {}) as response:
+            status = await self._decode(response, EngineStatus)
+        self._meet(status)
+        return status
+
+    def _meet(self, status: EngineStatus) -> None:
+        """Whether it may be asked is checked each time; what a start before it held is void."""
+        self._refusal = None
+        try:
+            self._admit(status)
+        except TercetError as error:
+            self._refusal = error
+        before, self._incarnation, self._is_known = self._incarnation, status.incarnation, True
+        if before is not None and before != status.incarnation:
+            logger.warning("%s was started anew", self.name)
+            self._held.clear()
+            if self._keeper is not None:
+                self._keeper.connection.drop("it was started anew")
+            self._on_new()
+
+    async def _addressed(self) -> dict[str, str]:
+        """The headers of a call: it is meant for that start of the engine which was met."""
+        if not self._is_known:
+            await self.status()
+        if self._refusal is not None:
+            raise EngineUnreachable(f"{self.name} is not asked for anything: {self._refusal.message}")
+        return {INCARNATION_HEADER: self._incarnation} if self._incarnation else {}
 
     async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:
-        async with self._call("POST", verb, call, timeout) as response:
+        async with self._call(verb, call, timeout) as response:
             return await self._decode(response, kind)
 
     @asynccontextmanager
     async def _call(
-        self, method: str, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout
+        self, verb: str, call: msgspec.Struct, timeout: aiohttp.ClientTimeout
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        try:
+            async with self._exchange("POST", verb, call, timeout, await self._addressed()) as response:
+                yield response
+        except Conflict as error:
+            if error.param != INCARNATION_HEADER:
+                raise
+            self._is_known = False
+            raise EngineUnreachable(f"{self.name} at {self.url} was started anew") from error
+
+    @asynccontextmanager
+    async def _exchange(
+        self,
+        method: str,
+        verb: str,
+        call: msgspec.Struct | None,
+        timeout: aiohttp.ClientTimeout,
+        headers: dict[str, str],
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         url = f"{self.url}{PREFIX}/{verb}"
         body = None if call is None else msgspec.json.encode(call)
         try:
-            response = await self._client.request(method, url, data=body, headers=JSON, timeout=timeout)
+            response = await self._client.request(method, url, data=body, headers=JSON | headers, timeout=timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self.name} at {self.url} does not answer: {error}") from error
         try:

@@ -12,6 +12,7 @@ from random import Random
 from tercet.cost import Costs, Targets
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
+from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Trace, TracedEngine
 from tercet.protocol import (
@@ -66,8 +67,8 @@ class EngineFleet:
     that did are not picked for this request again while there are others.
 
     ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
-    reported more than ``stale_after`` seconds ago counts as unknown. ``seed`` makes random picks repeatable.
-    ``knowledge`` is what is known of the engines, told by whoever hears from them; ``costs`` what serving costs here,
+    reported more than ``stale_after`` seconds ago counts as unknown, and who made no progress for ``stuck_after_s`` is
+    stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears from them; ``costs`` what serving costs here,
     as far as it was seen, and the work that is under way.
     """
 
@@ -79,8 +80,11 @@ class EngineFleet:
         *,
         clock: Callable[[], float] = time.monotonic,
         stale_after: float = STALE_AFTER,
+        stuck_after_s: float = STUCK_AFTER_S,
         seed: int | None = None,
     ) -> None:
+        self.liveness = Liveness(stuck_after_s)
+        self._clock = clock
         self._members = list(members)
         self._open = list[Member]()
         self._trace = trace or Trace()
@@ -120,6 +124,23 @@ class EngineFleet:
     def report(self, name: str, load: EngineLoad) -> None:
         """An engine said how busy it is; that of an engine which is not here (any more) is ignored."""
         self.knowledge.loads.report(name, load)
+        self.heard(name, load.stalled_s)
+
+    def heard(self, name: str, stalled_s: float) -> None:
+        """An engine said for how many seconds it has stood still; one that is not here (any more) is ignored."""
+        if self.knowledge.loads.row(name) is not None:
+            self.liveness.heard(name, self._clock(), stalled_s)
+
+    def heard_within(self, name: str, seconds: float) -> bool:
+        """Whether an engine has said anything in the last ``seconds``."""
+        return self.liveness.heard_within(name, seconds, self._clock())
+
+    def stand_still(self, interval: float) -> list[Stuck]:
+        """Engines that stand still now and did not ``interval`` seconds ago; what waits for them has failed."""
+        stuck = self.liveness.look(self._clock(), interval)
+        for engine, why in stuck:
+            self.lose(engine, why)
+        return stuck
 
     def member(self, name: str) -> Member:
         """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
@@ -148,6 +169,7 @@ class EngineFleet:
         member = self.member(name)
         self._members.remove(member)
         self.knowledge.remove(name)
+        self.liveness.forget(name)
         self.costs.forget(name)
         self._reopen()
         return member

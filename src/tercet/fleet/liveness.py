@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+STUCK_AFTER_S = 5.0
+
 
 class Stuck(NamedTuple):
     """An engine that stands still from now on, and why one must think so."""

@@ -6,34 +6,42 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Self
 
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.client import HttpEngine
+from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
+from tercet.fleet.watch import LOOK_SECONDS, Watch
 from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, Role, TercetError
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
-ASK_AGAIN_SECONDS = 0.5
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
-Connect = Callable[[str, str], AbstractAsyncContextManager[Engine]]
+Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
+"""Name, URL, and what raises for an engine that must not serve here."""
 
 
 def connecting(fleet: EngineFleet, listener: StreamListener) -> Connect:
-    """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports."""
+    """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports.
+
+    What is known of an engine's cache is void once it has been started anew.
+    """
 
     @asynccontextmanager
-    async def connect(name: str, url: str) -> AsyncGenerator[Engine]:
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
         def report(load: EngineLoad) -> None:
             fleet.report(name, load)
 
-        async with HttpEngine(name, url, listener=listener, on_load=report) as engine:
+        def started_anew() -> None:
+            fleet.knowledge.cleared(name)
+
+        async with HttpEngine(name, url, listener, report, admit, started_anew) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
             try:
                 yield engine
@@ -45,19 +53,34 @@ def connecting(fleet: EngineFleet, listener: StreamListener) -> Connect:
 
 
 class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients were promised when the fleet began to serve: model fingerprints, and tokens of context.
+    """What clients were promised when the fleet began to serve: models by name, their weights, and tokens of context.
 
-    Engines that come later must keep it.
+    Engines that come later, or come back, must keep it. ``fingerprint`` is that of the weights; empty if not known.
     """
 
     models: tuple[str, ...]
     max_model_len: int
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, statuses: Sequence[EngineStatus]) -> Promise:
+        """What these engines can promise together: those, of at least one, that have the first one's weights."""
+        fingerprint = statuses[0].fingerprint
+        alike = [status for status in statuses if status.fingerprint == fingerprint]
+        models = sorted({status.model for status in alike})
+        return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
     def require_kept(self, url: str, status: EngineStatus) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` for an engine that would break it."""
         if status.model not in self.models:
             ours = ", ".join(self.models)
             raise BadRequest(f"url: {url} serves the model {status.model}, and this fleet serves {ours}", "url")
+        if self.fingerprint and status.fingerprint != self.fingerprint:
+            raise BadRequest(
+                f"url: {url} serves other weights (fingerprint {status.fingerprint or 'not said'}) than this fleet "
+                f"({self.fingerprint})",
+                "url",
+            )
         if status.max_model_len < self.max_model_len:
             raise BadRequest(
                 f"url: {url} has max_model_len {status.max_model_len}, and this front door has promised its "
@@ -79,6 +102,7 @@ class Membership:
         self._open: dict[int, tuple[Member, AsyncExitStack]] = {}
         self._closing = TaskSet()
         self._refused: dict[int, str] = {}
+        self._watch = Watch(fleet, self._may_be_picked, self._say_once)
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,7 +115,8 @@ class Membership:
     async def enter(self, address: EngineAddress) -> Member:
         """Make an engine a member, whether it answers or not. Raises :class:`~tercet.protocol.Conflict`."""
         async with AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(self._connect(address.name, address.url))
+            admit = partial(self._admit, address.url)
+            engine = await stack.enter_async_context(self._connect(address.name, address.url, admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
             self._fleet.add(member)
             self._open[id(member)] = member, stack.pop_all()
@@ -103,10 +128,8 @@ class Membership:
         Raises :class:`~tercet.protocol.EngineUnreachable` if it does not answer, and
         :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than was promised.
         """
-        async with self._connect(address.name, address.url) as engine:
-            status = await _status_of(address.url, engine)
-        if self.promise is not None:
-            self.promise.require_kept(address.url, status)
+        async with self._connect(address.name, address.url, lambda _: None) as engine:
+            self._admit(address.url, await _status_of(address.url, engine))
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
         """Wait for the first status of every member; those that stay away are asked later.
@@ -117,10 +140,9 @@ class Membership:
         statuses = await self._ask_all(seconds)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
-        models = sorted({status.model for status in statuses})
-        return Promise(tuple(models), min(status.max_model_len for status in statuses))
+        return Promise.of(statuses)
 
-    async def look(self, seconds: float = ASK_AGAIN_SECONDS, members: Sequence[Member] | None = None) -> None:
+    async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> None:
         """Find out which of ``members``, or of all, answer now; the others are asked later."""
         await self._ask_all(seconds, members)
 
@@ -150,25 +172,8 @@ class Membership:
         return member
 
     async def watch(self) -> None:
-        """Ask engines that did not answer whether they do again, none waiting for another, until cancelled."""
-        questions, asking = TaskSet(), dict[int, asyncio.Task[None]]()
-        try:
-            while True:
-                await asyncio.sleep(ASK_AGAIN_SECONDS)
-                asking = {key: task for key, task in asking.items() if not task.done()}
-                for member in self._fleet.members:
-                    if not member.reachable and id(member) not in asking:
-                        asking[id(member)] = questions.spawn(self._ask_again(member), f"question to {member.name}")
-        finally:
-            await questions.close()
-
-    async def _ask_again(self, member: Member) -> None:
-        try:
-            member.reachable = self._may_be_picked(member, await member.engine.status())
-        except TercetError:
-            pass  # still away
-        except Exception as error:  # such as that of a connection closed meanwhile
-            self._say_once(member, f"{type(error).__name__}: {error}")
+        """Notice engines that stand still, and those that are back, until cancelled."""
+        await self._watch.run()
 
     async def _ask_all(self, seconds: float, members: Sequence[Member] | None = None) -> list[EngineStatus]:
         """The statuses of the members that answer within ``seconds``; the others are unreachable from now on."""
@@ -186,7 +191,7 @@ class Membership:
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, EngineStatus):
                 found.append(answer)
-                member.reachable = self._may_be_picked(member, answer)
+                self._watch.answered(member, answer)
             else:
                 member.reachable = False
                 logger.warning("engines: %s does not answer, and is not picked until it does", member.name)
@@ -195,13 +200,16 @@ class Membership:
     def _may_be_picked(self, member: Member, status: EngineStatus) -> bool:
         """Whether an engine that answers keeps the promise; why not is said once."""
         try:
-            if self.promise is not None:
-                self.promise.require_kept(member.url, status)
+            self._admit(member.url, status)
         except BadRequest as error:
             self._say_once(member, error.message)
             return False
         self._refused.pop(id(member), None)
         return True
+
+    def _admit(self, url: str, status: EngineStatus) -> None:
+        if self.promise is not None:
+            self.promise.require_kept(url, status)
 
     def _say_once(self, member: Member, why: str) -> None:
         if id(member) in self._open and self._refused.get(id(member)) != why:
@@ -229,4 +237,4 @@ async def _first_status(engine: Engine) -> EngineStatus:
         try:
             return await engine.status()
         except EngineUnreachable:
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)

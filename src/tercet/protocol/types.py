@@ -140,7 +140,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     fingerprint: str = ""
     dtype: str = ""
-    stalled_s: float = 0.0
+    stalled_s: NotNegativeNumber = 0.0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -41,7 +41,8 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    fleet, metrics, background = EngineFleet(()), Metrics(), TaskSet()
+    fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
+    metrics, background = Metrics(), TaskSet()
     export(fleet)
     async with (
         StreamListener(stream_port(config, shared)) as listener,

@@ -153,6 +153,13 @@ class FrontDoorConfig(Settings, frozen=True):
         Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
     ] = None
     retries: RetryBudget = RetryBudget()
+    stuck_after_s: Annotated[
+        Seconds,
+        Setting(
+            "Without progress of an engine, until its sequences go on elsewhere; more than its longest step.",
+            unit="seconds",
+        ),
+    ] = msgspec.field(default=5.0, name="stuck-after")
     limits: Limits = Limits()
     request_timeout_s: Annotated[
         Seconds | None,

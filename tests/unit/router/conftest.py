@@ -16,6 +16,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
+from tercet.client import Admit
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
@@ -126,7 +127,7 @@ class Door:
         self.number = 0
 
     @asynccontextmanager
-    async def _connect(self, _name: str, url: str) -> AsyncGenerator[Engine]:
+    async def _connect(self, _name: str, url: str, _admit: Admit) -> AsyncGenerator[Engine]:
         engine = self.engines[url]
         engine.closed = False
         try:
