@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -220,7 +220,7 @@ class HttpEngine:
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def status(self) -> EngineStatus:
-        async with self._exchange("GET", "status", None, QUICK, {}) as response:
+        async with self._exchange("status", None, QUICK, {}) as response:
             status = await self._decode(response, EngineStatus)
         self._meet(status)
         return status
@@ -233,6 +233,8 @@ class HttpEngine:
         except TercetError as error:
             self._refusal = error
         before, self._incarnation, self._is_known = self._incarnation, status.incarnation, True
+        if self._keeper is not None:
+            self._keeper.connection.incarnation = status.incarnation
         if before is not None and before != status.incarnation:
             logger.warning("%s was started anew", self.name)
             self._held.clear()
@@ -256,24 +258,21 @@ class HttpEngine:
     async def _call(
         self, verb: str, call: msgspec.Struct, timeout: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        try:
-            async with self._exchange("POST", verb, call, timeout, await self._addressed()) as response:
-                yield response
-        except Conflict as error:
-            if error.param != INCARNATION_HEADER:
-                raise
-            self._is_known = False
-            raise EngineUnreachable(f"{self.name} at {self.url} was started anew") from error
+        async with AsyncExitStack() as stack:
+            try:
+                response = await stack.enter_async_context(self._exchange(verb, call, timeout, await self._addressed()))
+            except Conflict as error:
+                if error.param != INCARNATION_HEADER:
+                    raise
+                self._is_known = False  # it refused before it did anything: it is met, and asked again
+                response = await stack.enter_async_context(self._exchange(verb, call, timeout, await self._addressed()))
+            yield response
 
     @asynccontextmanager
     async def _exchange(
-        self,
-        method: str,
-        verb: str,
-        call: msgspec.Struct | None,
-        timeout: aiohttp.ClientTimeout,
-        headers: dict[str, str],
+        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout, headers: dict[str, str]
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        method = "GET" if call is None else "POST"
         url = f"{self.url}{PREFIX}/{verb}"
         body = None if call is None else msgspec.json.encode(call)
         try:

@@ -68,8 +68,8 @@ class EngineFleet:
 
     ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
     reported more than ``stale_after`` seconds ago counts as unknown, and who made no progress for ``stuck_after_s`` is
-    stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears from them; ``costs`` what serving costs here,
-    as far as it was seen, and the work that is under way.
+    stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears
+    from them; ``costs`` what serving costs here, as far as it was seen, and the work that is under way.
     """
 
     def __init__(

@@ -23,13 +23,15 @@ class EngineConnection:
     """The sequences that one engine runs for this front door, and the TCP connection that their tokens come by.
 
     The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load. Numbers
-    of sequences are ``numbers``'s: never used twice in this process, so that what comes late is nobody's.
+    of sequences are ``numbers``'s: never used twice in this process, so that what comes late is nobody's. Only the
+    start of the engine that was met, called ``incarnation``, may connect; any one until then.
     """
 
     def __init__(self, engine: str, numbers: itertools.count[int], on_load: Callable[[EngineLoad], None]) -> None:
         self.engine = engine
         self.key = secrets.token_hex(16)
         self.address = ""
+        self.incarnation = ""
         self.last_heard = -float("inf")
         self.inbox = SequenceInbox(engine)
         self._numbers = numbers

@@ -148,6 +148,12 @@ class _Arrival(asyncio.Protocol):
         if connection is None or hello.protocol != PROTOCOL:
             self.abort()
             return
+        if connection.incarnation not in ("", hello.incarnation):
+            logger.warning(
+                "%s: another start of it than was met asks to be heard; it is asked first who it is", hello.engine
+            )
+            self.abort()
+            return
         self._patience.cancel()
         self._splitter.longest = LONGEST_FRAME
         self.connection = connection

@@ -1,0 +1,92 @@
+"""The watch acts on silence: a frozen engine is given up within seconds, alone, and is back when it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tercet.fleet import EngineFleet, watch
+from tercet.fleet.engine_fleet import Member
+from tercet.fleet.watch import Watch
+from tercet.protocol import Engine, EngineStatus, EngineUnreachable
+from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, fleet_of
+
+
+class Answering(Frozen):
+    """Says how it is as long as it is not frozen, and what its core does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.stalled_s = 0.0
+
+    async def status(self) -> EngineStatus:
+        await self.thawed.wait()
+        return EngineStatus(
+            engine=self.name, model="m", version="0", vllm_version="0", block_size=16, total_blocks=10, free_blocks=10,
+            running=0, waiting=0, kv_cache_usage=0.0, max_model_len=100, leases=0, sends=0, stalled_s=self.stalled_s,
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "REPORTED_WITHIN", 0.02)
+    yield
+
+
+def watched(*engines: Engine) -> tuple[EngineFleet, Watch]:
+    fleet = EngineFleet([Member(e.name, "", "both", e) for e in engines], stuck_after_s=0.3)
+    return fleet, Watch(fleet, lambda _, __: True, lambda _, why: pytest.fail(why))
+
+
+async def until(holds: object, *args: object) -> None:
+    async with asyncio.timeout(20):
+        while not holds(*args):  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["api server", "core"])
+async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how: str) -> None:
+    frozen, other = Answering("a"), Answering("b")
+    fleet, looking = watched(frozen, other)
+    running = asyncio.create_task(looking.run())
+    await until(lambda: fleet.heard_within("a", 1) and fleet.heard_within("b", 1))
+    view = fleet.traced(EngineFleet(())._trace)
+    with view.engine("a") as engine:
+        asked = asyncio.create_task(engine.start_generate(REQUEST).run(lambda _: None))
+        if how == "core":
+            frozen.stalled_s = 60.0
+        else:
+            frozen.thawed.clear()
+        with pytest.raises(EngineUnreachable, match="stuck"):
+            await asked
+    assert [member.reachable for member in fleet.members] == [False, True]
+    with view.pick() as picked:
+        assert picked.name == "b"
+    frozen.stalled_s = 0.0
+    frozen.thawed.set()
+    await until(lambda: fleet.member("a").reachable)
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_who_reports_is_not_asked() -> None:
+    quiet = Frozen("a")
+    fleet, looking = watched(quiet)
+    running = asyncio.create_task(looking.run())
+    for _ in range(20):
+        fleet.heard("a", 0.0)
+        await asyncio.sleep(0.01)
+    assert fleet.member("a").reachable
+    running.cancel()
+    await asyncio.wait({running})
+    assert quiet.left <= 2
+
+
+async def test_a_view_without_a_watch_loses_nobody() -> None:
+    fleet = fleet_of(Answering("a"))
+    assert fleet.stand_still(0.5) == []
