@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -32,10 +31,9 @@ class Answering(Frozen):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(watch, "REPORTED_WITHIN", 0.02)
-    yield
 
 
 def watched(*engines: Engine) -> tuple[EngineFleet, Watch]:
