@@ -112,6 +112,26 @@ def front_door_over(fleet: Fleet, tmp: Path, *args: str) -> Generator[str]:
             process.terminate()
 
 
+@contextmanager
+def running_engine(tmp: Path, name: str, *args: str) -> Generator[str]:
+    """One engine with the shared fleet's model and data type, and `args` of vLLM's; its URL, once it answers."""
+    port, log = free_port(), tmp / "engine.log"
+    command = [
+        sys.executable, "-m", "tercet.cli", "engine", "--model", MODEL, "--port", str(port), "--name", name,
+        "--dtype", "float32", "--", *args,
+    ]  # fmt: skip
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _answers(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(log.read_text()[-4000:])
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:

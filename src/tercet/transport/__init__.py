@@ -24,7 +24,7 @@ from tercet.transport.agent.agent_messages import (
     StepEnds,
 )
 from tercet.transport.agent.agent_process import AgentProcess
-from tercet.transport.agent.control_channel import ControlClient
+from tercet.transport.agent.control_channel import AsyncControlClient, ControlClient, ControlServer
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
@@ -45,9 +45,11 @@ __all__ = [
     "TRANSPORTS",
     "AgentProcess",
     "AgentSetup",
+    "AsyncControlClient",
     "BlockShape",
     "CancelSend",
     "ControlClient",
+    "ControlServer",
     "Grant",
     "GrantLease",
     "HeadSlice",

@@ -133,6 +133,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return [(handshake.control, handshake.secret) for handshake in self._handshakes]
 
     @property
+    def life_endpoints(self) -> list[tuple[str, str]]:
+        """Where each worker says that it lives: address and secret."""
+        return [handshake.life for handshake in self._handshakes]
+
+    @property
     def layout(self) -> KVLayout:
         """The layout of every rank of this engine."""
         return msgspec.json.decode(self._handshakes[0].layout, type=KVLayout)

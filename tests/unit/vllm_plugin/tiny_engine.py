@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tercet.protocol import EngineError, from_wire
-from tercet.transport import CancelSend, GrantLease, HeadSlice, PushCached, ReadCounters, RevokeLease, SendDestination
+from tercet.transport import CancelSend, GrantLease, HeadSlice, PushCached, RevokeLease, SendDestination
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, StepMetadata, TercetParams
@@ -78,8 +78,6 @@ class FakeAgents:
                 return [self.received[command.lease]]
             case CancelSend():
                 self.cancelled.append(command.send_id)
-            case ReadCounters():
-                return [{}]
             case _:
                 raise AssertionError(command)
         return [None]

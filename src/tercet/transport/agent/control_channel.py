@@ -1,4 +1,7 @@
-"""The control channel: the scheduler's process tells each agent about leases and sends, and waits for the answer."""
+"""The control channel: the scheduler's process tells each agent about leases and sends, and waits for the answer.
+
+The API server's process asks over it, too, whether they live.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
@@ -122,3 +126,30 @@ class ControlClient:
     def close(self) -> None:
         """Close the sockets."""
         self._context.destroy(linger=0)
+
+
+class AsyncControlClient:
+    """One agent, asked from an event loop, which is never blocked: one command at a time, with no bound of its own."""
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._secret = secret
+        self._serial = 0
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+
+    async def call(self, command: Command) -> Any:
+        """The answer; raises :class:`~tercet.protocol.EngineError` for one that says what went wrong."""
+        self._serial += 1
+        await self._socket.send(msgspec.msgpack.encode(Envelope(self._secret, self._serial, command)))
+        while True:
+            answer = msgspec.msgpack.decode(await self._socket.recv(), type=ControlAnswer)
+            if answer.serial != self._serial:
+                continue
+            if answer.error is not None:
+                raise EngineError(f"KV agent: {answer.error}")
+            return answer.value
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

@@ -1,20 +1,15 @@
-"""Tercet's part of this engine's ``/metrics``: what the agents count, read when somebody asks."""
+"""Tercet's part of this engine's ``/metrics``: what the agents count, as the probe of its life brings it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.protocol import EngineError
-from tercet.transport import ControlClient, ReadCounters
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 
-logger = logging.getLogger(__name__)
-# A scrape runs on the API server's event loop, so a stuck agent must not hold it for long.
-ANSWER_SECONDS = 0.5
 NOW = {
     "connections": "Connections from senders that are open.",
     "sessions_in": "Senders that are connected.",
@@ -43,31 +38,25 @@ leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort en
 sends_aborted = Counter("tercet_sends_aborted", "SendPlanner that an abort, or their client's going away, ended.")
 
 
-class AgentCollector(Collector):
-    """Reads every agent's counters. ``agents`` are their control addresses and secrets, by rank."""
+class EngineCollector(Collector):
+    """What the engine's processes answered last. A scrape asks nobody: it runs on the API server's event loop."""
 
-    def __init__(self, agents: Sequence[tuple[str, str]]) -> None:
-        self._control = ControlClient(agents, ANSWER_SECONDS)
+    def __init__(self, probe: LivenessProbe) -> None:
+        self._probe = probe
 
     def collect(self) -> Iterable[Metric]:
-        """See ``prometheus_client``'s ``Collector``; nothing, and a line in the log, if an agent does not answer."""
-        try:
-            found: list[dict[str, int]] = self._control.call_all(ReadCounters())
-        except EngineError as error:
-            logger.warning("no transport metrics: %s", error.message)
-            return
+        """See ``prometheus_client``'s ``Collector``."""
+        stalled = GaugeMetricFamily("tercet_stalled_seconds", "For how long a process of this engine has stood still.")
+        stalled.add_metric([], self._probe.stalled_s)
+        yield stalled
         for kind, names in ((GaugeMetricFamily, NOW), (CounterMetricFamily, TOTALS)):
             for name, meaning in names.items():
                 family = kind(f"tercet_kv_{name}", meaning, labels=["rank"])
-                for rank, counters in enumerate(found):
+                for rank, counters in enumerate(self._probe.agent_counters):
                     family.add_metric([str(rank)], counters.get(name, 0))
                 yield family
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask the agents."""
-        return ()
 
-
-def export(agents: Sequence[tuple[str, str]]) -> None:
-    """Add the agents' counters to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
-    REGISTRY.register(AgentCollector(agents))
+def export(probe: LivenessProbe) -> None:
+    """Add them to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
+    REGISTRY.register(EngineCollector(probe))

@@ -94,11 +94,13 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start.
 
-    The agent's addresses, its control channel and the secret that opens it, and the layout (as JSON).
+    The agent's addresses, its control channel and the secret that opens it, the channel on which the worker itself says
+    that it lives (address and secret), and the layout (as JSON).
     """
 
     rank: int
     transports: list[str]
     control: str
     secret: str
+    life: tuple[str, str]
     layout: bytes

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 class EngineDescription(msgspec.Struct, frozen=True):
     """What the core says of itself, once.
 
-    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent. ``token`` marks
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers``
+    those at which the rank's worker says that it lives. ``token`` marks
     requests as this engine's own. ``lease_ttl`` is in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
     """
 
     transports: list[list[str]]
     agents: list[tuple[str, str]]
+    workers: list[tuple[str, str]]
     layout: KVLayout
     token: str
     lease_ttl: float

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import msgspec
 
 from tercet.protocol import EngineError, TercetError
-from tercet.transport import ReadCounters
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.connector_messages import SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
@@ -68,6 +67,7 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
     return {
         "transports": connector.transports,
         "agents": connector.control_endpoints,
+        "workers": connector.life_endpoints,
         "layout": msgspec.to_builtins(connector.layout),
         "token": connector.token,
         "lease_ttl": connector.settings.lease_ttl,
@@ -125,12 +125,7 @@ def tercet_status(core: EngineCore) -> dict[str, Any]:
         "kv_cache_usage": pool.get_usage(),
         "leases": len(side.reservations),
         "sends": len(side.sends),
-        "counters": _sum(side.agents.call_all(ReadCounters())),
     }
-
-
-def _sum(per_rank: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
 
 def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None) -> VLLMRequest:

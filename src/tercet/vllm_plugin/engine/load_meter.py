@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tercet.protocol import EngineLoad
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -16,14 +17,15 @@ NEWEST = 0.2
 
 
 class LoadMeter:
-    """Listens to the scheduler's statistics, which come with every step's outputs.
+    """Knows how busy the engine is: it listens to the scheduler's statistics, which come with every step's outputs.
 
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
-    the instance for each step, and on them being there unless vLLM runs with ``--disable-log-stats``.
+    the instance for each step. vLLM keeps none with ``--disable-log-stats``; then what ``probe`` heard last is said.
     """
 
-    def __init__(self, client: AsyncLLM) -> None:
+    def __init__(self, client: AsyncLLM, probe: LivenessProbe) -> None:
         self._client = client
+        self._probe = probe
         self._stats: SchedulerStats | None = None
         self._step_at: float | None = None
         self._step_time: float | None = None
@@ -32,28 +34,29 @@ class LoadMeter:
 
         def listen(stats: SchedulerStats | None) -> None:
             update(stats)
+            probe.core_progressed()
             if stats is not None:
                 self._step(stats, time.monotonic())
 
         processor.update_scheduler_stats = listen  # type: ignore[method-assign]
 
-    def load(self) -> EngineLoad | None:
-        """The load now; None if this vLLM keeps no statistics.
+    def load(self) -> EngineLoad:
+        """The load now.
 
         Requests that the core has not seen yet count as waiting, and those that it has lost since its last step do not
         count any more. ``tokens`` are the prompts that have no first token yet.
         """
-        if not self._client.log_stats:
-            return None
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
-        running = min(self._stats.num_running_reqs, requests) if self._stats is not None else 0
+        stats, core = self._stats, self._probe.core_status
+        running = min(stats.num_running_reqs if stats is not None else core["running"], requests)
         return EngineLoad(
             waiting=requests - running,
             running=running,
-            kv_usage=self._stats.kv_cache_usage if self._stats is not None else 0.0,
+            kv_usage=stats.kv_cache_usage if stats is not None else core["kv_cache_usage"],
             tokens=processor.get_num_queued_tokens(),
             step_time=self._step_time,
+            stalled_s=self._probe.stalled_s,
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:

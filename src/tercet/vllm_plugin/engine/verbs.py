@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tercet import __version__
@@ -33,13 +34,14 @@ from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
-from tercet.transport import LeaseFilled, SendDestination, routes
+from tercet.transport import AsyncControlClient, LeaseFilled, ReadCounters, SendDestination, routes
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
 from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
 from tercet.vllm_plugin.hooks import vllm_version
@@ -55,11 +57,14 @@ BusyKey = tuple[str, str | None]
 class EngineVerbs:
     """One engine's verbs."""
 
-    def __init__(self, client: AsyncLLM, name: str, core: CoreCalls, description: EngineDescription) -> None:
+    def __init__(
+        self, client: AsyncLLM, name: str, core: CoreCalls, description: EngineDescription, probe: LivenessProbe
+    ) -> None:
         self._client = client
         self._name = name
         self._core = core
         self._about = description
+        self._probe = probe
         model = client.vllm_config.model_config
         self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
         self._tasks = TaskSet()
@@ -70,15 +75,21 @@ class EngineVerbs:
         self._kv_events = None
         if description.kv_events is not None:
             self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
-        self.front_doors = FrontDoors(name, self.incarnation, LoadMeter(client).load, self.stream_generate)
+        self.front_doors = FrontDoors(name, self.incarnation, LoadMeter(client, probe).load, self.stream_generate)
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str) -> EngineVerbs:
         """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector."""
         core = CoreCalls(client)
         description = await core.describe()
-        agent_metrics.export(description.agents)
-        return cls(client, name, core, description)
+        agents, workers = (
+            [partial(AsyncControlClient(*endpoint).call, ReadCounters()) for endpoint in endpoints]
+            for endpoints in (description.agents, description.workers)
+        )
+        probe = LivenessProbe(core.status, agents, workers)
+        await probe.start()
+        agent_metrics.export(probe)
+        return cls(client, name, core, description, probe)
 
     @property
     def layout(self) -> KVLayout:
@@ -229,8 +240,8 @@ class EngineVerbs:
         return await self._leases.abort(seq_id) or bool(found)
 
     async def status(self) -> EngineStatus:
-        """This engine's load and holdings."""
-        found = await self._core.status()
+        """This engine's load and holdings, as they are now; of an engine that stands still, as they were last known."""
+        await self._probe.news()
         return EngineStatus(
             engine=self._name,
             model=str(self._client.vllm_config.model_config.served_model_name),
@@ -242,7 +253,9 @@ class EngineVerbs:
             incarnation=self.incarnation,
             fingerprint=self.layout.model,
             dtype=self.layout.dtype,
-            **found,
+            stalled_s=self._probe.stalled_s,
+            counters=_sum(self._probe.agent_counters),
+            **self._probe.core_status,
         )
 
     # ---- plumbing --------------------------------------------------------------------------------------------
@@ -261,6 +274,10 @@ class EngineVerbs:
         finally:
             del self._busy[key]
             task.cancel()
+
+
+def _sum(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
 
 def _usage(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:

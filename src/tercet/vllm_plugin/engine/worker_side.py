@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from tercet.protocol import KVLayout
-from tercet.transport import AgentProcess, AgentSetup, BlockShape, LayersDone, StepBegins, StepEnds
+from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
@@ -25,6 +25,8 @@ class WorkerSide:
         self._step = StepMetadata()
         self._done: tuple[int, ...] = ()
         self._plane_bytes = 0
+        # Of what the agents are asked a worker knows nothing; that it answers tells that its process goes on.
+        self._life = ControlServer(lambda _: {})
 
     def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
         """Start the agent over the KV cache; called once, before the first forward pass."""
@@ -42,7 +44,8 @@ class WorkerSide:
         """This rank's endpoints, for the scheduler's process."""
         ready = self._agent.ready
         layout = msgspec.json.encode(self._layout)
-        return WorkerHandshake(self._rank, list(ready.addresses), ready.control, ready.secret, layout)
+        life = self._life.address, self._life.secret
+        return WorkerHandshake(self._rank, list(ready.addresses), ready.control, ready.secret, life, layout)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders."""
@@ -76,8 +79,9 @@ class WorkerSide:
         self._done = ()
 
     def close(self) -> None:
-        """Stop the agent."""
+        """Stop the agent, and the thread that answers for this process."""
         self._agent.close()
+        self._life.close()
 
 
 def _block_of(layout: KVLayout) -> BlockShape | None:
