@@ -17,7 +17,7 @@ from tercet.protocol import EngineError
 from tercet.transport import AsyncControlClient, ControlServer, ReadCounters
 from tercet.transport.agent.agent_messages import Command
 from tercet.vllm_plugin.engine import liveness_probe
-from tercet.vllm_plugin.engine.agent_metrics import EngineCollector
+from tercet.vllm_plugin.engine.agent_metrics import ProbeCollector
 from tercet.vllm_plugin.engine.liveness_probe import LOOK_SECONDS, LivenessProbe, StallClock
 
 SECONDS = 30.0
@@ -225,7 +225,7 @@ async def test_an_engine_of_which_a_part_never_answers_does_not_start(monkeypatc
 async def test_metrics_ask_nobody() -> None:
     registry = CollectorRegistry()
     async with probed() as engine:
-        registry.register(EngineCollector(engine.probe))
+        registry.register(ProbeCollector(engine.probe))
         for part in (engine.core, engine.agent, engine.worker):
             part.freeze()
         await engine.stalled_for(0.2)

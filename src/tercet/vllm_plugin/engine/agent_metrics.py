@@ -38,7 +38,7 @@ leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort en
 sends_aborted = Counter("tercet_sends_aborted", "SendPlanner that an abort, or their client's going away, ended.")
 
 
-class EngineCollector(Collector):
+class ProbeCollector(Collector):
     """What the engine's processes answered last. A scrape asks nobody: it runs on the API server's event loop."""
 
     def __init__(self, probe: LivenessProbe) -> None:
@@ -59,4 +59,4 @@ class EngineCollector(Collector):
 
 def export(probe: LivenessProbe) -> None:
     """Add them to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
-    REGISTRY.register(EngineCollector(probe))
+    REGISTRY.register(ProbeCollector(probe))
