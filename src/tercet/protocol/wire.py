@@ -47,15 +47,14 @@ class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
 
-    ``recv_rank`` is the receiver's rank that this engine's rank 0 writes to. With ``sample`` the first output token
-    is sampled here and comes with the answer.
+    With ``sample`` the first output token is sampled here and comes with the answer. Which rank writes to which of the
+    receiver's follows from the two layouts.
     """
 
     prompt: Prompt
     kv_addr_info: KVAddrInfo
     begin: int
     seq_id: Name
-    recv_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     end: int | None = None
     sample: bool = False
     sampling_params: Mapping[str, Any] = {}

@@ -167,8 +167,6 @@ class Verbs:
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
         """Prefill, and tell the receiver when the KV would have arrived."""
         call = decode_call(await http.read(), RemoteSendCall)
-        if call.recv_rank:
-            raise BadRequest(f"recv_rank: is {call.recv_rank}, and simulated engines have one address", "recv_rank")
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 

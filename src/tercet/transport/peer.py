@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,7 +29,6 @@ from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import start_thread
 from tercet.transport.peer_messages import (
     BLOCK_NUMBER,
-    FROM_RECEIVER,
     Acknowledged,
     Challenge,
     FromReceiver,
@@ -39,16 +37,15 @@ from tercet.transport.peer_messages import (
     ReadRequest,
     Refused,
     SendEnd,
-    Splitter,
     Welcome,
     framed,
 )
+from tercet.transport.receiver_answers import ReceiverAnswers
 from tercet.transport.region import Numbers
 from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
 from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
-M = TypeVar("M", bound=FromReceiver)
 CONNECT_SECONDS = 5.0
 # How long a cancel waits for the chunk being written before it gives up the session.
 CANCEL_SECONDS = 1.0
@@ -191,8 +188,8 @@ class TransferPeer:
 
     def _run(self) -> None:
         try:
-            with self._connect_first() as sock:
-                answers = _Answers(sock)
+            with self._kept(self._connect_first()) as sock:
+                answers = ReceiverAnswers(sock, self._rank.settings.timeout)
                 self.transport = self._agree(sock, answers)
                 # A descriptor of its own, which the other thread closes.
                 self._start_thread("tercet-answers", self._take_answers, answers, sock.dup())
@@ -231,19 +228,25 @@ class TransferPeer:
                 sock.close()
                 raise self._dead
             self._sockets.append(sock)
+        return sock
+
+    @contextmanager
+    def _kept(self, sock: socket.socket) -> Generator[socket.socket]:
+        """Close it on exit, but never while it is being shut: its number may be another connection's by then."""
         try:
             tune(sock)
             sock.settimeout(self._rank.settings.timeout)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+            yield sock
+        finally:
+            with self._changed:
+                self._sockets.remove(sock)
+                sock.close()
 
     @property
     def _host(self) -> HostBackend | None:
         return next((each for each in self._rank.backends if isinstance(each, HostBackend)), None)
 
-    def _agree(self, sock: socket.socket, answers: _Answers) -> str:
+    def _agree(self, sock: socket.socket, answers: ReceiverAnswers) -> str:
         """Begin the session; returns how KV is to travel."""
         memory = self._host if sock.family == socket.AF_UNIX else None
         offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
@@ -265,8 +268,8 @@ class TransferPeer:
         """Open one of the connections by which a receiver asks for chunks, and answer."""
         timeout = self._rank.settings.timeout
         try:
-            with self._connect(stream) as sock:
-                challenge = _Answers(sock).expect(Challenge)
+            with self._kept(self._connect(stream)) as sock:
+                challenge = ReceiverAnswers(sock, timeout).expect(Challenge)
                 sock.sendall(framed(greet(self._rank, challenge, self._session, stream, {}, 0)))
                 wait_in_calls(sock, timeout, timeout)
                 tcp.serve(sock, self._rank.region, self._reading)
@@ -316,14 +319,17 @@ class TransferPeer:
     def _post_all(self, sock: socket.socket) -> None:
         """What waited; then what callers cannot write at once."""
         post = Post(sock)
-        with self._posting:
-            for leg, write in self._waiting:
-                if leg.number in self._legs:
-                    write(post)
-            self._waiting.clear()
-            self._post = post
-        if self._dead is None:  # else who ended the session may have done so before there was a post to close
-            post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
+        try:
+            with self._posting:
+                for leg, write in self._waiting:
+                    if leg.number in self._legs:
+                        write(post)
+                self._waiting.clear()
+                self._post = post
+            if self._dead is None:  # else who ended the session may have done so before there was a post to close
+                post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
+        finally:
+            post.close()  # before its socket is: callers may be writing
 
     def _chunks(self, leg: Leg, layers: range, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
         """A push in chunks of the size that its transport takes best."""
@@ -340,7 +346,7 @@ class TransferPeer:
 
     # ---- what the receiver answers -----------------------------------------------------------------------------------
 
-    def _take_answers(self, answers: _Answers, sock: socket.socket) -> None:
+    def _take_answers(self, answers: ReceiverAnswers, sock: socket.socket) -> None:
         timeout = self._rank.settings.timeout
         try:
             with sock:
@@ -411,9 +417,9 @@ class TransferPeer:
             if self._dead is not None:
                 return
             self._dead = error
-            orphans, sockets = list(self._legs.values()), list(self._sockets)
-        for sock in sockets:
-            shut(sock)
+            orphans = list(self._legs.values())
+            for sock in self._sockets:
+                shut(sock)
         self._rank.counters.count(sessions_lost=1)
         self._on_dead(self)
         with self._posting:
@@ -421,47 +427,6 @@ class TransferPeer:
                 self._post.close()
         for leg in orphans:
             self._end(leg, error)
-
-
-class _Answers:
-    """What a receiver says on one connection; at first nothing may take longer than the socket's timeout."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.read_from(sock, self._give_up)
-        self._splitter = Splitter(FROM_RECEIVER)
-        self._messages = self._receive()
-
-    def _give_up(self) -> None:
-        raise TransferFailed("no answer to the greeting")
-
-    def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:
-        """From now on; ``on_silence`` may raise to end the wait for a message."""
-        self._sock, self._on_silence = sock, on_silence
-
-    def next(self) -> FromReceiver:
-        """Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` with what a receiver refuses."""
-        message = next(self._messages)
-        if isinstance(message, Refused) and message.send == 0:
-            raise ProtocolViolation(message.reason)
-        return message
-
-    def expect(self, kind: type[M]) -> M:
-        """The next message, which must be of one kind and come in time."""
-        message = self.next()
-        if not isinstance(message, kind):
-            raise ProtocolViolation(f"a receiver says {kind.__name__} here, not {type(message).__name__}")
-        return message
-
-    def _receive(self) -> Iterator[FromReceiver]:
-        while True:
-            try:
-                data = self._sock.recv(64 * 1024)
-            except (TimeoutError, BlockingIOError):
-                self._on_silence()
-                continue
-            if not data:
-                raise ConnectionResetError("the receiver closed the connection")
-            yield from self._splitter.feed(data)
 
 
 def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:

@@ -158,10 +158,13 @@ class Post:
     A thread that only wrote what others queue would have to wake up first, which takes longer than to write. When the
     connection takes no more, what is left waits for :meth:`deliver`. Frames go out whole and in order; :meth:`send`
     never waits for the peer. Thread-safe.
+
+    Nothing is written once :meth:`close` has returned, so that the socket may be closed then.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        sock.settimeout(None)  # with a timeout Python waits for room before it asks the kernel not to wait
         self._changed = threading.Condition()
         # What the connection did not take, and so must come before everything else.
         self._rest = bytearray()
@@ -170,6 +173,8 @@ class Post:
     def send(self, data: bytes) -> None:
         """Write what goes at once; raises ``OSError`` when the connection has ended."""
         with self._changed:
+            if self._closed:
+                raise ConnectionAbortedError("the connection is over")
             if not self._rest:
                 data = data[self._write(data) :]
             if data:
@@ -191,6 +196,8 @@ class Post:
                     raise TimeoutError
                 since = moved_at()
             with self._changed:
+                if self._closed:
+                    return
                 del self._rest[: self._write(self._rest)]
 
     def _has_rest(self) -> bool:

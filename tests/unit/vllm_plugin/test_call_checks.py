@@ -45,12 +45,10 @@ def test_output_may_leave_room_for_one_token() -> None:
     LIMITS.check_output([1] * 10, [])
 
 
-def check(
-    begin: int = 16, end: int = 48, length: int = 48, sample: bool = False, recv_rank: int = 0, **info: Any
-) -> None:
+def check(begin: int = 16, end: int = 48, length: int = 48, sample: bool = False, **info: Any) -> None:
     call = RemoteSendCall(
         prompt=[1] * length, seq_id="s", kv_addr_info=msgspec.structs.replace(INFO, **info), begin=begin, end=end,
-        sample=sample, recv_rank=recv_rank,
+        sample=sample,
     )  # fmt: skip
     check_send(call, begin, end, length, LAYOUT)
 
@@ -61,10 +59,12 @@ def check(
         ({"begin": 15}, "begin"),
         ({"end": 49, "length": 60}, "end"),
         ({"sample": True, "length": 50}, "sample"),
-        ({"recv_rank": 1}, "recv_rank"),
         ({"lease": "F" * 32}, "kv_addr_info"),
         ({"lease": ""}, "kv_addr_info"),
         ({"transport": "pigeon"}, "kv_addr_info"),
+        ({"ranks": ()}, "kv_addr_info"),
+        ({"ranks": (RankAddress(1, ("tcp://127.0.0.1:1",)),)}, "kv_addr_info"),
+        ({"ranks": (RankAddress(0, ("tcp://127.0.0.1:1",)), RankAddress(0, ("tcp://127.0.0.1:1",)))}, "kv_addr_info"),
         ({"ranks": (RankAddress(0, ()),)}, "kv_addr_info"),
         ({"ranks": (RankAddress(0, ("tcp://127.0.0.1:65536",)),)}, "kv_addr_info"),
         ({"ranks": (RankAddress(0, ("ipc:///tmp/somewhere",)),)}, "kv_addr_info"),

@@ -53,12 +53,6 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
         raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
     if end > info.end:
         raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
-    if call.recv_rank + info.layout.tp_size > len(info.ranks):
-        raise BadRequest(
-            f"recv_rank: from {call.recv_rank} on the receiver has fewer ranks than its layout's "
-            f"{info.layout.tp_size}; it has {len(info.ranks)} in all",
-            "recv_rank",
-        )
     if call.sample and end != length:
         raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
 
@@ -70,6 +64,8 @@ def check_address(info: KVAddrInfo) -> None:
         LEASE.fullmatch(info.lease)
         and 0 <= info.begin < info.end
         and info.begin % info.layout.block_size == 0
+        and len(info.ranks) == info.layout.tp_size
+        and sorted(rank.rank for rank in info.ranks) == list(range(len(info.ranks)))
         and all(rank.addresses for rank in info.ranks)
         and all(map(is_address, addresses))
     )

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tercet import __version__
 from tercet.aio import TaskSet
@@ -138,8 +138,9 @@ class EngineVerbs:
                 notify=self._reports.address,
             )
             try:
-                first, cached = await self._push(call, tokens[:end], params, sending)
-                done = await sending.wait()
+                with self._ended_by_abort(call.seq_id, params.send_id):
+                    first, cached = await self._push(call, tokens[:end], params, sending)
+                    done = await sending.wait()
             finally:
                 # Unpinning is nobody's business but the core's, so the answer does not wait for it.
                 self._tasks.spawn(self._end_send(sending.send_id))
@@ -161,7 +162,7 @@ class EngineVerbs:
             call.cache_salt,
         )
         computing = asyncio.ensure_future(request.first())
-        with self._cancelled_by_abort((call.seq_id, params.send_id), computing):
+        try:
             # A refusal by the receiver ends the work at once; there is nobody left to compute for.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
@@ -169,15 +170,15 @@ class EngineVerbs:
                 computing.cancel()
                 await asyncio.wait({computing})
                 await sending.wait()
-            if computing.cancelled():
-                raise UnknownSequence(f"{call.seq_id} was aborted while its KV was being sent", "seq_id")
             output = computing.result()
+        finally:
+            computing.cancel()
         return (output if call.sample else None), min(request.num_cached, len(tokens))
 
     def _destinations(self, call: RemoteSendCall) -> list[list[SendDestination]]:
         """For each rank of this engine, the receiver's ranks that have heads in common with it."""
         info = call.kv_addr_info
-        ranks = sorted(info.ranks, key=lambda rank: rank.rank)[call.recv_rank :]
+        ranks = sorted(info.ranks, key=lambda rank: rank.rank)
         return [
             [
                 SendDestination(ranks[route.receiver].addresses, route.head_slice)
@@ -266,14 +267,28 @@ class EngineVerbs:
         return tokens
 
     @contextmanager
-    def _cancelled_by_abort(self, key: BusyKey, task: asyncio.Future[Any]) -> Generator[None]:
-        """While entered, :meth:`abort` of the sequence cancels the task; leaving by an error does so too."""
-        self._busy[key] = task.cancel
+    def _ended_by_abort(self, seq_id: str, send_id: str) -> Generator[None]:
+        """While entered, :meth:`abort` of the sequence ends the current task by ``UnknownSequence``.
+
+        Whoever else cancels the task cancels it as ever.
+        """
+        task, key, aborted = asyncio.current_task(), (seq_id, send_id), False
+
+        def abort() -> None:
+            nonlocal aborted
+            if not aborted and task is not None:
+                aborted = True
+                task.cancel()
+
+        self._busy[key] = abort
         try:
             yield
+        except asyncio.CancelledError:
+            if aborted and task is not None and task.uncancel() == 0:
+                raise UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id") from None
+            raise
         finally:
             del self._busy[key]
-            task.cancel()
 
 
 def _sum(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:

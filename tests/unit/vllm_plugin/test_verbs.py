@@ -1,0 +1,137 @@
+"""The verbs at the edge, over a core that answers when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tercet.aio import TaskSet
+from tercet.protocol import KVAddrInfo, KVLayout, RankAddress, UnknownSequence
+from tercet.protocol.wire import RemoteSendCall
+from tercet.vllm_plugin.engine.connector_messages import SendParams
+from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.engine.verbs import EngineVerbs
+
+LAYOUT = KVLayout(
+    model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, block_bytes=1024, tp_size=1,
+    packing="cpu-vec", splits_by_head=True, splits_by_token=True,
+)  # fmt: skip
+INFO = KVAddrInfo("f" * 32, "decode-0", 0, 48, "tcp", (RankAddress(0, ("tcp://127.0.0.1:9000",)),), LAYOUT)
+SEND = RemoteSendCall(prompt=[1] * 48, seq_id="s", kv_addr_info=INFO, begin=0)
+
+
+class Core(CoreCalls):
+    """Has all KV cached, or none; ``phase`` names the call that does not come back."""
+
+    def __init__(self, cached: bool, hangs: bool) -> None:
+        self.cached, self.hangs = cached, hangs
+        self.asked = asyncio.Event()
+        self.ended: list[str] = []
+
+    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> bool:
+        self.asked.set()
+        if self.hangs:
+            await asyncio.Event().wait()
+        return self.cached
+
+    async def end_send(self, send_id: str) -> None:
+        self.ended.append(send_id)
+
+
+class Client:
+    """As much of ``AsyncLLM`` as a send needs: ``computes`` says whether the forward pass ends."""
+
+    def __init__(self, computes: bool) -> None:
+        self._computes = computes
+        self.log_stats = False
+        self.output_processor = SimpleNamespace(update_scheduler_stats=lambda stats: None)
+        model = SimpleNamespace(get_vocab_size=lambda: 1000, max_model_len=512, served_model_name="m")
+        self.vllm_config = SimpleNamespace(model_config=model)
+        self.generating = asyncio.Event()
+        self.left = False
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+        self.generating.set()
+        try:
+            if not self._computes:
+                await asyncio.Event().wait()
+            choice = SimpleNamespace(token_ids=[1], finish_reason="length", stop_reason=None, logprobs=None)
+            yield SimpleNamespace(outputs=[choice], num_cached_tokens=0, prompt_logprobs=None)
+        finally:
+            self.left = True
+
+
+class Phase:
+    """A send that got as far as ``phase`` and no further."""
+
+    def __init__(self, phase: str) -> None:
+        self.core = Core(cached=phase == "cached", hangs=phase == "asking")
+        self.client = Client(computes=phase == "computed")
+        about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, None)
+        client: Any = self.client
+        self.verbs = EngineVerbs(client, "e", self.core, about, LivenessProbe(self.core.status, [], []))
+
+    async def begin(self, phase: str) -> asyncio.Task[Any]:
+        sending = asyncio.create_task(self.verbs.remote_send(SEND))
+        await self.core.asked.wait()
+        if phase in ("computing", "computed"):
+            await self.client.generating.wait()
+        if phase == "computed":
+            while not self.client.left:
+                await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not sending.done()
+        return sending
+
+    async def require_back(self) -> None:
+        tasks: TaskSet = self.verbs._tasks
+        assert await tasks.wait(10)
+        assert len(self.core.ended) == 1
+        assert not self.verbs._busy
+        assert not self.verbs._reports._sends
+        if self.client.generating.is_set():
+            assert self.client.left
+        self.verbs._reports._task.cancel()
+
+
+@pytest.mark.parametrize("phase", ["asking", "cached", "computing", "computed"])
+async def test_an_abort_ends_a_send_wherever_it_is(phase: str) -> None:
+    found = Phase(phase)
+    sending = await found.begin(phase)
+    assert await found.verbs.abort("s")
+    with pytest.raises(UnknownSequence, match="s was aborted while its KV was being sent"):
+        await asyncio.wait_for(sending, 30)
+    assert not await found.verbs.abort("s")
+    await found.require_back()
+
+
+@pytest.mark.parametrize("phase", ["asking", "cached", "computing", "computed"])
+async def test_a_caller_that_leaves_ends_a_send_wherever_it_is(phase: str) -> None:
+    found = Phase(phase)
+    sending = await found.begin(phase)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    await found.require_back()
+
+
+async def test_an_abort_of_one_sequence_leaves_the_others_sends() -> None:
+    found = Phase("cached")
+    sending = await found.begin("cached")
+    other = asyncio.create_task(found.verbs.remote_send(msgspec.structs.replace(SEND, seq_id="other")))
+    await asyncio.sleep(0.01)
+    await found.verbs.abort("other")
+    with pytest.raises(UnknownSequence):
+        await other
+    assert not sending.done()
+    sending.cancel()
+    await asyncio.wait([sending])
+    assert await found.verbs._tasks.wait(10)
+    found.verbs._reports._task.cancel()
