@@ -289,6 +289,6 @@ def _file_cases() -> list[Case]:
 
 TARGETS = (
     Target("admin", _admin_cases, Named(), _admin, "calls"),
-    Target("engine_answers", _answer_cases, Named(), _client, "frames"),
-    Target("files", _file_cases, Named(), _files, "frames"),
+    Target("engine_answers", _answer_cases, Named(), _client, "calls"),
+    Target("files", _file_cases, Named(), _files, "calls"),
 )
