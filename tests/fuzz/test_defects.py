@@ -19,6 +19,7 @@ from tercet.client import HttpEngine
 from tercet.client.ask_front_door import ask_front_door
 from tercet.fleet import FleetKnowledge, kv_events
 from tercet.fleet.kv_inbox import KVInbox
+from tercet.programs.loading import load_program
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -40,6 +41,8 @@ from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, Transp
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ReadCounters
 from tercet.transport.agent.control_channel import ControlClient, ControlServer
+from tercet.transport.backends.reading import BackendUnavailable
+from tercet.transport.backends.registered import understood
 from tercet.vllm_plugin.engine.agent_reports import AgentReports
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
 from tests.unit.fakes import LAYOUT
@@ -344,6 +347,13 @@ def test_yaml_that_breaks_its_parser_is_no_yaml(tmp_path: Path, content: str) ->
         read_yaml(tmp_path / "c.yaml")
 
 
+@pytest.mark.parametrize("annotation", ["inu", "int < 3", "5", "'int'()"])
+def test_a_program_with_annotations_that_are_none_is_refused(tmp_path: Path, annotation: str) -> None:
+    (tmp_path / "p.py").write_text(f"async def good(request, fleet, *, limit: {annotation} = 3):\n    yield\n")
+    with pytest.raises(BadRequest):
+        load_program(f"{tmp_path / 'p.py'}:good", {"limit": "5"})
+
+
 @pytest.mark.parametrize("file", ["~nobody-of-that-name/x.yaml", "a\0b", "/dev/zero", "/nowhere.yaml"])
 async def test_a_scheduling_file_that_is_none_is_refused(file: str) -> None:
     async with asyncio.timeout(10):
@@ -381,3 +391,13 @@ def test_a_lease_that_was_not_granted_is_not_remembered() -> None:
     finally:
         agent.close()
         region.close()
+
+
+@pytest.mark.parametrize("offer", [b"\x92\x01" + NOT_UTF8, b"\x93\x01\xa1a" + DEEP_MSGPACK, b"\xc1"])
+def test_an_offer_that_cannot_be_read_leaves_the_other_transports(offer: bytes) -> None:
+    class Offer(msgspec.Struct, array_like=True):
+        address: int
+        name: str
+
+    with pytest.raises(BackendUnavailable):
+        understood("nixl", offer, Offer)

@@ -56,7 +56,10 @@ def _from_file(name: str) -> Callable[..., Answer]:
 
 
 def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -> dict[str, Any]:
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except Exception as error:  # the user's annotations are evaluated now
+        raise BadRequest(f"program: {name}: its annotations: {type(error).__name__}: {error}", "program") from error
     parameters = inspect.signature(function).parameters
     allowed = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     converted: dict[str, Any] = {}
@@ -70,7 +73,7 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -
             continue
         try:
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, TypeError) as error:  # or what is annotated is no type
             raise BadRequest(f"program: {name}: {key}={value}: {error}", "program") from error
     return converted
 

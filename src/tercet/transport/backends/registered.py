@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from tercet.protocol.wire import UNREADABLE
 from tercet.transport.backends.reading import BackendUnavailable, Batch, Copies, Fence, Reader, in_steps
 from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion, RegionShape
 
@@ -94,7 +95,7 @@ def understood(name: str, offer: bytes, kind: type[T]) -> T:
     """What a sender offers; raises :class:`BackendUnavailable` if it is nothing of that kind."""
     try:
         return msgspec.msgpack.decode(offer, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BackendUnavailable(f"{name}: the sender's offer cannot be understood: {error}") from error
 
 
