@@ -97,6 +97,8 @@ def test_leftovers_and_what_nobody_handled_are_violations_of_the_run() -> None:
         ["cut", "engine", "1", "0", "1", "0", "0", "0.00 s"],
     ]
     assert "1 faults (1 a minute)" in figures(result)[0]
+    result.records[0].error, result.records[0].message = "no_space", "full"
+    assert figures(result)[-1] == "no_space: r () full"
     lines = violation_lines(result.violations, 7, "tercet chaos --seed 7")
     assert "seed 7; again: tercet chaos --seed 7" in lines[0]
     assert "    e: leases: 2" in lines
