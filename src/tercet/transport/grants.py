@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed, UnknownSequence
+from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed
 from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 from tercet.transport.region import Numbers
@@ -203,18 +203,18 @@ class GrantTable:
         with self._changed:
             return sum(len(opened.sends) for opened in self._open.values())
 
-    def revoke(self, lease: str) -> int:
+    def revoke(self, lease: str) -> int | None:
         """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
 
-        Raises :class:`~tercet.protocol.UnknownSequence` for a lease that is not open.
+        ``None`` says that it was not open; it cannot be granted any more then either.
         """
         with self._changed:
             opened = self._open.pop(lease, None)
-            if opened is None:
-                raise UnknownSequence(f"lease {lease} is not open")
             self._ended[lease] = None
             if len(self._ended) > REMEMBERED_ENDED:
                 self._ended.popitem(last=False)
+            if opened is None:
+                return None
             self._changed.wait_for(lambda: not opened.writers)
             return _valid_end(opened)
 

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tercet.protocol import KVLayout
-from tercet.transport import ControlClient
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
@@ -54,7 +53,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
         self._handshakes: list[WorkerHandshake] = []
-        self._agents: ControlClient | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
@@ -111,15 +109,14 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
         self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
-        self._agents = ControlClient(self.control_endpoints)
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
         """What is held for others at the scheduler, of which the first call takes hold."""
         if self._scheduler is None:
-            if self._agents is None:
+            if not self._handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
             max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
-            self._scheduler = SchedulerSide(scheduler, self._agents, max_blocks)
+            self._scheduler = SchedulerSide(scheduler, max_blocks)
         return self._scheduler
 
     @property
@@ -177,11 +174,9 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def shutdown(self) -> None:
-        """Stop threads and sockets of either role."""
+        """Stop the agent."""
         if self._worker is not None:
             self._worker.close()
-        if self._agents is not None:
-            self._agents.close()
 
 
 def _require_one_cache_group(config: KVCacheConfig) -> None:

@@ -33,8 +33,10 @@ from tercet.streams import StreamListener, front_doors
 from tercet.transport import SendDone
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata
 from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
@@ -149,10 +151,10 @@ class TinyCore(EngineCoreClient, TinyEngine):
 
     def reported_cached(self) -> None:
         """Sends of what was cached are done as soon as they have begun."""
-        pushed, self.agents.pushed = self.agents.pushed, []
+        pushed, self.agent.pushed = self.agent.pushed, []
         for command in pushed:
             self.report(command.opening.send_id)
-        self.agents.cancelled.clear()
+        self.agent.cancelled.clear()
 
 
 class VerbsRoom:
@@ -212,7 +214,7 @@ class VerbsRoom:
             while not self._is_empty():
                 await asyncio.sleep(0.001)
         self._core.assert_nothing_held()
-        self._core.agents.received.clear()
+        self._core.agent.received.clear()
 
     def _is_empty(self) -> bool:
         self._core.reported_cached()
@@ -238,6 +240,10 @@ def _config(directory: Path) -> VllmConfig:
     )  # fmt: skip
 
 
+async def _counters() -> dict[str, int]:
+    return {}
+
+
 @asynccontextmanager
 async def _room() -> AsyncGenerator[VerbsRoom]:
     metrics = set(prometheus_client.REGISTRY._collector_to_names)
@@ -251,8 +257,11 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
             engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
         finally:
             EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
-    about = EngineDescription([["tcp://127.0.0.1:1"]], [], LAYOUT, core.connector.token, 60.0, None)
-    verbs = EngineVerbs(engine, "e", CoreCalls(engine), about)
+    about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, None)
+    calls = CoreCalls(engine)
+    probe = LivenessProbe(calls.status, [_counters], [])
+    await probe.start()
+    verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe)
     core.reports = verbs._reports
     app = FastAPI()
     TercetEndpoints().attach_router(app)
@@ -267,6 +276,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
                 yield VerbsRoom(core, verbs, client, (address, door.key))
             verbs.front_doors.close()
     finally:
+        await probe.close()
         front_doors.CONNECT_SECONDS = patience
         verbs._reports._task.cancel()
         with suppress(asyncio.CancelledError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -22,6 +24,7 @@ from tercet.transport.agent.agent import AgentSetup
 from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
+    GrantLease,
     LayersDone,
     LeaseFilled,
     Push,
@@ -32,7 +35,7 @@ from tercet.transport.agent.agent_messages import (
     SendDone,
 )
 from tercet.transport.agent.agent_process import AgentProcess
-from tercet.transport.agent.control_channel import ControlClient, ControlServer
+from tercet.transport.agent.control_channel import AsyncControlClient, ControlClient, ControlServer
 from tests.unit.transport.agents import (
     ALL,
     BLOCKS,
@@ -180,9 +183,15 @@ def test_what_was_revoked_is_reported_as_an_error_and_leases_are_told_of_no_more
 
 
 def test_an_order_that_cannot_be_carried_out_names_the_rank_and_the_reason(target: Rank) -> None:
-    with pytest.raises(EngineError, match="KV agent 0: lease 00 is not open"):
-        target.order(RevokeLease("00"))
+    with pytest.raises(EngineError, match=r"KV agent 0: blocks: 1 do not hold \[0, 99\)"):
+        target.order(GrantLease("00", [1], 0, 99, TOKENS, ""))
     assert target.counters()["leases_open"] == 0
+
+
+def test_a_lease_that_was_revoked_before_it_was_granted_stays_closed(target: Rank) -> None:
+    assert target.order(RevokeLease("00")) == 0
+    with pytest.raises(EngineError, match="granted before"):
+        target.order(GrantLease("00", [1], 0, TOKENS, TOKENS, ""))
 
 
 def test_who_does_not_know_the_agents_secret_gets_no_answer(target: Rank) -> None:
@@ -227,6 +236,28 @@ def test_closing_the_control_channel_in_the_middle_of_an_order_waits_for_it_and_
     go_on.set()
     closer.join(SECONDS)
     assert not closer.is_alive()
+    client.close()
+
+
+async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_goes_on(target: Rank) -> None:
+    client = AsyncControlClient(target.agent.ready.control, target.agent.ready.secret)
+    lease = new_lease()
+    assert (await client.call(ReadCounters()))["leases_open"] == 0
+    os.kill(target.agent.pid, signal.SIGSTOP)
+    try:
+        while psutil.Process(target.agent.pid).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
+        # More than the queues of its sockets hold; the first one's caller does not wait for the answer.
+        client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, "")).cancel()
+        asked = [client.call(CancelSend(str(number))) for number in range(5000)]
+        revoked = client.call(RevokeLease(lease))
+        assert not (await asyncio.wait([*asked, revoked], timeout=0.2))[0]
+    finally:
+        os.kill(target.agent.pid, signal.SIGCONT)
+    assert await asyncio.wait_for(revoked, SECONDS) == 0
+    assert all(answer.done() for answer in asked), "in the order of the calls"
+    with pytest.raises(EngineError, match=r"granted before"):
+        await client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, ""))
     client.close()
 
 

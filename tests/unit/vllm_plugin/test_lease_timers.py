@@ -10,13 +10,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, LeaseEnded, NoSpace, UnknownSequence, from_wire
-from tercet.transport import LeaseFilled
-from tercet.vllm_plugin.engine import core_methods
+from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, from_wire
+from tercet.transport import GrantLease, LeaseFilled, RevokeLease
+from tercet.vllm_plugin.engine import agent_calls, core_methods, lease_timers
+from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.core_calls import CoreCalls
-from tercet.vllm_plugin.engine.lease_timers import LeaseTimers
+from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
 
-from .tiny_engine import BLOCK, TinyEngine, tokens_of
+from .tiny_engine import BLOCK, NUM_BLOCKS, FakeAgent, TinyEngine, tokens_of
 
 NOTIFY = "tcp://127.0.0.1:1"
 METHODS = {method.__name__: method for method in core_methods.METHODS}
@@ -48,15 +49,24 @@ class Edge:
         self.engine = engine
         self.core = TinyCore(engine)
         self.tasks = TaskSet()
-        self.leases = LeaseTimers(self.core, self.tasks)
+        self.agents = [engine.agent, FakeAgent()]
+        self.leases = LeaseTimers(self.core, AgentCalls(self.agents), self.tasks)
 
     async def reserve(self, seq_id: str = "s", length: int = 40, ttl: float = 60.0) -> Any:
         return await self.leases.reserve(seq_id, tokens_of(length), None, ttl, NOTIFY)
+
+    def received(self, lease: str, *ends: int) -> None:
+        for agent, end in zip(self.agents, ends, strict=True):
+            agent.received[lease] = end
+
+    async def closed(self, held: EdgeLease) -> bool:
+        return await self.leases.closed(held, asyncio.get_running_loop().create_future())
 
     async def settled(self) -> None:
         assert await self.tasks.wait(5)
         assert not self.leases._leases
         assert not self.leases._of_seq
+        assert not any(agent.granted for agent in self.agents)
         self.engine.assert_nothing_held()
 
 
@@ -143,19 +153,23 @@ async def test_a_release_goes_on_without_its_caller(edge: Edge) -> None:
 
 async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=2 * BLOCK, ttl=0.02)
-    engine.agents.received[held.lease] = 2 * BLOCK
+    edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
     claimed = edge.leases.claim("s", tokens_of(2 * BLOCK + 5))
     assert claimed is held
+    assert await edge.closed(held)
     await asyncio.sleep(0.05)
     assert edge.core.called == ["tercet_reserve"], "its timer has no part in it any more"
-    engine.run(engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease))
+    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease, valid_end=held.closing.result())
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"r": 5}
+    engine.abort("r")
     await edge.settled()
 
 
 async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) -> None:
     held = await edge.reserve()
     edge.leases.claim("s", tokens_of(40))
-    edge.leases.release_soon(held.lease)
+    edge.leases.release_soon(held)
     await edge.settled()
 
 
@@ -184,3 +198,117 @@ async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: Tiny
 
 async def test_an_abort_of_what_has_no_lease_is_fine(edge: Edge) -> None:
     assert not await edge.leases.abort("nobody")
+
+
+# ---- fences --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_slowest_rank_says_how_far_kv_is_valid(edge: Edge, engine: TinyEngine) -> None:
+    held = await edge.reserve(length=3 * BLOCK)
+    edge.received(held.lease, 3 * BLOCK, 2 * BLOCK)
+    assert await edge.leases.release(held.lease) == 2 * BLOCK
+    assert engine.cached(tokens_of(3 * BLOCK)) == 2 * BLOCK
+    await edge.settled()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_grant_that_one_rank_refuses_is_revoked_on_all(edge: Edge, rank: int) -> None:
+    edge.agents[rank].fails_at = GrantLease
+    with pytest.raises(EngineError, match=f"KV agent {rank}: out of memory"):
+        await edge.reserve()
+    await edge.settled()
+    assert edge.agents[0].ended == edge.agents[1].ended
+    edge.agents[rank].fails_at = None
+    await edge.leases.release((await edge.reserve()).lease)
+    await edge.settled()
+
+
+async def test_a_stopped_agent_takes_a_grant_too_late(
+    edge: Edge, engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_calls, "ANSWER_SECONDS", 0.01)
+    edge.agents[1].frozen = True
+    with pytest.raises(EngineError, match="KV agent 1 did not answer"):
+        await edge.reserve(length=2 * BLOCK)
+    assert not await edge.tasks.wait(0.05)
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 3, "it may still open the lease, when it goes on"
+    edge.agents[1].thaw()
+    await edge.settled()
+
+
+async def test_blocks_of_a_lease_wait_for_a_stopped_agent_and_the_engine_goes_on(
+    edge: Edge, engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_timers, "RELEASE_SECONDS", 0.01)
+    held = await edge.reserve(length=2 * BLOCK)
+    blocks = set(engine.agent.granted[held.lease].blocks)
+    edge.agents[1].frozen = True
+    with pytest.raises(EngineError, match="come back only when"):
+        await edge.leases.release(held.lease)
+    request = engine.add("other", tokens_of(300, start=400), max_tokens=50)
+    while not request.is_finished():
+        engine.step()
+        if "other" in engine.scheduler.requests:
+            assert blocks.isdisjoint(engine.blocks_of("other"))
+    assert engine.status()["leases"] == 1
+    edge.agents[1].thaw()
+    await edge.settled()
+
+
+async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
+    edge: Edge, engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_timers, "ADOPT_SECONDS", 0.01)
+    held = await edge.reserve(length=2 * BLOCK)
+    edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
+    edge.agents[0].frozen = True
+    assert edge.leases.claim("s", tokens_of(40)) is held
+    assert not await edge.closed(held)
+    assert not await edge.tasks.wait(0.05)
+    assert engine.status()["leases"] == 1
+    edge.agents[0].thaw()
+    await edge.tasks.wait(5)
+    assert engine.cached(tokens_of(2 * BLOCK)) == 2 * BLOCK, "what had arrived is not lost"
+    await edge.settled()
+
+
+@pytest.mark.parametrize("end", ["abort", "leave"])
+async def test_a_sequence_that_is_over_while_it_waits_for_the_fence_leaves_nothing(edge: Edge, end: str) -> None:
+    held = await edge.reserve()
+    edge.agents[1].frozen = True
+    edge.leases.claim("s", tokens_of(40))
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(edge.leases.closed(held, given_up))
+    await asyncio.sleep(0.01)
+    if end == "abort":
+        given_up.cancel()
+        assert not await waiting
+    else:
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    edge.agents[1].thaw()
+    await edge.settled()
+
+
+async def test_blocks_of_an_expired_lease_wait_for_a_stopped_agent(edge: Edge, engine: TinyEngine) -> None:
+    await edge.reserve(ttl=0.02)
+    edge.agents[0].frozen = True
+    await asyncio.sleep(0.1)
+    assert not edge.leases.holds("s")
+    assert engine.status()["leases"] == 1
+    edge.agents[0].thaw()
+    await edge.settled()
+
+
+async def test_a_fence_that_an_agent_fails_at_is_asked_for_again(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_calls, "RETRY_SECONDS", 0.01)
+    held = await edge.reserve()
+    edge.agents[1].fails_at = RevokeLease
+    edge.leases.release_soon(held)
+    assert not await edge.tasks.wait(0.05)
+    edge.agents[1].fails_at = None
+    await edge.tasks.wait(5)
+    assert REGISTRY.get_sample_value("tercet_fences_open") == 0
+    edge.leases._forget(held.lease)
+    await edge.settled()

@@ -73,7 +73,7 @@ def test_usage_counts_the_prompt_alone(engine: TinyEngine, cached_blocks: int, m
 def test_a_reservation_may_cover_the_output_too(engine: TinyEngine) -> None:
     tokens = tokens_of(2 * BLOCK + 9)
     engine.reserve(A, tokens[:-1])
-    engine.agents.received[A] = len(tokens) - 1
+    engine.agent.received[A] = len(tokens) - 1
     engine.add("r", tokens[:20], max_tokens=100, lease=A, output=tokens[20:])
     output, metadata = engine.step()
     assert output.num_scheduled_tokens == {"r": 1}

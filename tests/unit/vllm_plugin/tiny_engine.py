@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,17 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tercet.protocol import EngineError, from_wire
-from tercet.transport import CancelSend, GrantLease, HeadSlice, PushCached, RevokeLease, SendDestination
+from tercet.transport import CancelSend, GrantLease, HeadSlice, Push, PushCached, RevokeLease, SendDestination
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
-from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, StepMetadata, TercetParams
+from tercet.vllm_plugin.engine.connector_messages import (
+    ReservedBlocks,
+    SendParams,
+    SeqParams,
+    StepMetadata,
+    TercetParams,
+    WorkerHandshake,
+)
 
 BLOCK = 16
 # One of them is vLLM's null block.
@@ -56,39 +64,63 @@ def tiny_config(directory: Path) -> VllmConfig:
     )  # fmt: skip
 
 
-class FakeAgents:
-    """In the place of the agents' control channel; ``received`` is how far each lease's KV has arrived."""
+class FakeAgent:
+    """In the place of one rank's agent; ``received`` is how far each lease's KV has arrived.
+
+    It carries commands out in order, when it is not ``frozen``; what it fails at it says.
+    """
 
     def __init__(self) -> None:
         self.granted: dict[str, GrantLease] = {}
+        self.ended: set[str] = set()
         self.received: dict[str, int] = {}
         self.pushed: list[PushCached] = []
         self.cancelled: list[str] = []
         self.fails_at: type | None = None
+        self.frozen = False
+        self._posted: list[tuple[Any, asyncio.Future[Any]]] = []
 
-    def call_all(self, command: Any) -> list[Any]:
+    def call(self, command: Any) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._posted.append((command, answer))
+        self._carry_out()
+        return answer
+
+    def thaw(self) -> None:
+        self.frozen = False
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        while self._posted and not self.frozen:
+            command, answer = self._posted.pop(0)
+            try:
+                found = self.do(command)
+            except EngineError as error:
+                if not answer.done():
+                    answer.set_exception(error)
+            else:
+                if not answer.done():
+                    answer.set_result(found)
+
+    def do(self, command: Any) -> Any:
         if self.fails_at is not None and isinstance(command, self.fails_at):
-            raise EngineError("the agent of rank 0 does not answer")
+            raise EngineError("out of memory")
         match command:
             case GrantLease():
+                if command.lease in self.ended:
+                    raise EngineError("granted before")
                 self.granted[command.lease] = command
                 self.received.setdefault(command.lease, command.begin)
             case RevokeLease():
-                del self.granted[command.lease]
-                return [self.received[command.lease]]
+                self.ended.add(command.lease)
+                return self.received[command.lease] if self.granted.pop(command.lease, None) else 0
             case CancelSend():
                 self.cancelled.append(command.send_id)
+            case PushCached():
+                self.pushed.append(command)
             case _:
                 raise AssertionError(command)
-        return [None]
-
-    def call_each(self, commands: list[PushCached]) -> list[Any]:
-        if self.fails_at is PushCached:
-            raise EngineError("the agent of rank 0 does not answer")
-        self.pushed += commands
-        return [None for _ in commands]
-
-    def close(self) -> None: ...
+        return None
 
 
 class TinyEngine:
@@ -105,8 +137,8 @@ class TinyEngine:
         connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, TercetConnector)
         self.connector = connector
-        self.agents = FakeAgents()
-        connector._agents = self.agents  # type: ignore[assignment]
+        connector._handshakes = [WorkerHandshake(0, [], "", "", ("", ""), b"")]
+        self.agent = FakeAgent()
         self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)
         self.core: Any = SimpleNamespace(
@@ -122,16 +154,21 @@ class TinyEngine:
         return result
 
     def reserve(self, lease: str, tokens: list[int], salt: str | None = None) -> int:
-        return self.call(core_methods.tercet_reserve, lease, tokens, salt, "tcp://127.0.0.1:1")
+        """Reserve, and let the agent know, as the verbs do; the matched length."""
+        found = msgspec.convert(self.call(core_methods.tercet_reserve, lease, tokens, salt), ReservedBlocks)
+        matched = found.matched_len
+        self.agent.do(GrantLease(lease, found.blocks, matched, len(tokens), found.block_size, "tcp://127.0.0.1:1"))
+        return matched
 
     def commit(self, lease: str, valid_end: int) -> None:
         self.call(core_methods.tercet_commit, lease, valid_end)
 
     def release(self, lease: str) -> int:
-        return self.call(core_methods.tercet_release, lease)
+        return self.call(core_methods.tercet_release, lease, self.agent.do(RevokeLease(lease)))
 
-    def push_cached(self, tokens: list[int], send: SendParams) -> bool:
-        return self.call(core_methods.tercet_push_cached, tokens, None, msgspec.to_builtins(send))
+    def push_cached(self, tokens: list[int], send: SendParams) -> Push | None:
+        found = self.call(core_methods.tercet_push_cached, tokens, None, msgspec.to_builtins(send))
+        return msgspec.convert(found, Push | None)
 
     def end_send(self, send_id: str) -> None:
         self.call(core_methods.tercet_end_send, send_id)
@@ -144,9 +181,13 @@ class TinyEngine:
     def add(
         self, request_id: str, tokens: list[int], max_tokens: int = 3, salt: str | None = None,
         lease: str | None = None, output: list[int] | None = None, send: SendParams | None = None,
-        token: str | None = None, **sampling: Any,
+        token: str | None = None, valid_end: int | None = None, **sampling: Any,
     ) -> Request:  # fmt: skip
-        seq = SeqParams(lease, output or []) if lease is not None or output else None
+        seq = None
+        if lease is not None or output:
+            if lease is not None and valid_end is None:
+                valid_end = self.agent.do(RevokeLease(lease))
+            seq = SeqParams(lease, valid_end or 0, output or [])
         params = TercetParams(token or self.connector.token, send, seq).to_kv_transfer_params()
         request = Request(
             request_id=request_id,
@@ -212,7 +253,7 @@ class TinyEngine:
         assert (status["running"], status["waiting"]) == (0, 0)
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
-        assert not self.agents.granted
+        assert not self.agent.granted
         assert len(self.side.resumed) == 0
 
 

@@ -153,7 +153,7 @@ class Agent:
                 return None
             case RevokeLease():
                 self._notify_of_lease.pop(command.lease, None)
-                return self._transport.grants.revoke(command.lease)
+                return self._transport.grants.revoke(command.lease) or 0
             case CancelSend():
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():

@@ -1,7 +1,7 @@
 """What an agent is told, and what it reports.
 
-:data:`Command` comes from the scheduler's process and is answered; :data:`StepNote` comes from the worker that computes
-and is not; :data:`Report` goes to the HTTP edges of this engine.
+:data:`Command` comes from the API server's process and is answered; :data:`StepNote` comes from the worker that
+computes and is not; :data:`Report` goes to the HTTP edges of this engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SendComplete(msgspec.Struct, frozen=True):
     end: int
 
 
-# ---- from the scheduler's process ----------------------------------------------------------------------------
+# ---- from the API server's process ---------------------------------------------------------------------------
 
 
 class GrantLease(Grant, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class GrantLease(Grant, frozen=True, tag=True):
 
 
 class RevokeLease(msgspec.Struct, frozen=True, tag=True):
-    """Refuse ``lease`` from now on; the answer is the end of the contiguous valid KV."""
+    """Refuse ``lease`` from now on, known or not; the answer is the end of the contiguous valid KV, 0 if unknown."""
 
     lease: str
 

@@ -1,10 +1,11 @@
-"""The control channel: the scheduler's process tells each agent about leases and sends, and waits for the answer.
+"""The control channel: the API server's process tells each agent about leases and sends, and takes the answers.
 
-The API server's process asks over it, too, whether they live.
+It asks over it, too, whether they live.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tercet.aio import TaskSet
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.agent.agent_messages import Command
@@ -25,7 +27,7 @@ ANSWER_SECONDS = 10.0
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One command under a serial number, so that an answer which came too late is recognised.
 
-    ``secret`` is the agent's own, which vLLM carried to the scheduler's process; others on this machine have none.
+    ``secret`` is the agent's own, which vLLM carried to the API server's process; others on this machine have none.
     """
 
     secret: str
@@ -44,7 +46,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
 class ControlServer:
     """An agent's end: runs ``handle`` for each command, in its own thread.
 
-    The scheduler's process connects to ``address`` and must name ``secret``.
+    Who connects to ``address`` must name ``secret``.
     """
 
     def __init__(self, handle: Callable[[Command], Any]) -> None:
@@ -86,7 +88,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """The scheduler's end: sends a command to every agent and collects the answers, in rank order.
+    """Sends a command to every agent and blocks until it has the answers, in rank order.
 
     ``agents`` are their addresses and secrets.
     """
@@ -129,27 +131,51 @@ class ControlClient:
 
 
 class AsyncControlClient:
-    """One agent, asked from an event loop, which is never blocked: one command at a time, with no bound of its own."""
+    """One agent, asked from an event loop, which is never held up: any number of commands at a time.
+
+    The agent carries them out in the order of the calls, also those whose caller does not wait any more. One that is
+    stopped answers when it goes on: how long to wait is the caller's affair.
+    """
 
     def __init__(self, address: str, secret: str) -> None:
         self._secret = secret
         self._serial = 0
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks = TaskSet()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.sndhwm = 0  # what a stopped agent does not read is kept for it, so a send never waits
         self._socket.connect(address)
 
-    async def call(self, command: Command) -> Any:
-        """The answer; raises :class:`~tercet.protocol.EngineError` for one that says what went wrong."""
+    def call(self, command: Command) -> asyncio.Future[Any]:
+        """Post a command; the answer is the future's, or :class:`~tercet.protocol.EngineError` saying why."""
+        if not len(self._tasks):
+            self._tasks.spawn(self._take_answers(), "tercet-control")
         self._serial += 1
-        await self._socket.send(msgspec.msgpack.encode(Envelope(self._secret, self._serial, command)))
+        answer = self._asked[self._serial] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_seen)
+        self._socket.send(msgspec.msgpack.encode(Envelope(self._secret, self._serial, command)))
+        return answer
+
+    async def _take_answers(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ControlAnswer)
         while True:
-            answer = msgspec.msgpack.decode(await self._socket.recv(), type=ControlAnswer)
-            if answer.serial != self._serial:
+            found = decoder.decode(await self._socket.recv())
+            asked = self._asked.pop(found.serial, None)
+            if asked is None or asked.done():
                 continue
-            if answer.error is not None:
-                raise EngineError(f"KV agent: {answer.error}")
-            return answer.value
+            if found.error is None:
+                asked.set_result(found.value)
+            else:
+                asked.set_exception(EngineError(found.error))
 
     def close(self) -> None:
-        """Close the socket."""
+        """Take no more answers; what was asked stays unanswered."""
+        self._tasks.cancel()
         self._socket.close()
+
+
+def _seen(answer: asyncio.Future[Any]) -> None:
+    # An error that comes after its caller has left is nobody's.
+    if not answer.cancelled():
+        answer.exception()

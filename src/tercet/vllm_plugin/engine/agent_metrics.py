@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -34,6 +34,7 @@ TOTALS = {
 }
 
 leases_expired = Counter("tercet_leases_expired", "Reservations that nobody used in time.")
+fences_open = Gauge("tercet_fences_open", "Leases and sends that are over, whose blocks wait for an agent's answer.")
 leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
 sends_aborted = Counter("tercet_sends_aborted", "SendPlanner that an abort, or their client's going away, ended.")
 

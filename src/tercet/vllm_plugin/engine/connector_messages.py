@@ -42,10 +42,22 @@ class SendParams(msgspec.Struct, frozen=True):
 
 
 class SeqParams(msgspec.Struct, frozen=True):
-    """A request that decodes here: its reservation, if any, and what was generated elsewhere."""
+    """A request that decodes here: its reservation, if any, and what was generated elsewhere.
+
+    Nobody writes under ``lease`` any more; its KV is valid up to ``valid_end``.
+    """
 
     lease: str | None = None
+    valid_end: int = 0
     output: list[int] = []
+
+
+class ReservedBlocks(msgspec.Struct, frozen=True):
+    """What a lease holds: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest."""
+
+    matched_len: int
+    blocks: list[int]
+    block_size: int
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tercet.protocol import KVLayout, from_wire
-from tercet.vllm_plugin.engine.connector_messages import SendParams
+from tercet.transport import Push
+from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,24 +41,28 @@ class CoreCalls:
         """Attach to the scheduler. Raises :class:`~tercet.protocol.EngineError` if it runs without the connector."""
         return msgspec.convert(await self._call("tercet_describe"), EngineDescription)
 
-    async def reserve(self, lease: str, tokens: list[int], cache_salt: str | None, notify: str) -> int:
-        """Reserve blocks for ``tokens``; returns the matched length. Raises :class:`~tercet.protocol.NoSpace`."""
-        return await self._call("tercet_reserve", lease, tokens, cache_salt, notify)
+    async def reserve(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+        """Reserve blocks for ``tokens``. Raises :class:`~tercet.protocol.NoSpace`."""
+        return msgspec.convert(await self._call("tercet_reserve", lease, tokens, cache_salt), ReservedBlocks)
 
     async def commit(self, lease: str, valid_end: int) -> None:
         """Make received KV below ``valid_end`` findable."""
         await self._call("tercet_commit", lease, valid_end)
 
-    async def release(self, lease: str) -> int:
-        """End a lease; its valid end. Raises :class:`~tercet.protocol.UnknownSequence`."""
-        return await self._call("tercet_release", lease)
+    async def release(self, lease: str, valid_end: int) -> int:
+        """Give a lease's blocks back; its valid end. Raises :class:`~tercet.protocol.UnknownSequence`."""
+        return await self._call("tercet_release", lease, valid_end)
 
-    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> bool:
-        """Push KV with no forward pass, if all of it is cached; whether it is."""
-        return await self._call("tercet_push_cached", tokens, cache_salt, msgspec.to_builtins(send))
+    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> Push | None:
+        """Pin KV, if all of it is cached; what to push then."""
+        found = await self._call("tercet_push_cached", tokens, cache_salt, msgspec.to_builtins(send))
+        return msgspec.convert(found, Push | None)
 
     async def end_send(self, send_id: str) -> None:
-        """Stop a send. Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet."""
+        """Stop a send and unpin its blocks.
+
+        Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet.
+        """
         await self._call("tercet_end_send", send_id)
 
     async def status(self) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
 
 
 @_answers
-def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, notify: str) -> int:
-    """Reserve blocks for ``tokens``; returns the matched length."""
+def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> dict[str, Any]:
+    """Reserve blocks for ``tokens``; returns ``ReservedBlocks``."""
     owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return _side(core).reservations.reserve(lease, owner, len(tokens), notify)
+    return msgspec.to_builtins(_side(core).reservations.reserve(lease, owner, len(tokens)))
 
 
 @_answers
@@ -90,24 +90,25 @@ def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
 
 
 @_answers
-def tercet_release(core: EngineCore, lease: str) -> int:
-    """End a lease; returns how far its KV was valid."""
-    valid_end = _side(core).reservations.release(lease)
+def tercet_release(core: EngineCore, lease: str, valid_end: int) -> int:
+    """Give the blocks of a lease back under which nobody writes any more; returns how far its KV was valid."""
+    valid_end = _side(core).reservations.release(lease, valid_end)
     _publish_now(_scheduler(core))
     return valid_end
 
 
 @_answers
-def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: dict[str, Any]) -> bool:
-    """Push cached KV with no forward pass; whether all of it was cached."""
+def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: dict[str, Any]) -> Any:
+    """Pin KV that is cached in full; the ``Push`` of it, or nothing."""
     params = msgspec.convert(send, SendParams)
     probe = _probe(core, f"tercet-probe-{params.send_id}", tokens, cache_salt)
-    return _side(core).sends.push_cached(probe, params)
+    push = _side(core).sends.push_cached(probe, params)
+    return None if push is None else msgspec.to_builtins(push)
 
 
 @_answers
 def tercet_end_send(core: EngineCore, send_id: str) -> None:
-    """Stop a send and unpin its blocks."""
+    """Stop a send, whose blocks no agent reads any more, and unpin them."""
     _side(core).sends.end(send_id)
 
 

@@ -8,15 +8,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, LeaseEnded, TercetError, UnknownSequence
-from tercet.transport import LeaseFilled
+from tercet.protocol import BadRequest, EngineError, LeaseEnded, TercetError, UnknownSequence
+from tercet.transport import GrantLease, LeaseFilled
 from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.core_calls import CoreCalls
+
+RELEASE_SECONDS = 3.0
+"""So long a release is waited for; it goes on beside."""
+ADOPT_SECONDS = 1.0
+"""So long a sequence waits for the end of its lease's writes; then it computes by itself."""
 
 
 @dataclass
 class EdgeLease:
-    """One lease. ``filled`` is how far each rank that has reported says its KV is valid."""
+    """One lease. ``filled`` is how far each rank that has reported says its KV is valid.
+
+    ``closing`` is the lease's fence, once somebody has asked for it: done when no agent writes under it any more, with
+    how far the KV is valid then.
+    """
 
     lease: str
     seq_id: str
@@ -24,18 +34,24 @@ class EdgeLease:
     timer: asyncio.TimerHandle
     matched_len: int = 0
     filled: dict[int, int] = field(default_factory=dict)
+    granted: bool = False
+    closing: asyncio.Task[int] | None = None
 
 
 class LeaseTimers:
     """One of an engine's two ledgers of leases; the other one is the scheduler's ``Reservations``.
 
     Each has what only its process can act on: timers and sequence names are here, where calls arrive and time passes
-    whether or not the engine steps; blocks are there, since only the scheduler's thread may touch them. A lease that is
-    forgotten here is either claimed, and then the request that adopts it has its blocks, or released there.
+    whether or not the engine steps; blocks are there, since only the scheduler's thread may touch them. Agents are told
+    from here: blocks are opened for writing after they are reserved, and are given back, or to the request that adopts
+    them, after all agents have answered that nobody writes there any more. Until then nobody else gets them.
+
+    A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
     """
 
-    def __init__(self, core: CoreCalls, tasks: TaskSet) -> None:
+    def __init__(self, core: CoreCalls, agents: AgentCalls, tasks: TaskSet) -> None:
         self._core = core
+        self._agents = agents
         self._tasks = tasks
         self._leases: dict[str, EdgeLease] = {}
         self._of_seq: dict[str, EdgeLease] = {}
@@ -47,19 +63,26 @@ class LeaseTimers:
     async def reserve(
         self, seq_id: str, tokens: list[int], cache_salt: str | None, ttl: float, notify: str
     ) -> EdgeLease:  # fmt: skip
-        """Reserve blocks for ``tokens`` until ``ttl`` seconds from now; agents report to ``notify``.
+        """Reserve blocks for ``tokens`` until ``ttl`` seconds from now, and open them on every rank.
 
-        Raises :class:`~tercet.protocol.NoSpace`, or :class:`~tercet.protocol.LeaseEnded` if it is over already.
+        Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
+        it is over already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then none keeps it.
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
         held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, timer)
         try:
-            held.matched_len = await self._core.reserve(lease, tokens, cache_salt, notify)
+            reserved = await self._core.reserve(lease, tokens, cache_salt)
+            held.matched_len = reserved.matched_len
+            if lease in self._leases:  # else it is over, and its blocks are on their way back
+                held.granted = True
+                await self._agents.grant(
+                    GrantLease(lease, reserved.blocks, held.matched_len, len(tokens), reserved.block_size, notify)
+                )
         except BaseException as error:
             self._forget(lease)
-            if not isinstance(error, TercetError):  # nobody knows whether the core has reserved
-                self.release_soon(lease)
+            if held.granted or not isinstance(error, TercetError):  # nobody knows how far it came
+                self.release_soon(held)
             raise
         if lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
@@ -68,7 +91,8 @@ class LeaseTimers:
     def claim(self, seq_id: str, tokens: list[int]) -> EdgeLease | None:
         """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.
 
-        Raises :class:`~tercet.protocol.BadRequest` if they do not begin with what was reserved.
+        Its fence is on its way: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
+        with what was reserved.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
@@ -78,7 +102,24 @@ class LeaseTimers:
             differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
             raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
         self._forget(held.lease)
+        self._closing(held)
         return held
+
+    async def closed(self, held: EdgeLease, given_up: asyncio.Future[None]) -> bool:
+        """Wait until nobody writes under a claimed lease: whether that came before ``given_up``, and soon enough.
+
+        If not, its blocks go back when it does, and who claimed it must do without.
+        """
+        fence = self._closing(held)
+        try:
+            await asyncio.wait({fence, given_up}, timeout=ADOPT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self.release_soon(held)
+            raise
+        if not fence.done() or given_up.done():
+            self.release_soon(held)
+            return False
+        return True
 
     async def abort(self, seq_id: str) -> bool:
         """End the sequence's lease; whether there was one."""
@@ -90,16 +131,22 @@ class LeaseTimers:
         return True
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
-        self._forget(lease)
-        valid_end = await asyncio.shield(self._tasks.spawn(self._release(lease)))
-        if valid_end is None:
-            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
-        return valid_end
+        """End a lease; returns how far its KV was valid.
 
-    def release_soon(self, lease: str) -> None:
-        """End a lease beside the caller, if it is not over already."""
-        self._tasks.spawn(self._release(lease))
+        Raises ``UnknownSequence`` if it is over already, and ``EngineError`` if its blocks come back later only.
+        """
+        held = self._forget(lease)
+        if held is None:
+            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
+        releasing = self.release_soon(held)
+        await asyncio.wait({releasing}, timeout=RELEASE_SECONDS)
+        if not releasing.done():
+            raise EngineError(f"lease {lease} is over, but its blocks come back only when every KV agent has answered")
+        return releasing.result()
+
+    def release_soon(self, held: EdgeLease) -> asyncio.Task[int]:
+        """End a lease beside the caller; one that was adopted, or never reserved, has nothing left to end."""
+        return self._tasks.spawn(self._release(held))
 
     def note(self, filled: LeaseFilled, ranks: int) -> None:
         """A rank says that a sender has finished; once all ``ranks`` have, what arrived becomes prefix cache."""
@@ -112,16 +159,25 @@ class LeaseTimers:
 
     def _expire(self, lease: str) -> None:
         agent_metrics.leases_expired.inc()
-        self._forget(lease)
-        self.release_soon(lease)
+        held = self._forget(lease)
+        if held is not None:
+            self.release_soon(held)
 
-    async def _release(self, lease: str) -> int | None:
+    def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
+        # Asked once, whoever needs it: the second answer would not say what is valid.
+        if held.closing is None:
+            held.closing = self._tasks.spawn(self._agents.revoke(held.lease))
+        return held.closing
+
+    async def _release(self, held: EdgeLease) -> int:
+        valid_end = max(held.matched_len, await self._closing(held))
         with suppress(UnknownSequence):
-            return await self._core.release(lease)
-        return None
+            valid_end = await self._core.release(held.lease, valid_end)
+        return valid_end
 
-    def _forget(self, lease: str) -> None:
+    def _forget(self, lease: str) -> EdgeLease | None:
         held = self._leases.pop(lease, None)
         if held is not None:
             held.timer.cancel()
             del self._of_seq[held.seq_id]
+        return held

@@ -1,27 +1,27 @@
 """Blocks reserved for KV that other engines will push: lease, fill, and hand over or give back.
 
-Runs on the scheduler's thread, so that nothing here races with scheduling. The KV cache manager sees a reservation
-as a request of its own which waits for an external load.
+Runs on the scheduler's thread, so that nothing here races with scheduling, and never asks an agent, so that nothing
+here waits. The verbs, in the API server's process, open a reservation's blocks for writing, and say here that a lease
+is over only when every agent has answered that nobody writes them any more. Until then the blocks are nobody else's.
+The KV cache manager sees a reservation as a request of its own which waits for an external load.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence
-from tercet.transport import ControlClient, GrantLease, RevokeLease
+from tercet.protocol import Conflict, NoSpace, UnknownSequence
+from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
 
-logger = logging.getLogger(__name__)
 # Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
 # What a peer writes must not be zeroed at the same time. vLLM 0.31 is told so block by block.
@@ -43,40 +43,36 @@ class Held:
         """Absolute end of the reserved range."""
         return len(self.tokens)
 
+    def valid_end(self, reported: int) -> int:
+        """How far the KV is valid, if agents say that it is up to ``reported``; what was cached here is."""
+        return max(self.matched_len, min(reported, self.end))
+
 
 class Reservations:
     """All leases of this engine. ``max_blocks`` caps what they pin together: leases cannot be preempted."""
 
-    def __init__(self, scheduler: Scheduler, agents: ControlClient, max_blocks: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._agents = agents
         self._max_blocks = max_blocks
         self._held: dict[str, Held] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def reserve(self, lease: str, owner: VLLMRequest, end: int, notify: str) -> int:
-        """Reserve blocks for the first ``end`` tokens of ``owner`` and open them for writing.
+    def reserve(self, lease: str, owner: VLLMRequest, end: int) -> ReservedBlocks:
+        """Reserve blocks for the first ``end`` tokens of ``owner``.
 
-        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`. Returns the matched length in tokens,
-        a multiple of the block size. Raises :class:`NoSpace` or :class:`Conflict`; then nothing stays taken.
+        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`. Raises :class:`NoSpace` or
+        :class:`Conflict`; then nothing stays taken.
         """
         if lease in self._held:
             raise Conflict(f"lease {lease} exists already", "lease")
         matched = self._allocate(owner, end)
         blocks = self._blocks_of(owner)
         block_size = self._manager.coordinator.single_type_managers[0].block_size
-        try:
-            writable = blocks[matched // block_size : -(-end // block_size)]
-            grant = GrantLease(lease, writable, matched, end, block_size, notify)
-            self._agents.call_all(grant)
-        except BaseException:
-            self._manager.free(owner)
-            raise
         self._held[lease] = Held(lease, owner, list(owner.all_token_ids)[:end], matched, len(blocks))
-        return matched
+        return ReservedBlocks(matched, blocks[matched // block_size : -(-end // block_size)], block_size)
 
     def _allocate(self, owner: VLLMRequest, end: int) -> int:
         # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
@@ -120,18 +116,18 @@ class Reservations:
         if held is not None:
             self._manager.cache_blocks(held.owner, min(valid_end, held.end))
 
-    def release(self, lease: str) -> int:
-        """End a lease and give its blocks back; what arrived stays as prefix cache. Returns its valid end.
+    def release(self, lease: str, valid_end: int) -> int:
+        """Give the blocks of a lease that is over back; what arrived stays as prefix cache. Returns its valid end.
 
         Raises :class:`UnknownSequence` for a lease that is not held.
         """
         held = self._take(lease)
-        valid_end = self._close(held)
+        valid_end = held.valid_end(valid_end)
         self._give_back(held, valid_end)
         return valid_end
 
-    def adopt(self, lease: str, request: VLLMRequest) -> None:
-        """Hand a reservation's blocks to the request that decodes on them.
+    def adopt(self, lease: str, valid_end: int, request: VLLMRequest) -> None:
+        """Hand the blocks of a lease that is over to the request that decodes on them.
 
         Leaves the request as vLLM leaves one whose asynchronous load has finished: blocks attached,
         ``num_computed_tokens`` set, queued among those that hold KV. A lease that ended meanwhile is no error: the
@@ -140,12 +136,7 @@ class Reservations:
         if lease not in self._held:
             return
         held = self._take(lease)
-        try:
-            valid_end = self._close(held)
-        except EngineError as error:
-            # Without the fence a late write could still land, so these blocks stay out of circulation for good.
-            logger.error("lease %s: %s; %d blocks are withdrawn", lease, error.message, held.num_blocks)
-            return
+        valid_end = held.valid_end(valid_end)
         computed = min(valid_end, request.num_tokens - 1)
         if not self._can_continue(held, request, computed):
             self._give_back(held, valid_end)
@@ -182,11 +173,6 @@ class Reservations:
             return self._held.pop(lease)
         except KeyError:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used") from None
-
-    def _close(self, held: Held) -> int:
-        # After the agents have answered, no byte is written under this lease any more: only now may blocks move on.
-        ends: list[int] = self._agents.call_all(RevokeLease(held.lease))
-        return min(min(ends), held.end)
 
     def _rename_blocks(self, old: str, new: str) -> None:
         for manager in self._manager.coordinator.single_type_managers:

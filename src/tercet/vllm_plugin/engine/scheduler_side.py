@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tercet.transport import ControlClient
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, TercetParams
 from tercet.vllm_plugin.engine.reservations import Reservations
 from tercet.vllm_plugin.engine.resume import ResumedRequests
@@ -22,10 +21,9 @@ class SchedulerSide:
     ``max_lease_blocks`` caps what leases pin together.
     """
 
-    def __init__(self, scheduler: Scheduler, agents: ControlClient, max_lease_blocks: int) -> None:
-        self.agents = agents
-        self.reservations = Reservations(scheduler, agents, max_lease_blocks)
-        self.sends = SendPlanner(scheduler, agents)
+    def __init__(self, scheduler: Scheduler, max_lease_blocks: int) -> None:
+        self.reservations = Reservations(scheduler, max_lease_blocks)
+        self.sends = SendPlanner(scheduler)
         self.resumed = ResumedRequests(scheduler)
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
@@ -35,7 +33,7 @@ class SchedulerSide:
         if params.seq is not None and params.seq.output:
             self.resumed.begin(request, params.seq.output)
         if params.seq is not None and params.seq.lease is not None:
-            self.reservations.adopt(params.seq.lease, request)
+            self.reservations.adopt(params.seq.lease, params.seq.valid_end, request)
 
     def plan(self, output: SchedulerOutput) -> StepMetadata:
         """The orders of the step that ``output`` describes."""

@@ -1,7 +1,8 @@
 """SendPlanner: requests whose KV goes to another engine while it is computed.
 
-Runs on the scheduler's thread. Per step it plans which blocks have become complete, pins them, and tells the agents;
-a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte left.
+Runs on the scheduler's thread, and never asks an agent. Per step it plans which blocks have become complete and pins
+them; a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte
+left.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tercet.protocol import UnknownSequence
-from tercet.transport import CancelSend, ControlClient, Push, PushCached, SendComplete
+from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:
@@ -34,10 +35,9 @@ class Sending:
 class SendPlanner:
     """All sends of this engine, by send id and by the vLLM request that computes each."""
 
-    def __init__(self, scheduler: Scheduler, agents: ControlClient) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._agents = agents
         self._block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
@@ -93,34 +93,27 @@ class SendPlanner:
         pushes.append(Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks)))
         sending.next_block = until
 
-    def push_cached(self, probe: VLLMRequest, params: SendParams) -> bool:
-        """Push ``[begin, end)`` with no forward pass, if all of it is in the prefix cache; whether it was.
+    def push_cached(self, probe: VLLMRequest, params: SendParams) -> Push | None:
+        """Pin ``[begin, end)`` if all of it is in the prefix cache; what to push then, with no forward pass.
 
         ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
         """
         computed, matched, _ = self._manager.get_computed_blocks(probe)
         if matched < params.end or self._steps_in_flight():
-            return False
+            return None
         first, until = params.begin // self._block_size, -(-params.end // self._block_size)
         blocks = list(computed.blocks[0][first:until])
         self._manager.block_pool.touch(blocks)
         self._sending[params.send_id] = Sending(params, until, opened=True, pins=blocks)
         slot = first - params.base // self._block_size
-        push = Push(params.send_id, slot, tuple(block.block_id for block in blocks))
-        completion = SendComplete(params.send_id, params.begin, params.end)
-        try:
-            self._agents.call_each([PushCached(opening, push, completion) for opening in params.openings()])
-        except BaseException:
-            self.end(params.send_id)
-            raise
-        return True
+        return Push(params.send_id, slot, tuple(block.block_id for block in blocks))
 
     def _steps_in_flight(self) -> bool:
         # Under asynchronous scheduling the cache has blocks of steps that have not run yet.
         return any(request.num_in_flight_tokens for request in self._scheduler.running)
 
     def end(self, send_id: str) -> None:
-        """Stop a send, done or not, and unpin its blocks.
+        """Stop a send, done or not, and unpin its blocks, which the agents have stopped reading: they may be rewritten.
 
         Raises :class:`UnknownSequence` if its request has not arrived; it is then refused when it does.
         """
@@ -129,6 +122,4 @@ class SendPlanner:
             self._ended_early.append(send_id)
             raise UnknownSequence(f"send {send_id} is not under way")
         self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
-        # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
-        self._agents.call_all(CancelSend(send_id))
         self._manager.block_pool.free_blocks(reversed(sending.pins))

@@ -34,8 +34,17 @@ from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
-from tercet.transport import AsyncControlClient, LeaseFilled, ReadCounters, SendDestination, routes
+from tercet.transport import (
+    AsyncControlClient,
+    LeaseFilled,
+    PushCached,
+    ReadCounters,
+    SendComplete,
+    SendDestination,
+    routes,
+)
 from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
@@ -58,7 +67,13 @@ class EngineVerbs:
     """One engine's verbs."""
 
     def __init__(
-        self, client: AsyncLLM, name: str, core: CoreCalls, description: EngineDescription, probe: LivenessProbe
+        self,
+        client: AsyncLLM,
+        name: str,
+        core: CoreCalls,
+        description: EngineDescription,
+        agents: AgentCalls,
+        probe: LivenessProbe,
     ) -> None:
         self._client = client
         self._name = name
@@ -68,7 +83,8 @@ class EngineVerbs:
         model = client.vllm_config.model_config
         self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
         self._tasks = TaskSet()
-        self._leases = LeaseTimers(core, self._tasks)
+        self._agents = agents
+        self._leases = LeaseTimers(core, agents, self._tasks)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
         self._reports = AgentReports(len(description.transports), self._lease_filled)
         self.incarnation = uuid.uuid4().hex
@@ -82,14 +98,15 @@ class EngineVerbs:
         """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector."""
         core = CoreCalls(client)
         description = await core.describe()
-        agents, workers = (
-            [partial(AsyncControlClient(*endpoint).call, ReadCounters()) for endpoint in endpoints]
-            for endpoints in (description.agents, description.workers)
+        agents = [AsyncControlClient(*endpoint) for endpoint in description.agents]
+        workers = [AsyncControlClient(*endpoint) for endpoint in description.workers]
+        about_agents, about_workers = (
+            [partial(each.call, ReadCounters()) for each in asked] for asked in (agents, workers)
         )
-        probe = LivenessProbe(core.status, agents, workers)
+        probe = LivenessProbe(core.status, about_agents, about_workers)
         await probe.start()
         agent_metrics.export(probe)
-        return cls(client, name, core, description, probe)
+        return cls(client, name, core, description, AgentCalls(agents), probe)
 
     @property
     def layout(self) -> KVLayout:
@@ -142,7 +159,7 @@ class EngineVerbs:
                     first, cached = await self._push(call, tokens[:end], params, sending)
                     done = await sending.wait()
             finally:
-                # Unpinning is nobody's business but the core's, so the answer does not wait for it.
+                # Unpinning is nobody's business but the engine's, so the answer does not wait for it.
                 self._tasks.spawn(self._end_send(sending.send_id))
         usage = Usage(cached=cached, computed=end - cached)
         return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
@@ -151,7 +168,10 @@ class EngineVerbs:
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
     ) -> tuple[Output | None, int]:
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
-        if not call.sample and await self._core.push_cached(tokens, call.cache_salt, params):
+        cached = None if call.sample else await self._core.push_cached(tokens, call.cache_salt, params)
+        if cached is not None:
+            end = SendComplete(params.send_id, params.begin, params.end)
+            await self._agents.push([PushCached(opening, cached, end) for opening in params.openings()])
             return None, len(tokens)
         request = LLMRequest(
             self._client,
@@ -188,6 +208,8 @@ class EngineVerbs:
         ]
 
     async def _end_send(self, send_id: str) -> None:
+        # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
+        await self._agents.cancel(send_id)
         with suppress(UnknownSequence):
             await self._core.end_send(send_id)
 
@@ -195,7 +217,7 @@ class EngineVerbs:
 
     async def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
         """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
-        decoding = self._decoding(call)
+        decoding = await self._decoding(call)
         try:
             async for output in decoding.request.outputs():
                 yield decoding.told(output)
@@ -205,10 +227,10 @@ class EngineVerbs:
     async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
         """Decode, and send the outputs to a front door; returns once the engine has the request."""
         connection = await self.front_doors.connect(door.address, door.key)
-        decoding = self._decoding(call)
+        decoding = await self._decoding(call)
         await decoding.stream(connection, door, len(call.output))
 
-    def _decoding(self, call: StartGenerateCall) -> DecodingSequence:
+    async def _decoding(self, call: StartGenerateCall) -> DecodingSequence:
         tokens = self._tokens(call.prompt)
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
@@ -216,8 +238,12 @@ class EngineVerbs:
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
         claimed = self._leases.claim(call.seq_id, [*tokens, *call.output])
-        lease = claimed.lease if claimed else None
-        params = TercetParams(self._about.token, seq=SeqParams(lease, call.output))
+        if claimed is not None and not await self._closed(call.seq_id, claimed):
+            claimed = None
+        seq = SeqParams(output=call.output)
+        if claimed is not None and claimed.closing is not None:
+            seq = SeqParams(claimed.lease, claimed.closing.result(), call.output)
+        params = TercetParams(self._about.token, seq=seq)
         request = LLMRequest(
             self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
         )
@@ -225,11 +251,23 @@ class EngineVerbs:
 
         def ended(adopted: bool) -> None:
             del self._busy[call.seq_id, None]
-            if lease is not None and not adopted:
-                self._leases.release_soon(lease)
+            if claimed is not None and not adopted:
+                self._leases.release_soon(claimed)
 
         total = len(tokens) + len(call.output)
         return DecodingSequence(request, lambda cached: _usage(total, cached, claimed), ended)
+
+    async def _closed(self, seq_id: str, claimed: EdgeLease) -> bool:
+        """Whether nobody writes under the lease any more; else the sequence computes by itself."""
+        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._busy[seq_id, None] = aborted.cancel
+        try:
+            closed = await self._leases.closed(claimed, aborted)
+        finally:
+            del self._busy[seq_id, None]
+        if aborted.cancelled():
+            raise UnknownSequence(f"{seq_id} was aborted before it began to decode", "seq_id")
+        return closed
 
     # ---- abort and status ------------------------------------------------------------------------------------
 
