@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tercet.protocol import EngineLoad, EngineUnreachable, OutputStream, TercetError
+from tercet.protocol import EngineLoad, EngineUnreachable, OutputStream, RequestTooLarge, TercetError
 from tercet.protocol.wire import StartGenerateCall
-from tercet.streams.wire_format import OutputBatch, StreamCommand, TokenDelta, frame_of
+from tercet.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
+# What an engine that has stopped reading may leave unread before it is asked for nothing more.
+MOST_UNREAD = 16 * 1024 * 1024
 _batches = msgspec.msgpack.Decoder(OutputBatch)
 
 
@@ -58,8 +60,19 @@ class EngineConnection:
                 self._send(StreamCommand(cancelled=(number,)))
 
     def start(self, call: StartGenerateCall) -> None:
-        """Have the engine generate; outputs and errors come to the sequence that ``call.door`` numbers."""
-        self._send(StreamCommand(starts=(call,)))
+        """Have the engine generate; outputs and errors come to the sequence that ``call.door`` numbers.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge` for a call that no message holds, and
+        :class:`~tercet.protocol.EngineUnreachable` if the engine does not read what it is told.
+        """
+        frame = frame_of(StreamCommand(starts=(call,)))
+        if not fits(frame):
+            raise RequestTooLarge(
+                f"prompt: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", "prompt"
+            )
+        if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
+            raise EngineUnreachable(f"{self.engine} does not read what it is told")
+        self._write(frame)
 
     def receive(self, frame: bytes) -> None:
         """The engine sent this; raises one of ``UNREADABLE`` for what no engine sends."""
@@ -96,8 +109,11 @@ class EngineConnection:
         self._send(StreamCommand())
 
     def _send(self, command: StreamCommand) -> None:
+        self._write(frame_of(command))
+
+    def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame_of(command))
+            self._transport.write(frame)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.protocol import Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
+from tercet.protocol import BadRequest, Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
 from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall
 from tercet.streams.wire_format import (
     LONGEST_FRAME,
@@ -23,22 +23,28 @@ from tercet.streams.wire_format import (
     FrameSplitter,
     FrameTooLong,
     OutputBatch,
-    StreamCommand,
+    ReceivedCommand,
     StreamHello,
     TokenDelta,
+    UnreadCall,
     delta_of,
     failed_delta,
+    fits,
     frame_of,
 )
 
 logger = logging.getLogger(__name__)
 Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
 """Has the engine generate for a front door; returns once the engine has the sequence, or raises."""
-# What a front door that has stopped reading may leave unread before it counts as gone.
-MOST_UNSENT = 16 * 1024 * 1024
+# What a front door may leave unread before it counts as gone. The longest message must not be a reason for that, so one
+# that is large and does not fit below this mark ends its sequence.
+MOST_UNSENT = 2 * LONGEST_FRAME
+LARGE = 1024 * 1024
 # Cancellations of sequences that are not here: over, or still on their way here by HTTP.
 CANCELLED_KEPT = 4096
-_commands = msgspec.msgpack.Decoder(StreamCommand)
+_commands = msgspec.msgpack.Decoder(ReceivedCommand)
+_calls = msgspec.msgpack.Decoder(StartGenerateCall)
+_unread_calls = msgspec.msgpack.Decoder(UnreadCall)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,9 +138,7 @@ class FrontDoorConnection(asyncio.Protocol):
     def tick(self) -> None:
         """A report, if nothing went out lately; the end, if the front door is silent or does not read."""
         now = time.monotonic()
-        transport = self._transport
-        stuck = transport is not None and transport.get_write_buffer_size() > MOST_UNSENT
-        if stuck or now - self._last_heard > SILENCE_SECONDS:
+        if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
         elif now - self._last_sent >= REPORT_SECONDS / 2:
             self._flush()
@@ -147,8 +151,52 @@ class FrontDoorConnection(asyncio.Protocol):
     def _flush(self) -> None:
         deltas, self._deltas = self._deltas, []
         self._last_sent = time.monotonic()
-        if self.open and self._transport is not None:
-            self._transport.write(frame_of(OutputBatch(tuple(deltas), self._load())))
+        if not self.open or self._transport is None:
+            return
+        load = self._load()
+        try:
+            frame = frame_of(OutputBatch(tuple(deltas), load))
+        except Exception:  # one of them cannot be said
+            frame = None
+        if frame is not None and self._has_room(frame):
+            self._transport.write(frame)
+            return
+        failed: set[int] = set()
+        for delta in deltas:
+            if delta.number not in failed and not self._sent_alone(delta, self._transport):
+                failed.add(delta.number)
+        self._transport.write(frame_of(OutputBatch((), load)))
+
+    def _sent_alone(self, delta: TokenDelta, transport: asyncio.Transport) -> bool:
+        """Send a message of one delta; one for which there is no room ends its sequence instead."""
+        error: TercetError
+        try:
+            frame = frame_of(OutputBatch((delta,)))
+        except Exception as unsaid:
+            error = failure_of(unsaid)
+        else:
+            if self._has_room(frame):
+                transport.write(frame)
+                return True
+            if fits(frame):
+                error = FrontDoorUnreachable(f"door: the front door has {self._unread()} bytes still to read", "door")
+            else:
+                error = BadRequest(
+                    f"sampling_params: what is to be told of one step has {len(frame)} bytes, and a message at most "
+                    f"{LONGEST_FRAME}: ask for fewer log probabilities",
+                    "sampling_params",
+                )
+        transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
+        sender = self.senders.pop(delta.number, None)
+        if sender is not None:
+            sender.stop()
+        return False
+
+    def _has_room(self, frame: bytes) -> bool:
+        return fits(frame) and (len(frame) <= LARGE or self._unread() + len(frame) <= MOST_UNSENT)
+
+    def _unread(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     # ---- asyncio's protocol ----------------------------------------------------------------------------------
 
@@ -169,10 +217,11 @@ class FrontDoorConnection(asyncio.Protocol):
         try:
             for frame in self._splitter.split(data):
                 self._follow(_commands.decode(frame))
-        except (FrameTooLong, *UNREADABLE):
+        except (FrameTooLong, *UNREADABLE) as error:
+            logger.error("a front door broke the protocol of token streams: %s", error)
             self.abort()
 
-    def _follow(self, command: StreamCommand) -> None:
+    def _follow(self, command: ReceivedCommand) -> None:
         self._accepted.set()
         for number in command.cancelled:
             sender = self.senders.pop(number, None)
@@ -182,12 +231,17 @@ class FrontDoorConnection(asyncio.Protocol):
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
-        for call in command.starts:
-            if call.door is None:
-                logger.error("a front door asks for a sequence without saying where its tokens go")
-                self.abort()
-                return
-            self._starting.spawn(self._begin(call, call.door))
+        for received in command.starts:
+            unread = _unread_calls.decode(received)
+            try:
+                call = _calls.decode(received)
+            except UNREADABLE as error:
+                self._refuse(unread, BadRequest(f"start_generate: {error}"))
+            else:
+                self._starting.spawn(self._begin(call, unread.door))
+
+    def _refuse(self, call: UnreadCall, error: TercetError) -> None:
+        self.send(failed_delta(call.door.number, len(call.output), error))
 
     async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
         try:

@@ -19,7 +19,7 @@ import msgspec
 
 from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
-from tercet.protocol.wire import StartGenerateCall, TokenId
+from tercet.protocol.wire import Destination, StartGenerateCall, TokenId
 
 PROTOCOL = "tercet-stream/3"
 REPORT_SECONDS = 0.1
@@ -32,6 +32,7 @@ LENGTH_BYTES = 4
 LONGEST_HELLO = 1024
 # The log probabilities of a long prompt are one delta.
 LONGEST_FRAME = 64 * 1024 * 1024
+"""Of a message, in bytes after its length. What does not fit into one ends its own sequence, and nothing else."""
 
 
 class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -121,13 +122,32 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     starts: tuple[StartGenerateCall, ...] = ()
 
 
+class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`StreamCommand` whose calls are still to be read, one by one: a wrong one fails its own sequence."""
+
+    cancelled: tuple[int, ...] = ()
+    starts: tuple[msgspec.Raw, ...] = ()
+
+
+class UnreadCall(msgspec.Struct, frozen=True):
+    """As much of a call as it takes to answer it."""
+
+    door: Destination
+    output: list[msgspec.Raw] = []
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
-    """The message as it goes onto the wire."""
+    """The message as it goes onto the wire; whoever sends it looks whether it :func:`fits`."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def fits(frame: bytes) -> bool:
+    """Whether the other side takes it."""
+    return len(frame) <= LENGTH_BYTES + LONGEST_FRAME
 
 
 class FrameTooLong(Exception):

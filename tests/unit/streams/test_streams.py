@@ -129,7 +129,7 @@ async def test_a_start_that_says_not_where_to_is_no_front_doors(caplog: pytest.L
         pair.engine.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
         await until(lambda: not pair.engine.connected)
         assert not pair.started.calls
-    assert "without saying where" in caplog.text
+    assert "broke the protocol" in caplog.text
 
 
 async def test_outputs_arrive_as_they_were_said() -> None:
