@@ -106,7 +106,7 @@ def _end_all(loop: NetworkedLoop) -> None:
     for task in tasks:
         task.cancel()
     if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))
+        loop.run_until_complete(asyncio.wait(tasks, timeout=LEFTOVER_SECONDS))
     loop.close()
 
 

@@ -11,6 +11,10 @@ from tercet.sim.prompts import VOCABULARY, Prompt, Prompts
 from tercet.sim.sim_server import ServerConfig, serving
 
 
+# Virtual seconds for what a killed process would have done at its end, which no real one does: it holds up nothing.
+ENDS_WITHIN = 60.0
+
+
 class OtherPrompt(Prompt):
     """A prompt that another model answers."""
 
@@ -82,4 +86,4 @@ class SimulatedServer:
     async def ended(self) -> None:
         """Returns when nothing of its code runs any more; long after its process was gone, as far as others know."""
         if self._serving is not None:
-            await self._serving
+            await asyncio.wait([self._serving], timeout=ENDS_WITHIN)
