@@ -10,7 +10,6 @@ from tercet.sim import SimEngine
 from tercet.sim.prompts import VOCABULARY, Prompt, Prompts
 from tercet.sim.sim_server import ServerConfig, serving
 
-
 # Virtual seconds for what a killed process would have done at its end, which no real one does: it holds up nothing.
 ENDS_WITHIN = 60.0
 
