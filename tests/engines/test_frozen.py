@@ -45,7 +45,8 @@ async def test_streams_survive_an_engine_that_stands_still(freezable: Fleet, whi
     calm = [await read(freezable.url, body) for body in BODIES]
     found = processes_of(engine_of(freezable, name)["url"])
     tree = [RunningProcess(each.pid, each.ppid(), " ".join(each.cmdline())) for each in found]
-    pids = set(classify(found[0].pid, tree)[which]) if which != "engine" else {each.pid for each in found}
+    kinds: dict[str, Any] = {**classify(found[0].pid, tree)}
+    pids = set(kinds[which])
     stopped = [each for each in found if each.pid in pids]
     assert stopped, f"{name} has no {which}: {tree}"
     chunks, last, gap = [0] * len(BODIES), time.monotonic(), 0.0

@@ -165,6 +165,17 @@ async def test_steps_are_progress_of_a_core_that_does_not_answer() -> None:
         assert engine.probe.stalled_s < stood
 
 
+async def test_a_step_that_gets_from_layer_to_layer_is_progress_however_long_it_takes() -> None:
+    async with probed() as engine:
+        engine.core.freeze()
+        for layers in range(3):
+            stood = await engine.stalled_for(0.3)
+            engine.worker.answer = {"layers": layers + 1}
+            await engine.probe.news(0.2)
+            assert engine.probe.stalled_s < stood
+        await engine.stalled_for(0.7)  # and one that does not is none
+
+
 async def test_who_asks_for_news_gets_what_was_so_after_asking() -> None:
     async with probed() as engine:
         for leases in range(1, 20):

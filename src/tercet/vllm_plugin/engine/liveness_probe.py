@@ -1,7 +1,8 @@
 """Whether the engine's processes make progress, as its API server's process finds out: by asking each of them.
 
 It asks whether or not there is work. A core answers between two steps, so one whose workers hang does not; workers and
-agents answer from a thread of their own.
+agents answer from a thread of their own. A step may take longer than anybody's patience, on a machine that is busy with
+other things: as long as it gets from layer to layer, its core makes progress.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tercet.aio import TaskSet
@@ -66,14 +68,18 @@ class LivenessProbe:
     """Asks every part of an engine again and again, and never one twice at a time.
 
     ``core`` asks for fields of :class:`~tercet.protocol.EngineStatus`, each of ``agents`` for a rank's counters, and
-    each of ``workers`` for anything.
+    each of ``workers`` for the number of ``layers`` that it has run.
     """
 
     def __init__(self, core: Question, agents: Sequence[Question], workers: Sequence[Question]) -> None:
         self._clock = StallClock()
         self._core = _Part(CORE, core, self._clock)
         self._agents = [_Part(f"agent of rank {rank}", ask, self._clock) for rank, ask in enumerate(agents)]
-        others = [_Part(f"worker of rank {rank}", ask, self._clock) for rank, ask in enumerate(workers)]
+        self._layers: dict[int, Any] = {}
+        others = [
+            _Part(f"worker of rank {rank}", partial(self._layers_of, rank, ask), self._clock)
+            for rank, ask in enumerate(workers)
+        ]
         self._parts = [self._core, *self._agents, *others]
         self._tasks = TaskSet()
         self._silent: set[str] = set()
@@ -108,6 +114,14 @@ class LivenessProbe:
     def core_progressed(self) -> None:
         """The core has shown, unasked, that it goes on."""
         self._clock.progressed(CORE, time.monotonic())
+
+    async def _layers_of(self, rank: int, ask: Question) -> Any:
+        answer = await ask()
+        layers = answer.get("layers")
+        if self._layers.get(rank) != layers:
+            self._layers[rank] = layers
+            self.core_progressed()
+        return answer
 
     @property
     def stalled_s(self) -> float:

@@ -25,8 +25,9 @@ class WorkerSide:
         self._step = StepMetadata()
         self._done: tuple[int, ...] = ()
         self._plane_bytes = 0
-        # Of what the agents are asked a worker knows nothing; that it answers tells that its process goes on.
-        self._life = ControlServer(lambda _: {})
+        self._layers = 0
+        # Of what the agents are asked a worker knows nothing; it says how many layers it has run since its start.
+        self._life = ControlServer(lambda _: {"layers": self._layers})
 
     def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
         """Start the agent over the KV cache; called once, before the first forward pass."""
@@ -60,6 +61,7 @@ class WorkerSide:
 
         Layers go to the agent together until they are worth its while: waking it costs the cores that compute.
         """
+        self._layers += 1
         if self._step.pushes:
             planes = self._planes_of[layer_name]
             self._done += planes
