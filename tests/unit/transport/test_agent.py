@@ -354,7 +354,25 @@ def tell_without_end(agent: AgentProcess) -> None:
         agent.tell(LayersDone(tuple(range(1000))))
 
 
-def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes() -> None:
+def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank, inbox: Edge) -> None:
+    lease = target.grant(inbox.address)
+    os.kill(source.agent.pid, signal.SIGSTOP)
+    try:
+        while not source.agent._backlog:
+            source.agent.tell(LayersDone(tuple(range(1000))))  # of no send: nothing comes of it
+        step(source.agent, [opening("kept", lease, inbox.address, target.addresses)], [Push("kept", 0, ALL)],
+             [SendComplete("kept", 0, END)])  # fmt: skip
+    finally:
+        os.kill(source.agent.pid, signal.SIGCONT)
+    sent, filled_ = reports(inbox, 2)
+    assert [(report.send_id, report.error) for report in sent] == [("kept", None)]
+    assert [report.valid_end for report in filled_] == [END]
+    settle(lambda: not source.agent._backlog)
+    assert target.order(RevokeLease(lease)) == END
+
+
+def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_process, "BACKLOG_BYTES", 100_000)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match="takes no more notes"):

@@ -13,10 +13,14 @@ import pytest
 from tercet.aio import TaskSet
 from tercet.protocol import KVAddrInfo, KVLayout, RankAddress, UnknownSequence
 from tercet.protocol.wire import RemoteSendCall
+from tercet.transport import Push
+from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import SendParams
 from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
+
+from .tiny_engine import FakeAgent
 
 LAYOUT = KVLayout(
     model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, block_bytes=1024, tp_size=1,
@@ -34,11 +38,11 @@ class Core(CoreCalls):
         self.asked = asyncio.Event()
         self.ended: list[str] = []
 
-    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> bool:
+    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> Push | None:
         self.asked.set()
         if self.hangs:
             await asyncio.Event().wait()
-        return self.cached
+        return Push(send.send_id, 0, (1, 2, 3)) if self.cached else None
 
     async def end_send(self, send_id: str) -> None:
         self.ended.append(send_id)
@@ -75,7 +79,9 @@ class Phase:
         self.client = Client(computes=phase == "computed")
         about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, None)
         client: Any = self.client
-        self.verbs = EngineVerbs(client, "e", self.core, about, LivenessProbe(self.core.status, [], []))
+        self.agent = FakeAgent()
+        probe = LivenessProbe(self.core.status, [], [])
+        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), probe)
 
     async def begin(self, phase: str) -> asyncio.Task[Any]:
         sending = asyncio.create_task(self.verbs.remote_send(SEND))
@@ -94,6 +100,7 @@ class Phase:
         tasks: TaskSet = self.verbs._tasks
         assert await tasks.wait(10)
         assert len(self.core.ended) == 1
+        assert self.agent.cancelled == self.core.ended, "before the blocks are unpinned"
         assert not self.verbs._busy
         assert not self.verbs._reports._sends
         if self.client.generating.is_set():

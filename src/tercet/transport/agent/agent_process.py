@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -19,8 +22,10 @@ from tercet.transport.agent.agent_messages import StepNote
 logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
-# Notes that the channel holds while the agent does not read; more than any stall that is not a failure.
 CHANNEL_BYTES = 4 * 1024 * 1024
+# Notes that are kept, past those that the channel holds, while the agent does not read; more than any stall that is no
+# failure.
+BACKLOG_BYTES = 64 * 1024 * 1024
 TUNABLES = "GLIBC_TUNABLES"
 # From the first size on past the caches (glibc takes no less than 0x4040), and up to there never by ``rep movsb``.
 COPY_PAST_THE_CACHES = {
@@ -54,6 +59,9 @@ class AgentProcess:
             self._stop()
             raise
         self._channel.setblocking(False)
+        self._lock = threading.Lock()
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()
         threading.Thread(target=self._watch, name="tercet-agent", daemon=True).start()
 
@@ -80,11 +88,45 @@ class AgentProcess:
         return ready
 
     def tell(self, note: StepNote) -> None:
-        """Hand a note over; never waits. Raises :class:`~tercet.protocol.EngineError` if the agent does not read."""
+        """Hand a note over; never waits: what a stopped agent does not read is kept for it.
+
+        Raises :class:`~tercet.protocol.EngineError` if the agent is gone, or has not read for far too long.
+        """
+        encoded = self._encoder.encode(note)
         try:
-            self._channel.send(self._encoder.encode(note))
+            with self._lock:
+                if self._backlog or not self._sent(encoded):
+                    self._keep(encoded)
         except OSError as error:
             raise EngineError(f"the KV agent (process {self.pid}) takes no more notes: {error}") from error
+
+    def _sent(self, encoded: bytes) -> bool:
+        try:
+            self._channel.send(encoded)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _keep(self, encoded: bytes) -> None:
+        if self._backlog_bytes + len(encoded) > BACKLOG_BYTES:
+            raise BlockingIOError(f"{self._backlog_bytes} bytes wait for it already")
+        if not self._backlog:
+            threading.Thread(target=self._catch_up, name="tercet-notes", daemon=True).start()
+        self._backlog.append(encoded)
+        self._backlog_bytes += len(encoded)
+
+    def _catch_up(self) -> None:
+        # Ends with the backlog, so that on all other days no thread but the worker's own is woken by a note.
+        writable = select.poll()
+        writable.register(self._channel, select.POLLOUT)
+        with suppress(OSError):  # the agent, or the channel, is gone: whoever tells it next hears of it
+            while True:
+                writable.poll()
+                with self._lock:
+                    while self._backlog and self._sent(self._backlog[0]):
+                        self._backlog_bytes -= len(self._backlog.popleft())
+                    if not self._backlog:
+                        return
 
     def _watch(self) -> None:
         status = self._process.wait()
