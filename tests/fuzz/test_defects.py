@@ -46,6 +46,7 @@ from tercet.transport.backends.registered import understood
 from tercet.vllm_plugin.engine.agent_reports import AgentReports
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
 from tests.unit.fakes import LAYOUT
+from tests.unit.router.conftest import Engine
 from tests.unit.streams.test_streams import connected, until
 
 DEEP = 100_000
@@ -126,10 +127,13 @@ async def test_a_front_door_closes_the_stream_of_an_engine_that_speaks_nonsense(
 
 
 @asynccontextmanager
-async def answering(body: bytes, status: int = 200) -> AsyncGenerator[str]:
-    """A server that says the same whatever it is asked; its URL."""
+async def answering(body: bytes, status: int = 200, has_status: bool = False) -> AsyncGenerator[str]:
+    """A server that says the same whatever it is asked, but for an engine's status if it has one; its URL."""
+    good = msgspec.json.encode(await Engine("e").status())
 
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
+        if has_status and request.path.endswith("/status"):
+            return web.Response(body=good)
         return web.Response(body=body, status=status)
 
     app = web.Application()
@@ -156,14 +160,14 @@ async def test_an_engine_that_answers_otherwise_is_an_engine_error(body: bytes) 
 
 @pytest.mark.parametrize("line", [b"data: nonsense\n", b"data: {}\n", b"data: \xff\n", b'data: {"error": "\xff"}\n'])
 async def test_a_stream_of_nonsense_is_an_engine_error(line: bytes) -> None:
-    async with answering(line) as url, HttpEngine("e", url) as engine:
+    async with answering(line, has_status=True) as url, HttpEngine("e", url) as engine:
         with pytest.raises(EngineError):
             await anext(engine.start_generate(Request(seq_id="s", prompt=(1, 2))))
 
 
 async def test_a_line_without_end_is_a_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tercet.client.http_engine.LONGEST_LINE", 1024)
-    async with answering(b"data: " + b"x" * 1_000_000 + b"\n") as url, HttpEngine("e", url) as engine:
+    async with answering(b"data: " + b"x" * 1_000_000 + b"\n", has_status=True) as url, HttpEngine("e", url) as engine:
         with pytest.raises(EngineUnreachable):
             await anext(engine.start_generate(Request(seq_id="s", prompt=(1, 2))))
 

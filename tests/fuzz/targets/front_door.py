@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -198,9 +199,13 @@ class ClientRoom:
 
 @asynccontextmanager
 async def _client() -> AsyncGenerator[ClientRoom]:
+    random = Random(1)
     answers: list[bytes] = []
+    good = msgspec.json.encode(await Engine("e").status())
 
-    async def answer(_request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path.endswith("/status") and random.random() < 0.7:  # it is asked for before other things
+            return web.Response(body=good)
         status, _, body = (answers.pop() if answers else b"200 {}").partition(b" ")
         code = int(status) if status.isdigit() and status[:1] in b"245" and len(status) == 3 else 200
         return web.Response(body=body, status=code if code >= 200 and code != 204 else 200)
