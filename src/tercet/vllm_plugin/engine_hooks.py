@@ -17,6 +17,7 @@ OUTPUTS = "vllm.v1.engine.output_processor"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch"
 QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
+STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 ENGINE_HOOKS = (
@@ -120,6 +121,9 @@ ENGINE_HOOKS = (
             Takes("vllm.v1.metrics.stats:PrefillStats.set"),
             Says("vllm.v1.structured_output.request:StructuredOutputRequest", "self._grammar = self._grammar.result()"),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),
+            Takes(f"{STRUCTURED}.accept_tokens", "request", "new_token_ids"),
+            Says(f"{STRUCTURED}.accept_tokens", "spec_tokens_committed=True", "structured_req.reasoning_ended = True"),
+            Says(f"{SCHEDULER}.__init__", "self.structured_output_manager"),
         ),
     ),
     Hook(

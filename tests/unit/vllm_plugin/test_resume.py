@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.request import Request as VLLMRequest
 
 from tercet.vllm_plugin.engine.resume import start_grammar_after
 
@@ -88,6 +91,21 @@ def test_a_request_that_ends_before_its_first_step_is_forgotten(engine: TinyEngi
 
 # ---- the grammar of a structured output ----------------------------------------------------------------------------
 
+THINK, DONE = 900, 901
+
+
+class Tokenizer:
+    """As much of one as a reasoning parser needs."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<think>": THINK, "</think>": DONE}
+
+
+class Thinking(BaseThinkingReasoningParser):
+    """vLLM's reasoning parser for models that think between two tokens."""
+
+    start_token, end_token = "<think>", "</think>"
+
 
 class Grammar:
     def __init__(self, takes: bool = True) -> None:
@@ -99,44 +117,115 @@ class Grammar:
         return self._takes
 
 
-def request_with(grammar: object) -> Any:
-    return SimpleNamespace(request_id="r", structured_output_request=SimpleNamespace(_grammar=grammar))
+class Structured:
+    """A request with a structure on vLLM's own manager, which goes on after ``output``."""
+
+    def __init__(
+        self, engine: TinyEngine, output: list[int], grammar: object, *, prompt: list[int] | None = None,
+        parser: bool = False, ended: bool | None = None, in_reasoning: bool = False,
+    ) -> None:  # fmt: skip
+        self.manager = engine.scheduler.structured_output_manager
+        self.manager.enable_in_reasoning = in_reasoning
+        if parser:
+            self.manager.reasoner_cls = Thinking
+            self.manager.tokenizer = Tokenizer()  # type: ignore[assignment]
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
+        self.request = VLLMRequest("r", prompt or [1, 2], params, None, reasoning_ended=ended)
+        self.request.append_output_token_ids(output)
+        structured = self.request.structured_output_request
+        assert structured is not None
+        self.structured = structured
+        structured.grammar = grammar  # type: ignore[assignment]
+        start_grammar_after(self.manager, self.request, output)
+
+    def goes_on(self, *tokens: int) -> None:
+        """This engine generates more."""
+        for token in tokens:
+            self.request.append_output_token_ids(token)
+            assert self.manager.accept_tokens(self.request, [token])
+
+    def is_constrained(self) -> bool:
+        return self.manager._get_constraint_bounds(self.request, ()).constraint_start == 0
 
 
-def test_a_grammar_starts_behind_the_output() -> None:
+def test_a_grammar_starts_behind_the_output(engine: TinyEngine) -> None:
     grammar = Grammar()
-    request = request_with(grammar)
-    start_grammar_after(request, [1, 2])
-    assert request.structured_output_request._grammar.result(0) is grammar
+    found = Structured(engine, [1, 2], grammar)
+    assert found.structured.grammar is grammar
     assert grammar.accepted == [1, 2]
 
 
-def test_a_grammar_that_is_still_compiled_starts_behind_it_too() -> None:
+def test_a_grammar_that_is_still_compiled_starts_behind_it_too(engine: TinyEngine) -> None:
     compiling: Future[Any] = Future()
-    request = request_with(compiling)
-    start_grammar_after(request, [1])
-    advanced = request.structured_output_request._grammar
-    assert not advanced.done()
-    compiling.set_result(Grammar())
-    assert advanced.result(0).accepted == [1]
+    found = Structured(engine, [1], compiling)
+    assert not found.structured.is_grammar_ready
+    grammar = Grammar()
+    compiling.set_result(grammar)
+    assert found.structured.grammar is grammar
+    assert grammar.accepted == [1]
 
 
-def test_output_that_breaks_the_structure_fails_the_request() -> None:
-    request = request_with(Grammar(takes=False))
-    start_grammar_after(request, [1])
-    with pytest.raises(ValueError, match="do not follow the requested structure"):
-        request.structured_output_request._grammar.result(0)
+def test_output_that_breaks_the_structure_fails_the_request(engine: TinyEngine) -> None:
+    failure = Structured(engine, [1], Grammar(takes=False)).structured.grammar
+    assert isinstance(failure, ValueError)
+    assert "do not follow the requested structure" in str(failure)
 
 
-def test_a_grammar_that_does_not_compile_fails_the_request() -> None:
+def test_a_grammar_that_does_not_compile_fails_the_request(engine: TinyEngine) -> None:
     compiling: Future[Any] = Future()
     compiling.set_exception(ValueError("no grammar"))
-    request = request_with(compiling)
-    start_grammar_after(request, [1])
-    with pytest.raises(ValueError, match="no grammar"):
-        request.structured_output_request._grammar.result(0)
+    assert "no grammar" in str(Structured(engine, [1], compiling).structured.grammar)
 
 
-def test_without_structure_there_is_nothing_to_do() -> None:
+def test_without_structure_there_is_nothing_to_do(engine: TinyEngine) -> None:
     request: Any = SimpleNamespace(request_id="r", structured_output_request=None)
-    start_grammar_after(request, [1])
+    start_grammar_after(engine.scheduler.structured_output_manager, request, [1])
+
+
+WAYS = {
+    "reasoning is over": ([THINK, 5, 6, DONE, 10, 11], [10, 11], True),
+    "its end is the last token": ([THINK, 5, DONE], [], True),
+    "it goes on": ([THINK, 5, 6], [], False),
+    "it has two ends": ([5, DONE, 10, DONE], [10, DONE], True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_grammar_starts_behind_the_reasoning(engine: TinyEngine, way: str) -> None:
+    output, structure, over = WAYS[way]
+    grammar = Grammar()
+    found = Structured(engine, output, grammar, parser=True)
+    assert found.structured.grammar is grammar
+    assert grammar.accepted == structure
+    assert found.is_constrained() is over
+    if not over:  # the reasoning is split between engines
+        found.goes_on(7, DONE)
+        assert grammar.accepted == []
+        assert found.is_constrained()
+    found.goes_on(20, 21)
+    assert grammar.accepted == [*structure, 20, 21]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cut", range(7))
+def test_wherever_a_sequence_moves_its_grammar_is_where_it_would_be(engine: TinyEngine, way: str, cut: int) -> None:
+    whole = [*WAYS[way][0], 8, DONE, 20, 21]
+    stayed, moved = Grammar(), Grammar()
+    Structured(engine, [], stayed, parser=True).goes_on(*whole)
+    found = Structured(engine, whole[:cut], moved, parser=True)
+    assert found.structured.grammar is moved
+    found.goes_on(*whole[cut:])
+    assert moved.accepted == stayed.accepted
+
+
+@pytest.mark.parametrize(
+    "says",
+    [{"prompt": [1, THINK, 3, DONE]}, {"ended": True}, {"in_reasoning": True}],
+    ids=lambda says: next(iter(says)),
+)
+def test_without_reasoning_all_of_the_output_is_the_grammars(engine: TinyEngine, says: dict[str, Any]) -> None:
+    grammar = Grammar()
+    found = Structured(engine, [10, 11], grammar, parser=True, **says)
+    assert found.structured.grammar is grammar
+    assert grammar.accepted == [10, 11]
+    assert found.is_constrained()

@@ -14,7 +14,7 @@ from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.streams import FrontDoorConnection, SequenceSender
 from tercet.vllm_plugin.engine.connector_messages import TercetParams
-from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
+from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
 
 if TYPE_CHECKING:
     from vllm import TokensPrompt
@@ -92,11 +92,12 @@ class LLMRequest:
             take(_output_of(item))
 
         vllm_params = to_vllm(self._sampling_params, self._params.to_kv_transfer_params(), self._num_output)
+        reasoning = reasoning_of(self._sampling_params)
         self._submitting = True
         try:
             queue = await self._client.add_request(
-                self._request_id, self._prompt(), vllm_params, priority=self._priority
-            )  # fmt: skip
+                self._request_id, self._prompt(), vllm_params, priority=self._priority, **reasoning
+            )
         except (VLLMClientError, ValueError) as error:
             raise BadRequest(str(error)) from error
         except EngineDeadError as error:
@@ -126,7 +127,10 @@ class LLMRequest:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         vllm_params = to_vllm(sampling_params, self._params.to_kv_transfer_params(), self._num_output)
-        stream = self._client.generate(self._prompt(), vllm_params, self._request_id, priority=self._priority)
+        reasoning = reasoning_of(sampling_params)
+        stream = self._client.generate(
+            self._prompt(), vllm_params, self._request_id, priority=self._priority, **reasoning
+        )  # fmt: skip
         try:
             async for item in stream:
                 self.num_cached = item.num_cached_tokens or self.num_cached

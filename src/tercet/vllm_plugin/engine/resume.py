@@ -2,13 +2,14 @@
 
 Most is vLLM's own: ``Request.append_output_token_ids`` makes a request what a preempted one is, so ``max_tokens``,
 ``min_tokens`` and stop conditions count the output. Three things remain. The grammar of a structured output must have
-accepted the output; the worker, which believes that new requests have none, must be told
-(:mod:`~tercet.vllm_plugin.engine.model_runner`); and what was cached is counted here, since vLLM takes it for granted
-that no more than the prompt can be.
+accepted the output, or what of it follows the reasoning if there is a reasoning parser; the worker, which believes that
+new requests have none, must be told (:mod:`~tercet.vllm_plugin.engine.model_runner`); and what was cached is counted
+here, since vLLM takes it for granted that no more than the prompt can be.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
+    from vllm.v1.structured_output import StructuredOutputManager
 
 
 class ResumedRequests:
@@ -36,7 +38,7 @@ class ResumedRequests:
     def begin(self, request: VLLMRequest, output: list[int]) -> None:
         """Make ``request`` go on after ``output``; called before it is first scheduled."""
         request.append_output_token_ids(list(output))
-        start_grammar_after(request, output)
+        start_grammar_after(self._scheduler.structured_output_manager, request, output)
         self._waiting[request.request_id] = output
         request.prefill_stats = None  # until the first step: with output, more than the prompt may be cached
 
@@ -59,8 +61,12 @@ class ResumedRequests:
             request.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
 
 
-def start_grammar_after(request: VLLMRequest, output: Sequence[int]) -> None:
-    """Make the request's grammar, which vLLM compiles in the background, start after ``output``."""
+def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, output: Sequence[int]) -> None:
+    """Make the request's grammar, which vLLM compiles in the background, start after ``output``, which ``request`` has.
+
+    Where vLLM's manager has a reasoning parser, no token of the reasoning is the grammar's, nor the one that ends it.
+    If the output ends before that, the grammar starts where vLLM sees the reasoning end.
+    """
     structured = request.structured_output_request
     if structured is None:
         return
@@ -70,7 +76,12 @@ def start_grammar_after(request: VLLMRequest, output: Sequence[int]) -> None:
     def advance(done: Future[Any]) -> None:
         try:
             grammar = done.result()
-            if not grammar.accept_tokens(request.request_id, list(output)):
+            # A copy, since the scheduler may not see the grammar before it has accepted the output.
+            behind, resumed = copy.copy(structured), copy.copy(request)
+            behind.grammar, resumed.structured_output_request = grammar, behind
+            accepted = manager.accept_tokens(resumed, list(output))
+            structured.reasoning_ended, structured.reasoner = behind.reasoning_ended, behind.reasoner
+            if not accepted:
                 raise ValueError("output: the tokens generated so far do not follow the requested structure")
         except Exception as error:  # reported by vLLM as this request's grammar failure
             advanced.set_exception(error)

@@ -16,7 +16,28 @@ from tercet.protocol import BadRequest
 # Fields that are the engine's own business, or have another name on the verbs.
 NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
 _PLACE = re.compile(r"`\$\.(\w+)")
+# What vLLM's serving layer says of the reasoning beside the parameters; it matters to structured output alone.
+REASONING_FIELDS = ("reasoning_ended", "reasoning_parser_kwargs")
 CALLER_FIELDS = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Whether the prompt ends behind the reasoning, None if unknown, and the arguments of its parser."""
+
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+
+def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``given`` is about the reasoning, as ``AsyncLLM`` takes it.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    found = {name: given[name] for name in REASONING_FIELDS if given.get(name) is not None}
+    try:
+        return found and msgspec.to_builtins(msgspec.convert(found, Reasoning, strict=True))
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
 
 
 def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min_tokens_done: int) -> SamplingParams:
@@ -24,6 +45,7 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
 
     ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest` naming the field.
     """
+    given = {name: value for name, value in given.items() if name not in REASONING_FIELDS}
     unknown = [name for name in given if name not in CALLER_FIELDS or name in NOT_FOR_CALLERS]
     if unknown:
         raise BadRequest(f"sampling_params: unknown field `{unknown[0]}`", f"sampling_params.{unknown[0]}")

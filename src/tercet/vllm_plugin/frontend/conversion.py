@@ -46,12 +46,21 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str
     return Request(
         seq_id=request.request_id,
         prompt=tuple(request.prompt_token_ids or ()),
-        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS),
+        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request),
         priority=request.priority,
         cache_salt=request.cache_salt,
         headers=headers,
         user=user,
     )
+
+
+def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
+    """Where the structure of the output starts: what vLLM's serving layer tells engines beside the parameters."""
+    params = request.sampling_params
+    if params is None or params.structured_outputs is None:
+        return {}
+    said = {name: getattr(request, name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:

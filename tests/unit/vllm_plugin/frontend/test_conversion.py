@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.logprobs import append_logprobs_for_next_position
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
-from tercet.protocol import Output, TokenLogprob
-from tercet.vllm_plugin.frontend.conversion import to_core_output
+from tercet.protocol import BadRequest, Output, TokenLogprob
+from tercet.vllm_plugin.engine.sampling_params import reasoning_of, to_vllm
+from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
 
 VOCABULARY = 40
 
@@ -55,3 +58,32 @@ def test_prompt_logprobs_have_none_for_the_first_token(num_logprobs: int) -> Non
         assert position is not None
         expected = {found.token_id: (found.logprob, found.rank) for found in position}
         assert as_vllm_reads_it(lists, row, num_logprobs) == expected
+
+
+# ---- where the structure of the output starts ----------------------------------------------------------------------
+
+
+def asked(params: SamplingParams) -> EngineCoreRequest:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    return EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1], mm_features=None, sampling_params=params, pooling_params=None,
+        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None, reasoning_ended=False,
+        reasoning_parser_kwargs=kwargs,
+    )  # fmt: skip
+
+
+def test_engines_hear_of_the_reasoning_before_a_structure() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
+    told = to_request(asked(params), {}).sampling_params
+    said = {"reasoning_ended": False, "reasoning_parser_kwargs": {"chat_template_kwargs": {"enable_thinking": False}}}
+    assert reasoning_of(told) == said
+    assert to_vllm(told, {}, 0).structured_outputs is not None
+
+
+def test_without_a_structure_nothing_is_said_of_the_reasoning() -> None:
+    assert reasoning_of(to_request(asked(SamplingParams()), {}).sampling_params) == {}
+
+
+def test_nonsense_about_the_reasoning_is_refused() -> None:
+    with pytest.raises(BadRequest, match="reasoning_ended"):
+        reasoning_of({"reasoning_ended": "perhaps"})
