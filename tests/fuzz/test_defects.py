@@ -344,7 +344,7 @@ def test_a_report_that_is_no_text_is_none(tmp_path: Path) -> None:
         assert ours.others() == []
 
 
-@pytest.mark.parametrize("content", ["when: !!timestamp 2001-99-99", "a: " + "[" * 5000], ids=["date", "deep"])
+@pytest.mark.parametrize("content", ["when: !!int x", "a: " + "[" * 5000], ids=["number", "deep"])
 def test_yaml_that_breaks_its_parser_is_no_yaml(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.yaml").write_text(content)
     with pytest.raises(BadRequest, match="it is not YAML"):

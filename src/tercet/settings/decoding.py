@@ -84,7 +84,11 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
         return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets through what is wrong with a date
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # PyYAML lets through what is wrong with dates, numbers
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 
 
