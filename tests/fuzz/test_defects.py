@@ -86,11 +86,14 @@ async def test_the_inbox_of_reports_outlives_what_strangers_say(said: bytes) -> 
     filled: list[LeaseFilled] = []
     reports = AgentReports(1, filled.append)
     socket: Any = zmq.asyncio.Context.instance().socket(zmq.PUSH)
-    socket.connect(reports.address)
+    address, _, key = reports.address.partition("#")
+    socket.connect(address)
     try:
         with reports.sending() as sending:
+            await socket.send_multipart([key.encode(), said])
             await socket.send(said)
-            await socket.send(msgspec.msgpack.encode(["SendDone", SendDone(sending.send_id, 0, 1, 1)]))
+            done = msgspec.msgpack.encode(["SendDone", SendDone(sending.send_id, 0, 1, 1)])
+            await socket.send_multipart([key.encode(), done])
             async with asyncio.timeout(10):
                 assert (await sending.wait()).bytes == 1
     finally:

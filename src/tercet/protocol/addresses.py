@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import Annotated
 
 import msgspec
 
-from tercet.protocol.errors import LayoutMismatch
+from tercet.protocol.errors import LayoutMismatch, Unauthorized
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
@@ -92,6 +94,7 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the
     block size and equals the matched length that ``prep_recv`` returned. ``transport`` names the wire protocol.
+    ``proof`` shows that an engine of the fleet has given it out, where the fleet has a secret.
     """
 
     lease: str
@@ -101,3 +104,24 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str
     ranks: tuple[RankAddress, ...]
     layout: KVLayout
+    proof: str = ""
+
+    def proved(self, secret: str) -> KVAddrInfo:
+        """This one with its proof; as it is without a secret."""
+        return msgspec.structs.replace(self, proof=self._proof(secret)) if secret else self
+
+    def require_proof(self, secret: str) -> None:
+        """Raise :class:`~tercet.protocol.errors.Unauthorized` unless whoever gave it out knows the ``secret``.
+
+        Without one it is believed as it is.
+        """
+        if secret and not hmac.compare_digest(self.proof.encode(), self._proof(secret).encode()):
+            raise Unauthorized(
+                f"kv_addr_info: no engine that knows this engine's secret has said this ({self.engine} ought to); "
+                "give all engines of the fleet the same TERCET_SECRET",
+                "kv_addr_info",
+            )
+
+    def _proof(self, secret: str) -> str:
+        said = msgspec.json.encode(msgspec.structs.replace(self, proof=""), order="deterministic")
+        return hmac.new(secret.encode(), b"tercet kv_addr_info " + said, hashlib.sha256).hexdigest()

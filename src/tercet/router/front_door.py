@@ -7,8 +7,6 @@ fast path; the routes of our own and all the rest are in vLLM's application.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.protocol import RequestTooLarge, Saturated, TercetError, Unauthorized
+from tercet.protocol import RequestTooLarge, Saturated, TercetError
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.admission import ClientLeft, Gate
 from tercet.router.service import PROGRAM_HEADER
@@ -53,7 +52,7 @@ class FrontDoor:
         self._app = app
         self._fast = fast
         self._gate = gate
-        self._keys = [_digest(key) for key in keys]
+        self._keys = BearerKeys(keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
         self._refusals = around_refusals(_refused)
@@ -104,17 +103,9 @@ class FrontDoor:
             await self._app(scope, receive, send)
 
     def _require_key(self, context: RequestContext) -> None:
-        if not self._keys or context.path in OPEN:
-            return
-        scheme, _, shown = context.headers.get("authorization", "").partition(" ")
-        # Hashes have one length, so that the time of a comparison tells nothing about a key.
-        fits = [secrets.compare_digest(_digest(shown), key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(fits):
-            raise Unauthorized("this front door asks for its API key: Authorization: Bearer KEY", "authorization")
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+        if context.path not in OPEN:
+            refusal = "this front door asks for its API key: Authorization: Bearer KEY"
+            self._keys.require(context.headers.get("authorization"), refusal)
 
 
 def context_of(scope: Scope) -> RequestContext:

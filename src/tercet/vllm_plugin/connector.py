@@ -50,6 +50,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_one_cache_group(kv_cache_config)
         _require_one_replica(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self.settings.require_secret_beyond_loopback()
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
         self._handshakes: list[WorkerHandshake] = []
@@ -190,4 +191,9 @@ def _require_one_replica(config: VllmConfig) -> None:
     if parallel.data_parallel_size != 1 or parallel.pipeline_parallel_size != 1:
         raise UnsupportedVLLM(
             "Tercet supports --data-parallel-size 1 and --pipeline-parallel-size 1: start one engine per replica"
+        )
+    if parallel._api_process_count != 1:
+        raise UnsupportedVLLM(
+            f"--api-server-count is {parallel._api_process_count}, and one API server keeps the leases of an engine: "
+            "start it with --api-server-count 1"
         )

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.responses import StreamingResponse
 
-from tercet.protocol import Output, TercetError, UnknownSequence
+from tercet.protocol import EngineError, Output, TercetError, UnknownSequence
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     INCARNATION_HEADER,
@@ -28,20 +29,25 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
+from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, callers_of
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.protocol import EngineClient
 
 T = TypeVar("T")
 
 
-async def _meant_for_us(request: Request) -> None:
-    """A call may name the start of the engine that it is meant for; raises ``Conflict`` if that is another one."""
+async def _admit(request: Request) -> None:
+    """Raises ``Unauthorized`` for a stranger's call, ``Conflict`` for one that is meant for the engine of before."""
+    callers: BearerKeys = request.app.state.tercet_callers
+    callers.require(request.headers.get("authorization"), ASKS_FOR_A_KEY)
     require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
 
 
-router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_meant_for_us)])
+router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
 
 
 class TercetEndpoints:
@@ -57,8 +63,18 @@ class TercetEndpoints:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
+        if engine_client is None:
+            raise EngineError("Tercet's endpoints need an engine behind them, and this server has none")
+        secret = _fleet_secret(engine_client.vllm_config)
+        state.tercet_callers = callers_of(args, secret)
         name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
-        state.tercet = await EngineVerbs.attach(engine_client, name)  # type: ignore[arg-type]
+        state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
+
+
+def _fleet_secret(config: VllmConfig) -> str:
+    """As the engine's other processes have it; empty without one. That the connector is missing is said later."""
+    transfer = config.kv_transfer_config
+    return parse_settings(transfer.kv_connector_extra_config).fleet_secret if transfer is not None else ""
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

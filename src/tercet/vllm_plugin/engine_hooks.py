@@ -39,6 +39,7 @@ ENGINE_HOOKS = (
             Says(f"{SCHEDULER}.add_request", "self.connector.on_new_request(request)"),
             Takes(f"{SCHEDULER}.get_kv_connector"),
             Says(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
+            Says("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
         ),
     ),
     Hook(

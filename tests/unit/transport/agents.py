@@ -48,11 +48,13 @@ class Edge:
 
     def __init__(self, inbox: zmq.Socket[bytes]) -> None:
         self._inbox = inbox
-        self.address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
+        self.address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}#key"
 
     def next(self) -> SendDone | LeaseFilled:
         assert self._inbox.poll(int(SECONDS * 1000)), "no report"
-        kind, body = msgspec.msgpack.decode(self._inbox.recv(), type=tuple[str, msgspec.Raw])
+        key, message = self._inbox.recv_multipart()
+        assert key == b"key"
+        kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])
         known = {"SendDone": SendDone, "LeaseFilled": LeaseFilled}
         return msgspec.msgpack.decode(body, type=known[kind])
 

@@ -73,15 +73,17 @@ class Reporter:
         self._lock = threading.Lock()
 
     def report(self, to: str, report: Report) -> None:
-        """Queue one report; never blocks."""
+        """Queue one report, with the key that opens the inbox; never blocks."""
+        address, _, key = to.partition("#")
         with self._lock:
             socket = self._sockets.get(to)
             if socket is None:
                 socket = self._context.socket(zmq.PUSH)
                 socket.linger = 0
-                socket.connect(to)
+                socket.sndhwm = 0  # an edge that stands still must not hold up the threads that move KV
+                socket.connect(address)
                 self._sockets[to] = socket
-            socket.send(msgspec.msgpack.encode([type(report).__name__, report]))
+            socket.send_multipart([key.encode(), msgspec.msgpack.encode([type(report).__name__, report])])
 
     def close(self) -> None:
         """Drop the connections."""

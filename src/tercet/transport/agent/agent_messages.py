@@ -13,7 +13,10 @@ from tercet.transport.sender import SendDestination
 
 
 class SendOpening(msgspec.Struct, frozen=True):
-    """A send begins: under ``lease``, to each of ``destinations``. ``notify`` is where its end is reported."""
+    """A send begins: under ``lease``, to each of ``destinations``.
+
+    ``notify`` is where its end is reported: an address, ``#``, and the inbox's key.
+    """
 
     send_id: str
     lease: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -63,12 +64,14 @@ class SendInFlight:
 class AgentReports:
     """Receives the reports of this engine's agents and gives each to whoever waits for it.
 
-    ``ranks`` agents report on each send and each lease; ``on_filled`` gets the reports on leases.
+    ``ranks`` agents report on each send and each lease; ``on_filled`` gets the reports on leases. Other processes of
+    this machine can connect, too, so a report shows the inbox's key, which only this engine's agents are told.
     """
 
     def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None]) -> None:
         self._ranks = ranks
         self._on_filled = on_filled
+        self._key = secrets.token_hex(16)
         self._sends: dict[str, SendInFlight] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.linger = 0
@@ -77,8 +80,8 @@ class AgentReports:
 
     @property
     def address(self) -> str:
-        """Where agents report."""
-        return f"tcp://127.0.0.1:{self._port}"
+        """Where agents report, and the key that they show there."""
+        return f"tcp://127.0.0.1:{self._port}#{self._key}"
 
     @contextmanager
     def sending(self) -> Generator[SendInFlight]:
@@ -92,9 +95,12 @@ class AgentReports:
 
     async def _receive(self) -> None:
         while True:
-            message = await self._socket.recv()
-            with suppress(*UNREADABLE):  # not from an agent of ours
-                self._take(message)
+            key, *messages = await self._socket.recv_multipart()
+            if not secrets.compare_digest(key, self._key.encode()):
+                continue  # not from an agent of ours
+            for message in messages:
+                with suppress(*UNREADABLE):
+                    self._take(message)
 
     def _take(self, message: bytes) -> None:
         kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])

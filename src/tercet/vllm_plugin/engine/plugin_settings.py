@@ -14,6 +14,7 @@ from tercet.settings import Setting, Settings, Source, decode_settings
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SECRET_VARIABLE = "TERCET_SECRET"
+SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
 ORIGIN = "kv_connector_extra_config: "
 MAX_PORT = 65535
 MAX_CPUS = 8192  # what Linux can be built for
@@ -64,12 +65,24 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         """``agent_cpus`` as numbers; none for all that the engine may use."""
         return _cpus(self.agent_cpus)
 
+    @property
+    def fleet_secret(self) -> str:
+        """What all engines of the fleet know; empty if nobody has said it."""
+        return self.secret or os.environ.get(SECRET_VARIABLE, "")
+
+    def require_secret_beyond_loopback(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if strangers on other machines could push KV, or take it."""
+        if self.fleet_secret:
+            return
+        for host in _hosts(self.host):
+            if not ipaddress.ip_address(host).is_loopback:
+                raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
+
     def transport_settings(self) -> TransportSettings:
         """These settings as the transport takes them."""
-        secret = self.secret or os.environ.get(SECRET_VARIABLE, "")
         hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
-            self.transport, hosts, ports, self.streams, secret, self.send_timeout, self.receive_limit * 1e9
+            self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9
         )  # fmt: skip
 
 

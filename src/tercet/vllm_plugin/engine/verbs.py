@@ -74,9 +74,11 @@ class EngineVerbs:
         description: EngineDescription,
         agents: AgentCalls,
         probe: LivenessProbe,
+        secret: str = "",
     ) -> None:
         self._client = client
         self._name = name
+        self._secret = secret
         self._core = core
         self._about = description
         self._probe = probe
@@ -94,8 +96,11 @@ class EngineVerbs:
         self.front_doors = FrontDoors(name, self.incarnation, LoadMeter(client, probe).load, self.stream_generate)
 
     @classmethod
-    async def attach(cls, client: AsyncLLM, name: str) -> EngineVerbs:
-        """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector."""
+    async def attach(cls, client: AsyncLLM, name: str, secret: str) -> EngineVerbs:
+        """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector.
+
+        ``secret`` is the fleet's; empty if it has none.
+        """
         core = CoreCalls(client)
         description = await core.describe()
         agents = [AsyncControlClient(*endpoint) for endpoint in description.agents]
@@ -106,7 +111,7 @@ class EngineVerbs:
         probe = LivenessProbe(core.status, about_agents, about_workers)
         await probe.start()
         agent_metrics.export(probe)
-        return cls(client, name, core, description, AgentCalls(agents), probe)
+        return cls(client, name, core, description, AgentCalls(agents), probe, secret)
 
     @property
     def layout(self) -> KVLayout:
@@ -126,7 +131,7 @@ class EngineVerbs:
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
         held = await self._leases.reserve(call.seq_id, tokens[:end], call.cache_salt, ttl, self._reports.address)
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
-        info = KVAddrInfo(held.lease, self._name, held.matched_len, end, "tcp", ranks, self.layout)
+        info = KVAddrInfo(held.lease, self._name, held.matched_len, end, "tcp", ranks, self.layout).proved(self._secret)
         return PrepRecvAnswer(kv_addr_info=info, matched_len=held.matched_len, ttl=ttl)
 
     async def release(self, lease: str) -> int:
@@ -143,6 +148,7 @@ class EngineVerbs:
         started = time.monotonic()
         tokens = self._tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
+        call.kv_addr_info.require_proof(self._secret)
         check_send(call, begin, end, len(tokens), self.layout)
         with self._reports.sending() as sending:
             params = SendParams(

@@ -1,0 +1,55 @@
+"""Who may call this engine's verbs, and from where: decided once, from how its server was started."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Sequence
+
+from tercet.protocol import BadRequest
+from tercet.protocol.bearer import BearerKeys
+from tercet.vllm_plugin.engine.plugin_settings import SECRET_VARIABLE, SET_A_SECRET
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+ASKS_FOR_A_KEY = (
+    f"this engine asks for its fleet's secret ({SECRET_VARIABLE}), or its API key: Authorization: Bearer KEY"
+)
+
+
+def callers_of(args: Namespace, secret: str) -> BearerKeys:
+    """The keys that open the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
+
+    Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
+    """
+    keys = [secret, *api_keys(args.api_key)]
+    if not args.uds:
+        require_key_beyond_loopback(args.host, keys)
+    return BearerKeys(keys)
+
+
+def api_keys(given: Sequence[str] | None) -> Sequence[str]:
+    """vLLM's own keys: those of its command line, else that of its variable."""
+    return given or [os.environ.get(API_KEY_VARIABLE, "")]
+
+
+def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and there is no key."""
+    if not any(keys) and not is_loopback(host):
+        raise BadRequest(
+            f"--host: other machines can reach the verbs of an engine at {host or 'any address'}, so {SET_A_SECRET} "
+            "(or give vLLM's --api-key, or --host 127.0.0.1)",
+            "host",
+        )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine reaches a server that listens at ``host``; None is any address."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
