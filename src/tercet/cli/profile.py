@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import shlex
 import time
@@ -19,6 +20,7 @@ from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Me
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
+from tercet.settings import SECRET_VARIABLE
 from tercet.settings.router_config import engine_address
 from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.sim.step_times import Transfer, pairs_of
@@ -134,7 +136,10 @@ def measure_engine(
 async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
     async with AsyncExitStack() as stack:
         addresses = [engine_address(url, index) for index, url in enumerate(urls)]
-        engines = [await stack.enter_async_context(HttpEngine(each.name, each.url)) for each in addresses]
+        engines = [
+            await stack.enter_async_context(HttpEngine(each.name, each.url, secret=os.environ.get(SECRET_VARIABLE, "")))
+            for each in addresses
+        ]
         receiver = engines[1] if len(engines) > 1 else None
         return await Meter(engines[0], receiver, plan, note).measure()
 

@@ -12,7 +12,15 @@ import typer
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.compute import visible_devices
-from tercet.cluster.engine_command import THREADS_BIND, EngineSpec, as_shell, check_flags, engine_argv, engine_env
+from tercet.cluster.engine_command import (
+    THREADS_BIND,
+    EngineSpec,
+    as_shell,
+    check_flags,
+    engine_argv,
+    engine_env,
+    require_private,
+)
 from tercet.cluster.model import BUILT_IN, resolve_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.programs import load_program
@@ -90,6 +98,7 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
     if print_only:
         typer.echo(as_shell(argv, env))
         return
+    require_private(spec)
     require_free(spec.host, spec.port)
     os.execvpe(argv[0], argv, {**os.environ, **env})
 

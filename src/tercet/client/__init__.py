@@ -1,5 +1,6 @@
 """The engine protocol over HTTP: :class:`HttpEngine` speaks to a vLLM server that runs Tercet's plugin."""
 
+from tercet.client.engine_tls import engine_tls
 from tercet.client.http_engine import Admit, HttpEngine
 
-__all__ = ["Admit", "HttpEngine"]
+__all__ = ["Admit", "HttpEngine", "engine_tls"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from tercet.protocol import (
     UnknownSequence,
     from_wire,
 )
+from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import (
     INCARNATION_HEADER,
     PREFIX,
@@ -73,6 +75,7 @@ class HttpEngine:
 
     The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
     that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
+    ``secret`` is the fleet's, or the engine's API key; ``tls`` is for an ``https://`` engine.
     """
 
     def __init__(
@@ -83,9 +86,13 @@ class HttpEngine:
         on_load: Callable[[EngineLoad], None] = lambda _: None,
         admit: Admit = lambda _: None,
         on_new: Callable[[], object] = lambda: None,
+        secret: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
+        self._secret = secret
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._admit = admit
         self._on_new = on_new
@@ -101,7 +108,9 @@ class HttpEngine:
             self._keeper = StreamKeeper(listener, name, self.url, self._connect, self.status, on_load)
 
     async def __aenter__(self) -> HttpEngine:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=LONGEST_LINE)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+        headers = bearer(self._secret)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=LONGEST_LINE)
         if self._keeper is not None:
             self._keeper.start()
         return self

@@ -18,7 +18,9 @@ import msgspec
 
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
+from tercet.settings import SECRET_VARIABLE
 from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
+from tercet.vllm_plugin.engine.server_access import API_KEY_VARIABLE, require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet finds the server under these; as vLLM flags they would move it to where nobody looks.
@@ -133,6 +135,24 @@ def engine_argv(spec: EngineSpec) -> list[str]:
         KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
         *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
+
+
+def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` at once for what the engine would refuse once it has loaded its model.
+
+    That is: verbs that strangers could call, and several API servers.
+    """
+    given: dict[str, Any] = json.loads(kv_transfer_config(spec.extra_args)).get("kv_connector_extra_config") or {}
+    keys = [inherited.get(name, "") for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
+    keys += [str(given.get("secret", "")), value_of(spec.extra_args, "--api-key") or ""]
+    if value_of(spec.extra_args, "--uds") is None:
+        require_key_beyond_loopback(spec.host, keys)
+    servers = value_of(spec.extra_args, "--api-server-count", "-asc")
+    if servers not in (None, "1"):
+        raise BadRequest(
+            f"--api-server-count: is {servers}, and one API server keeps the leases of an engine; leave it out",
+            "--api-server-count",
+        )
 
 
 def kv_transfer_config(args: Sequence[str]) -> str:

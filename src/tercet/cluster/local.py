@@ -23,7 +23,7 @@ from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Role
-from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
@@ -85,12 +85,13 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
         require_free(config.host, config.port)
     log_dir = _log_dir(config)
     specs = engine_specs(config, model)
+    secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
     engines = [
         RunningEngine(
             spec.name,
             role,
             url_of(spec.host, spec.port),
-            Process(spec.name, engine_argv(spec), engine_env(spec), log_dir / f"{spec.name}.log"),
+            Process(spec.name, engine_argv(spec), {**engine_env(spec), **secret}, log_dir / f"{spec.name}.log"),
         )
         for spec, (_, role) in zip(specs, config.roles, strict=True)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -27,10 +28,13 @@ Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
 """Name, URL, and what raises for an engine that must not serve here."""
 
 
-def connecting(fleet: EngineFleet, listener: StreamListener) -> Connect:
+def connecting(
+    fleet: EngineFleet, listener: StreamListener, secret: str = "", tls: ssl.SSLContext | None = None
+) -> Connect:
     """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports.
 
-    What is known of an engine's cache is void once it has been started anew.
+    What is known of an engine's cache is void once it has been started anew. ``secret`` and ``tls`` as for
+    :class:`~tercet.client.HttpEngine`.
     """
 
     @asynccontextmanager
@@ -41,7 +45,7 @@ def connecting(fleet: EngineFleet, listener: StreamListener) -> Connect:
         def started_anew() -> None:
             fleet.knowledge.cleared(name)
 
-        async with HttpEngine(name, url, listener, report, admit, started_anew) as engine:
+        async with HttpEngine(name, url, listener, report, admit, started_anew, secret, tls) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
             try:
                 yield engine

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet
+from tercet.client import engine_tls
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
@@ -41,12 +42,13 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
+    tls = engine_tls(config.engine_ca, config.engine_cert, config.engine_key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
     metrics, background = Metrics(), TaskSet()
     export(fleet)
     async with (
         StreamListener(stream_port(config, shared)) as listener,
-        Membership(fleet, connecting(fleet, listener)) as membership,
+        Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
     ):
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,

@@ -1,10 +1,11 @@
 """Settings, declared once as fields of frozen structs: flags, keys, variables, help, bounds and docs follow."""
 
-from tercet.settings.declaration import Declared, Setting, Settings, declared, key_values
+from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
 from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 
 __all__ = [
+    "SECRET_VARIABLE",
     "Declared",
     "EngineAddress",
     "FrontDoorConfig",

@@ -20,6 +20,8 @@ import msgspec
 from tercet.protocol import BadRequest
 
 PREFIX = "TERCET_"
+SECRET_VARIABLE = "TERCET_SECRET"
+"""What all engines and front doors of a fleet know; it is no flag, since everybody on a machine can read those."""
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list",
           "object": "a mapping of keys to values"}  # fmt: skip
 _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
-from tercet.settings.declaration import Setting, Settings, complaint, key_values
+from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings, complaint, key_values
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -177,6 +177,10 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
+    secret: Annotated[
+        str,
+        Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
+    ] = ""
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
@@ -212,6 +216,16 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
             "Where engines, programs and scheduling are kept; front doors given the same file share them.",
             metavar="FILE", default="of this front door alone",
         ),
+    ] = None  # fmt: skip
+    engine_ca: Annotated[
+        str | None,
+        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
+    ] = None
+    engine_cert: Annotated[
+        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
+    ] = None
+    engine_key: Annotated[
+        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
     ] = None  # fmt: skip
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
 

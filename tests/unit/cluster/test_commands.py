@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.cluster.compute import as_cpu_list, split_cores, split_devices, visible_devices
-from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of
+from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of, require_private
 from tercet.cluster.local import engine_specs
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, TercetError
@@ -230,3 +230,44 @@ def test_kv_events_are_left_to_callers_who_set_them_and_where_vllm_cannot_listen
     )
     for changes in ({"host": "::1"}, {"host": "gpu-7"}, {"host": "127.0.0.1", "extra_args": ("-dp", "2")}):
         assert "--kv-events-config" not in engine_argv(spec(**changes))
+
+
+# ---- who may call it ---------------------------------------------------------------------------------------------------
+
+
+def spec_at(host: str, *args: str) -> EngineSpec:
+    return EngineSpec(name="e", model="m", served_model_name="m", host=host, port=1, extra_args=args)
+
+
+SECRET_CONFIG = '{"kv_connector_extra_config": {"secret": "s"}}'
+
+
+@pytest.mark.parametrize(
+    ("spec", "environment"),
+    [
+        (spec_at("127.0.0.1"), {}),
+        (spec_at("0.0.0.0"), {"TERCET_SECRET": "s"}),
+        (spec_at("0.0.0.0"), {"VLLM_API_KEY": "k"}),
+        (spec_at("0.0.0.0", "--api-key", "k"), {}),
+        (spec_at("0.0.0.0", "--uds", "/run/e"), {}),
+        (spec_at("0.0.0.0", "--kv-transfer-config", SECRET_CONFIG), {}),
+        (spec_at("127.0.0.1", "--api-server-count", "1"), {}),
+    ],
+    ids=str,
+)
+def test_an_engine_that_strangers_cannot_call_starts(spec: EngineSpec, environment: dict[str, str]) -> None:
+    require_private(spec, environment)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (spec_at("0.0.0.0"), "set TERCET_SECRET to"),
+        (spec_at("0.0.0.0", "--api-key", ""), "set TERCET_SECRET to"),
+        (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps the leases"),
+    ],
+    ids=str,
+)
+def test_one_that_they_could_call_is_refused_before_it_loads(spec: EngineSpec, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        require_private(spec, {})

@@ -10,7 +10,8 @@ import pytest
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, RankAddress, Unauthorized
 from tercet.protocol.bearer import BearerKeys, bearer
-from tercet.vllm_plugin.engine.plugin_settings import SECRET_VARIABLE, PluginSettings
+from tercet.settings import SECRET_VARIABLE
+from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
 from tercet.vllm_plugin.engine.server_access import API_KEY_VARIABLE, callers_of, is_loopback
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 8, 16, 1024, 1, "cpu")

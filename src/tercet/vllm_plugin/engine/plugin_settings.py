@@ -10,10 +10,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.settings import Setting, Settings, Source, decode_settings
+from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
-SECRET_VARIABLE = "TERCET_SECRET"
 SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
 ORIGIN = "kv_connector_extra_config: "
 MAX_PORT = 65535

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
-from tercet.vllm_plugin.engine.plugin_settings import SECRET_VARIABLE, SET_A_SECRET
+from tercet.settings import SECRET_VARIABLE
+from tercet.vllm_plugin.engine.plugin_settings import SET_A_SECRET
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 ASKS_FOR_A_KEY = (
