@@ -198,7 +198,8 @@ class Membership:
                 self._watch.answered(member, answer)
             else:
                 member.reachable = False
-                logger.warning("engines: %s does not answer, and is not picked until it does", member.name)
+                why = f": {answer.message}" if isinstance(answer, TercetError) else ""
+                logger.warning("engines: %s does not answer, and is not picked until it does%s", member.name, why)
         return found
 
     def _may_be_picked(self, member: Member, status: EngineStatus) -> bool:

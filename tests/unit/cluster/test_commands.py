@@ -232,7 +232,7 @@ def test_kv_events_are_left_to_callers_who_set_them_and_where_vllm_cannot_listen
         assert "--kv-events-config" not in engine_argv(spec(**changes))
 
 
-# ---- who may call it ---------------------------------------------------------------------------------------------------
+# ---- who may call it -------------------------------------------------------------------------------------------------
 
 
 def spec_at(host: str, *args: str) -> EngineSpec:
