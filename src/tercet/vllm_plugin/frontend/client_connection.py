@@ -10,6 +10,7 @@ has ``scope``, ``transport``, ``flow`` and ``disconnected``, and whole chunks ma
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -17,12 +18,13 @@ from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tercet.aio import TaskSet
-
+logger = logging.getLogger(__name__)
 # The connection's place in an ASGI scope; other servers have none.
 CONNECTION = "tercet.connection"
 # A client that reads nothing for so long, with the socket's buffers full, has its connection closed.
 UNREAD_SECONDS = 60.0
+# What may wait for one client, in bytes; beyond it the connection is closed at once.
+MOST_UNREAD = 4 * 1024 * 1024
 # Frames: whoever has much to write without a pause shall learn from time to time whether clients read it.
 LARGEST_BATCH = 128
 
@@ -57,7 +59,6 @@ class ClientConnection:
         self._batch = _batch()
         self._unread_seconds = unread_seconds
         self._on_lost: Callable[[], object] | None = None
-        self._reading: asyncio.Task[None] | None = None
 
     def write(self, frame: bytes) -> None:
         """Send one whole chunk, soon, with those of other connections; nothing happens if the client is gone."""
@@ -73,9 +74,10 @@ class ClientConnection:
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     def require_reader(self) -> None:
-        """Disconnect the client if it does not read soon what it was sent."""
-        if self._reading is None:
-            self._reading = _watches.spawn(self.has_room())
+        """Disconnect a client for which too much is waiting: those who produce without waiting call this."""
+        if self._cycle.transport.get_write_buffer_size() > MOST_UNREAD:
+            logger.warning("a client does not read its answer: %d bytes wait for it, and it is let go", MOST_UNREAD)
+            self._cycle.transport.abort()
 
     async def has_room(self) -> None:
         """Wait until the client has read enough; a client that does not read is disconnected."""
@@ -85,8 +87,6 @@ class ClientConnection:
                     await self._cycle.flow.drain()
         except TimeoutError:
             self._cycle.transport.abort()
-        finally:
-            self._reading = None
 
     @contextmanager
     def until_lost(self) -> Generator[None]:
@@ -112,7 +112,6 @@ class ClientConnection:
             self._on_lost()
 
 
-_watches = TaskSet()
 _batch_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, FrameBatch] = WeakKeyDictionary()
 
 
@@ -121,9 +120,29 @@ def _batch() -> FrameBatch:
 
 
 class StreamingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which has each request's connection in its scope."""
+    """uvicorn's protocol, which has each request's connection in its scope.
+
+    A client that reads nothing for :data:`UNREAD_SECONDS` is let go, whoever writes to it: what it asked for is
+    cancelled then, and no longer kept for it.
+    """
 
     _connection: ClientConnection | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The client has not read what fills its buffers; uvicorn's writers wait from now on."""
+        super().pause_writing()
+        self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._forget_unread()
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         scope: dict[str, Any] = cast(Any, cycle.scope)
@@ -133,5 +152,6 @@ class StreamingProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn's, and the request's task hears of it."""
         super().connection_lost(exc)
+        self._forget_unread()
         if self._connection is not None:
             self._connection.lost()

@@ -15,11 +15,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from tercet.aio import TaskSet
-from tercet.protocol import EngineError, Output, OutputStream, Request, TercetError, Usage
+from tercet.protocol import DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError, Usage
 from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
+# Tokens and log probabilities that wait in vLLM's layer for a client that does not read.
+MOST_UNTAKEN = 256 * 1024
 # Ids from there on are no vocabulary's, nor vLLM's arrays'.
 MOST_TOKENS = 2**31
 
@@ -106,6 +109,11 @@ def _http_error(error: TercetError) -> Exception:
     if error.status == HTTPStatus.BAD_REQUEST:
         return VLLMValidationError(error.message, parameter=error.param)
     return GracefulHTTPError(error.message, HTTPStatus(error.status))
+
+
+def _size(choice: CompletionOutput) -> int:
+    tokens, logprobs = len(choice.token_ids), choice.logprobs
+    return tokens * (1 + len(logprobs[-1] or ())) if logprobs else tokens
 
 
 @dataclass
@@ -192,6 +200,7 @@ class ProgramClient(EngineCoreClient):
                 first = True
                 async with aclosing(outputs.stream) as stream:
                     async for output in stream:
+                        self._require_taken(outputs.seq_id)
                         self._ready.put_nowait(outputs.to_core_output(output))
                         if first and not output.finished:
                             # The client has its first token before the program goes on to what the second one needs.
@@ -199,6 +208,15 @@ class ProgramClient(EngineCoreClient):
                         first = False
         except Exception as error:
             self._fail(outputs.seq_id, error)
+
+    def _require_taken(self, seq_id: str) -> None:
+        """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
+        processor = self._output_processor
+        state = processor.request_states.get(seq_id) if processor is not None else None
+        waiting = state.queue.output if state is not None and state.queue is not None else None
+        choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
+        if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
+            raise DeadlineExceeded("the client does not read its answer: what waits for it has reached its bound")
 
     def _fail(self, seq_id: str, error: Exception) -> None:
         processor = self._output_processor

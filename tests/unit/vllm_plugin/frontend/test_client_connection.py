@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
-from tercet.vllm_plugin.frontend.client_connection import ClientConnection
+from tercet.vllm_plugin.frontend import client_connection
+from tercet.vllm_plugin.frontend.client_connection import ClientConnection, StreamingProtocol
 
 from .conftest import Doors, Step
 
@@ -194,3 +196,66 @@ async def test_nothing_is_written_to_a_client_that_is_gone(how: str) -> None:
     connection.write(b"x")
     connection.flush()
     assert cycle.written == ([b"x"] if how == "here" else [])
+
+
+# ---- clients that never read -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_never_reads_is_let_go_and_others_stream(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_connection, "UNREAD_SECONDS", 0.3)
+    word = doors.tokens(" international")
+    script: list[Step] = [list(word * 60) for _ in range(300)]
+    ended = doors.engine.ended["slow"] = threading.Event()
+    client = connect(doors, "slow", [*script, "length"], receive_buffer=4096)
+    until(lambda: "slow" in doors.engine.said)
+    doors.let_go("slow", 300)
+    other = connect(doors, "other", [*[[token] for token in doors.tokens("one two three four")], "stop"])
+    doors.let_go("other", 10)
+    assert b"[DONE]" in read_until(other, b"[DONE]")
+    assert ended.wait(20)
+    until(lambda: not doors.processor.request_states and not doors.engine.running)
+    client.close()
+    other.close()
+
+
+async def test_a_client_for_which_too_much_waits_is_let_go_at_once() -> None:
+    cycle = Cycle(full=True)
+    cycle.transport.get_write_buffer_size = lambda: client_connection.MOST_UNREAD
+    connection = ClientConnection(cast(Any, cycle))
+    connection.require_reader()
+    assert not cycle.aborted
+    cycle.transport.get_write_buffer_size = lambda: client_connection.MOST_UNREAD + 1
+    connection.require_reader()
+    assert cycle.aborted
+
+
+class Transport(asyncio.Transport):
+    """Notes whether it was aborted."""
+
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_whoever_writes_to_a_client_that_does_not_read_is_freed(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also vLLM's own layers, which wait for room without an end."""
+    monkeypatch.setattr(client_connection, "UNREAD_SECONDS", 0.05)
+    protocol = StreamingProtocol.__new__(StreamingProtocol)
+    transport = Transport()
+    protocol.transport, protocol.flow = transport, FlowControl(transport)
+    protocol.pause_writing()
+    if reads:
+        protocol.resume_writing()
+        await asyncio.sleep(0.2)
+    else:
+        async with asyncio.timeout(20):
+            while not transport.aborted:
+                await asyncio.sleep(0.01)
+    assert transport.aborted is not reads
