@@ -18,7 +18,7 @@ MOST_CONNECTIONS = 256
 class FrontDoors:
     """One engine's connections, one for each front door that it has been told of.
 
-    ``incarnation`` says which start of the engine speaks. ``load`` says how busy it is; asked for each message, so
+    ``incarnation`` says which start of the engine speaks. ``load`` says how busy it is; it is asked each time, so
     it must be cheap. ``start`` has the engine generate what front doors ask for over their connections. Without
     connections nothing runs.
     """

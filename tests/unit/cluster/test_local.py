@@ -213,3 +213,17 @@ async def test_a_log_directory_that_cannot_be_used_is_named(directory: str) -> N
 )  # fmt: skip
 def test_exit_codes_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
+
+
+async def test_a_secret_reaches_engines_and_front_door_and_no_command_line(
+    scripts: dict[str, str], tmp_path: Path
+) -> None:
+    config = UpConfig(port=0, log_dir=str(tmp_path), secret="s3cret")
+    async with local_fleet(config, "m", lambda *_: None) as fleet:
+        for engine in fleet.engines:
+            assert engine.process.pid is not None
+            found = psutil.Process(engine.process.pid)
+            assert found.environ()["TERCET_SECRET"] == "s3cret"
+            assert "s3cret" not in " ".join(found.cmdline())
+    router = local.router_config(config, "m", 8000, fleet.engines)
+    assert router.secret == "s3cret"
