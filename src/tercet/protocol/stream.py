@@ -8,8 +8,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from tercet.protocol.errors import TercetError
+from tercet.protocol.errors import EngineError, TercetError
 from tercet.protocol.types import Output
+
+# Outputs that wait for a consumer that iterates; past this many the sequence ends.
+MOST_QUEUED = 64 * 1024
 
 
 class OutputObserver(Protocol):
@@ -91,6 +94,8 @@ class OutputStream:
                 self._interrupt()
         else:
             self._queue.append(output)
+            if len(self._queue) > MOST_QUEUED:
+                self.give_up(EngineError(f"nobody has taken the last {MOST_QUEUED} outputs of the sequence"))
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.responses import StreamingResponse
 
-from tercet.protocol import EngineError, Output, TercetError, UnknownSequence
+from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, UnknownSequence
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 T = TypeVar("T")
+# A caller that leaves an event unread for so long, with all buffers full, has its sequence ended.
+UNREAD_SECONDS = 60.0
 
 
 async def _admit(request: Request) -> None:
@@ -186,11 +188,25 @@ async def status(request: Request) -> Response:
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:
+    """Events of outputs. The sequence of a caller that reads nothing for :data:`UNREAD_SECONDS` is ended."""
     encoder = msgspec.json.Encoder()
+    loop, closing = asyncio.get_running_loop(), list[asyncio.Future[None]]()
+
+    def give_up() -> None:  # while the caller has the event, nobody runs ``rest``
+        closing.append(asyncio.ensure_future(rest.aclose()))
+
+    output: Output | None = first
     try:
-        yield b"data: " + encoder.encode(first) + b"\n\n"
-        async for output in rest:
-            yield b"data: " + encoder.encode(output) + b"\n\n"
+        while output is not None:
+            unread = loop.call_later(UNREAD_SECONDS, give_up)
+            try:
+                yield b"data: " + encoder.encode(output) + b"\n\n"
+            finally:
+                unread.cancel()
+            if closing:
+                await closing[0]
+                raise DeadlineExceeded(f"the caller read nothing for {UNREAD_SECONDS:.0f} s")
+            output = await anext(rest, None)
     except TercetError as error:
         yield b"data: " + encoder.encode(error.to_wire()) + b"\n\n"
     finally:

@@ -218,3 +218,17 @@ async def test_cancelled_in_any_turn(turns: int) -> None:
         while fed.producing or len(fed.observer.ends) < fed.observer.starts:
             await asyncio.sleep(0)
     assert len(fed.observer.ends) == fed.observer.starts
+
+
+async def test_a_consumer_that_stops_taking_ends_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.protocol.stream.MOST_QUEUED", 10)
+    stream = OutputStream(OutputStream.until_over)
+    first = asyncio.ensure_future(anext(stream))
+    for _ in range(5):  # until ``produce`` runs
+        await asyncio.sleep(0)
+    for token in range(100):
+        stream.put(Output((token,)))
+    assert stream.over
+    assert (await first).token_ids == (0,)
+    with pytest.raises(EngineError, match="nobody has taken"):
+        assert len([output async for output in stream]) <= 10
