@@ -163,7 +163,12 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is fetched: what a peer pushed is attached to the request when it arrives."""
+        """Nothing is fetched: what a peer pushed is attached to the request when it arrives.
+
+        ``None`` for a request that has to wait for its turn; vLLM asks again in the next step.
+        """
+        if self._scheduler is not None and self._scheduler.queue.holds_back(request):
+            return None, False
         return 0, False
 
     def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -98,6 +98,20 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="order of reservations",
+        side="engine",
+        what="A reservation waits, unanswered, for its turn among vLLM's waiting requests, and holds later ones back",
+        why="Neither may take the other's blocks for ever",
+        until="KVCacheManager can reserve blocks in the order of admission",
+        relies_on=(
+            Says("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method", "isinstance(result, Future)"),
+            Says(f"{SCHEDULER}.schedule", "get_num_new_matched_tokens(", "if ext_tokens is None:"),
+            Takes(f"{SCHEDULER}._request_remaining_blocks", "request"),
+            Says(f"{SCHEDULER}.__init__", "self.policy", "self.waiting"),
+            Says(f"{REQUEST}.__init__", "self.arrival_time"),
+        ),
+    ),
+    Hook(
         name="sends",
         side="engine",
         what="Blocks of a request that sends its KV are pinned beside the request",

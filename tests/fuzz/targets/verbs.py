@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,11 @@ class TinyCore(EngineCoreClient, TinyEngine):
         args = tuple(self._plain.decode(self._encoder.encode(args)))
         await asyncio.sleep(0)
         try:
-            return METHODS[method](self.core, *args)
+            found = METHODS[method](self.core, *args)
         except Exception as error:
             self.ended.append(error)
             raise
+        return await asyncio.wrap_future(found) if isinstance(found, Future) else found
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
         return ("generate",)
@@ -258,7 +260,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
             engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
         finally:
             EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
-    about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, None)
+    about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, 0.01, None)
     calls = CoreCalls(engine)
     probe = LivenessProbe(calls.status, [_counters], [])
     await probe.start()

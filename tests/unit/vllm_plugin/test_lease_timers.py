@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +37,8 @@ class TinyCore(CoreCalls):
     async def _call(self, method: str, *args: Any) -> Any:
         self.called.append(method)
         await self.before.wait()
-        result, error = METHODS[method](self.engine.core, *args)
+        found = METHODS[method](self.engine.core, *args)
+        result, error = await asyncio.wrap_future(found) if isinstance(found, Future) else found
         # Once the core has a call it carries it out, whether or not the caller still waits.
         await self.after.wait()
         if error is not None:
@@ -50,7 +52,7 @@ class Edge:
         self.core = TinyCore(engine)
         self.tasks = TaskSet()
         self.agents = [engine.agent, FakeAgent()]
-        self.leases = LeaseTimers(self.core, AgentCalls(self.agents), self.tasks)
+        self.leases = LeaseTimers(self.core, AgentCalls(self.agents), self.tasks, reserve_wait=0.05)
 
     async def reserve(self, seq_id: str = "s", length: int = 40, ttl: float = 60.0) -> Any:
         return await self.leases.reserve(seq_id, tokens_of(length), None, ttl, NOTIFY)

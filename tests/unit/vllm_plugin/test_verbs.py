@@ -77,7 +77,7 @@ class Phase:
     def __init__(self, phase: str) -> None:
         self.core = Core(cached=phase == "cached", hangs=phase == "asking")
         self.client = Client(computes=phase == "computed")
-        about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, None)
+        about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, 1.0, None)
         client: Any = self.client
         self.agent = FakeAgent()
         probe = LivenessProbe(self.core.status, [], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,15 +148,25 @@ class TinyEngine:
 
     # ---- the added methods -----------------------------------------------------------------------------------------
 
-    def call(self, method: Callable[..., list[Any]], *args: Any) -> Any:
-        result, error = method(self.core, *args)
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self.answer(method(self.core, *args))
+
+    def answer(self, found: Any) -> Any:
+        result, error = found
         if error is not None:
             raise from_wire(500, {"error": dict(zip(("code", "message", "param"), error, strict=True))})
         return result
 
     def reserve(self, lease: str, tokens: list[int], salt: str | None = None) -> int:
-        """Reserve, and let the agent know, as the verbs do; the matched length."""
-        found = msgspec.convert(self.call(core_methods.tercet_reserve, lease, tokens, salt), ReservedBlocks)
+        """Reserve now or not at all, and let the agent know, as the verbs do; the matched length."""
+        waiting = core_methods.tercet_reserve(self.core, lease, tokens, salt)
+        self.call(core_methods.tercet_give_up, lease)
+        return self.granted(lease, tokens, waiting)
+
+    def granted(self, lease: str, tokens: list[int], answer: Any) -> int:
+        """Take the answer to ``tercet_reserve``, and let the agent know."""
+        found = self.answer(answer.result(0) if isinstance(answer, Future) else answer)
+        found = msgspec.convert(found, ReservedBlocks)
         matched = found.matched_len
         self.agent.do(GrantLease(lease, found.blocks, matched, len(tokens), found.block_size, "tcp://127.0.0.1:1"))
         return matched
@@ -254,6 +265,7 @@ class TinyEngine:
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
         assert not self.agent.granted
+        assert len(self.side.queue) == 0
         assert len(self.side.resumed) == 0
 
 

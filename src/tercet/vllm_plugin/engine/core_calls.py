@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class EngineDescription(msgspec.Struct, frozen=True):
     """What the core says of itself, once.
 
-    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers``
-    those at which the rank's worker says that it lives. ``token`` marks
-    requests as this engine's own. ``lease_ttl`` is in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those at
+    which the rank's worker says that it lives. ``token`` marks requests as this engine's own. ``lease_ttl`` and
+    ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
     """
 
     transports: list[list[str]]
@@ -28,6 +28,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     layout: KVLayout
     token: str
     lease_ttl: float
+    reserve_wait: float
     kv_events: dict[str, Any] | None
 
 
@@ -44,6 +45,10 @@ class CoreCalls:
     async def reserve(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
         """Reserve blocks for ``tokens``. Raises :class:`~tercet.protocol.NoSpace`."""
         return msgspec.convert(await self._call("tercet_reserve", lease, tokens, cache_salt), ReservedBlocks)
+
+    async def give_up(self, lease: str) -> None:
+        """Have :meth:`reserve` raise what keeps it waiting."""
+        await self._call("tercet_give_up", lease)
 
     async def commit(self, lease: str, valid_end: int) -> None:
         """Make received KV below ``valid_end`` findable."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -16,7 +17,7 @@ import msgspec
 
 from tercet.protocol import EngineError, TercetError
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.engine.connector_messages import SendParams
+from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 
@@ -29,15 +30,25 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def _answers(method: Callable[P, Any]) -> Callable[P, list[Any]]:
+def _answers(method: Callable[P, Any]) -> Callable[P, Any]:
     @wraps(method)
-    def answer(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
-        try:
-            return [method(*args, **kwargs), None]
-        except TercetError as error:
-            return [None, [error.code, error.message, error.param]]
+    def answer(*args: P.args, **kwargs: P.kwargs) -> Any:
+        found = _found(lambda: method(*args, **kwargs))
+        if not isinstance(found[0], Future):
+            return found
+        # vLLM answers the call when the future is done.
+        later: Future[list[Any]] = Future()
+        found[0].add_done_callback(lambda done: later.set_result(_found(lambda: msgspec.to_builtins(done.result()))))
+        return later
 
     return answer
+
+
+def _found(get: Callable[[], Any]) -> list[Any]:
+    try:
+        return [get(), None]
+    except TercetError as error:
+        return [None, [error.code, error.message, error.param]]
 
 
 def _scheduler(core: EngineCore) -> Scheduler:
@@ -71,15 +82,22 @@ def tercet_describe(core: EngineCore) -> dict[str, Any]:
         "layout": msgspec.to_builtins(connector.layout),
         "token": connector.token,
         "lease_ttl": connector.settings.lease_ttl,
+        "reserve_wait": connector.settings.reserve_wait,
         "kv_events": _published_at(_scheduler(core)),
     }
 
 
 @_answers
-def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> dict[str, Any]:
-    """Reserve blocks for ``tokens``; returns ``ReservedBlocks``."""
+def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Future[ReservedBlocks]:
+    """Reserve blocks for ``tokens`` in their turn; ``ReservedBlocks``, when there is room."""
     owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return msgspec.to_builtins(_side(core).reservations.reserve(lease, owner, len(tokens)))
+    return _side(core).queue.reserve(lease, owner, len(tokens))
+
+
+@_answers
+def tercet_give_up(core: EngineCore, lease: str) -> None:
+    """End the wait of a reservation that has not got its blocks yet."""
+    _side(core).queue.give_up(lease)
 
 
 @_answers
@@ -92,7 +110,10 @@ def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
 @_answers
 def tercet_release(core: EngineCore, lease: str, valid_end: int) -> int:
     """Give the blocks of a lease back under which nobody writes any more; returns how far its KV was valid."""
-    valid_end = _side(core).reservations.release(lease, valid_end)
+    side = _side(core)
+    side.queue.give_up(lease)
+    valid_end = side.reservations.release(lease, valid_end)
+    side.queue.admit()
     _publish_now(_scheduler(core))
     return valid_end
 
@@ -109,7 +130,9 @@ def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | No
 @_answers
 def tercet_end_send(core: EngineCore, send_id: str) -> None:
     """Stop a send, whose blocks no agent reads any more, and unpin them."""
-    _side(core).sends.end(send_id)
+    side = _side(core)
+    side.sends.end(send_id)
+    side.queue.admit()
 
 
 @_answers
@@ -169,9 +192,10 @@ def _publish_now(scheduler: Scheduler) -> None:
         scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
 
-METHODS: tuple[Callable[..., list[Any]], ...] = (
+METHODS: tuple[Callable[..., Any], ...] = (
     tercet_describe,
     tercet_reserve,
+    tercet_give_up,
     tercet_commit,
     tercet_release,
     tercet_push_cached,

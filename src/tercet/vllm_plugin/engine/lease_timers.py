@@ -12,6 +12,7 @@ from tercet.protocol import BadRequest, EngineError, LeaseEnded, TercetError, Un
 from tercet.transport import GrantLease, LeaseFilled
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
+from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 from tercet.vllm_plugin.engine.core_calls import CoreCalls
 
 RELEASE_SECONDS = 3.0
@@ -49,10 +50,11 @@ class LeaseTimers:
     A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
     """
 
-    def __init__(self, core: CoreCalls, agents: AgentCalls, tasks: TaskSet) -> None:
+    def __init__(self, core: CoreCalls, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:
         self._core = core
         self._agents = agents
         self._tasks = tasks
+        self._reserve_wait = reserve_wait
         self._leases: dict[str, EdgeLease] = {}
         self._of_seq: dict[str, EdgeLease] = {}
 
@@ -72,7 +74,7 @@ class LeaseTimers:
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
         held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, timer)
         try:
-            reserved = await self._core.reserve(lease, tokens, cache_salt)
+            reserved = await self._reserved(lease, tokens, cache_salt)
             held.matched_len = reserved.matched_len
             if lease in self._leases:  # else it is over, and its blocks are on their way back
                 held.granted = True
@@ -87,6 +89,16 @@ class LeaseTimers:
         if lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
         return held
+
+    async def _reserved(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+        def give_up() -> None:
+            self._tasks.spawn(self._core.give_up(lease))
+
+        giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
+        try:
+            return await self._core.reserve(lease, tokens, cache_salt)
+        finally:
+            giving_up.cancel()
 
     def claim(self, seq_id: str, tokens: list[int]) -> EdgeLease | None:
         """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.

@@ -31,6 +31,9 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     """
 
     lease_ttl: Annotated[Seconds, Setting("Until an unused reservation ends by itself.", unit="seconds")] = 60.0
+    reserve_wait: Annotated[
+        Seconds, Setting("How long a reservation waits for blocks behind what came before it.", unit="seconds")
+    ] = 1.0
     max_lease_share: Annotated[
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8

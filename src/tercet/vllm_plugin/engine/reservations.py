@@ -60,31 +60,49 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._held)
 
-    def reserve(self, lease: str, owner: VLLMRequest, end: int) -> ReservedBlocks:
-        """Reserve blocks for the first ``end`` tokens of ``owner``.
+    def check(self, lease: str, end: int) -> None:
+        """Raises :class:`NoSpace` for more than a lease can ever have, :class:`Conflict` for a lease that is held."""
+        if lease in self._held:
+            raise Conflict(f"lease {lease} exists already", "lease")
+        needed = self.blocks_for(end)
+        if needed > self._max_blocks:
+            raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
+
+    def blocks_for(self, end: int) -> int:
+        """How many blocks a lease for ``end`` tokens holds."""
+        # One token more than is received, so that decoding can begin: whoever holds blocks must not wait for another.
+        return -(-(end + 1) // self._manager.coordinator.single_type_managers[0].block_size)
+
+    def within_share(self, end: int) -> bool:
+        """Whether a lease for ``end`` tokens more is within what leases may pin together."""
+        return self._pinned() + self.blocks_for(end) <= self._max_blocks
+
+    def _pinned(self) -> int:
+        return sum(held.num_blocks for held in self._held.values())
+
+    def reserve(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
+        """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` of those that are free remain.
 
         ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`. Raises :class:`NoSpace` or
         :class:`Conflict`; then nothing stays taken.
         """
         if lease in self._held:
             raise Conflict(f"lease {lease} exists already", "lease")
-        matched = self._allocate(owner, end)
+        matched = self._allocate(owner, end, needed_before)
         blocks = self._blocks_of(owner)
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._held[lease] = Held(lease, owner, list(owner.all_token_ids)[:end], matched, len(blocks))
         return ReservedBlocks(matched, blocks[matched // block_size : -(-end // block_size)], block_size)
 
-    def _allocate(self, owner: VLLMRequest, end: int) -> int:
+    def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
         # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
         scheduler, manager = self._scheduler, self._manager
         computed, matched, _ = manager.get_computed_blocks(owner)
-        block_size = manager.coordinator.single_type_managers[0].block_size
-        # One token more than is received, so that decoding can begin: whoever holds blocks must not wait for another.
-        needed = -(-(end + 1) // block_size)
-        pinned = sum(held.num_blocks for held in self._held.values())
-        if pinned + needed > self._max_blocks:
+        needed = self.blocks_for(end)
+        if not self.within_share(end):
             raise NoSpace(
-                f"{needed} blocks on top of {pinned} under lease exceed max_lease_share ({self._max_blocks} blocks)"
+                f"{needed} blocks on top of {self._pinned()} under lease exceed max_lease_share "
+                f"({self._max_blocks} blocks)"
             )
         unzeroed: dict[str, Any] = {"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}
         allocated = manager.allocate_slots(
@@ -95,13 +113,17 @@ class Reservations:
             num_lookahead_tokens=1,
             num_external_computed_tokens=end - matched,
             delay_cache_blocks=True,
-            reserved_blocks=scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler),
+            reserved_blocks=scheduler._inflight_prefill_reserved_blocks()
+            + _spec_decode_blocks(scheduler)
+            + needed_before,
             has_scheduled_reqs=bool(scheduler.running),
             **unzeroed,
         )
         if allocated is None:
             free = manager.block_pool.get_num_free_blocks()
-            raise NoSpace(f"{needed} blocks are needed and {free} are free, some of them promised to running requests")
+            raise NoSpace(
+                f"{needed} blocks are needed and {free} are free, some of them promised to requests before it"
+            )
         if not ZEROING_IS_SKIPPED_BY_GROUP and scheduler.needs_kv_cache_zeroing:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, TercetParams
+from tercet.vllm_plugin.engine.reservation_queue import ReservationQueue
 from tercet.vllm_plugin.engine.reservations import Reservations
 from tercet.vllm_plugin.engine.resume import ResumedRequests
 from tercet.vllm_plugin.engine.send_planner import SendPlanner
@@ -23,6 +24,7 @@ class SchedulerSide:
 
     def __init__(self, scheduler: Scheduler, max_lease_blocks: int) -> None:
         self.reservations = Reservations(scheduler, max_lease_blocks)
+        self.queue = ReservationQueue(scheduler, self.reservations)
         self.sends = SendPlanner(scheduler)
         self.resumed = ResumedRequests(scheduler)
 
@@ -38,6 +40,7 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> StepMetadata:
         """The orders of the step that ``output`` describes."""
         metadata = StepMetadata()
+        self.queue.admit()
         self.sends.plan(output, metadata)
         self.resumed.plan(output, metadata)
         return metadata

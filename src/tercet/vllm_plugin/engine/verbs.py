@@ -86,7 +86,7 @@ class EngineVerbs:
         self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
         self._tasks = TaskSet()
         self._agents = agents
-        self._leases = LeaseTimers(core, agents, self._tasks)
+        self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
         self._reports = AgentReports(len(description.transports), self._lease_filled)
         self.incarnation = uuid.uuid4().hex

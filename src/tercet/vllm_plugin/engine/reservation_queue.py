@@ -1,0 +1,103 @@
+"""In which order reservations and vLLM's own waiting requests get blocks: that of their arrival.
+
+A reservation cannot be preempted, so one that took what is free at the moment could keep a request that came before it
+waiting for ever; and one that only ever got what others leave would itself wait for ever on a busy engine. So it waits
+here, in the order of arrival, until it fits beside what those before it in vLLM's queue still need, and requests that
+came after it are held back while they would take its blocks. Whoever waits too long gives up and goes elsewhere.
+
+With vLLM's priority scheduling a reservation counts as a request of priority 0.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tercet.protocol import NoSpace
+from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
+from tercet.vllm_plugin.engine.reservations import Reservations
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+
+@dataclass
+class Waiting:
+    """A reservation that waits, and why."""
+
+    lease: str
+    owner: VLLMRequest
+    end: int
+    why: NoSpace | None = None
+    answer: Future[ReservedBlocks] = field(default_factory=Future)
+
+
+class ReservationQueue:
+    """Reservations that have no blocks yet. Everything here runs on the scheduler's thread."""
+
+    def __init__(self, scheduler: Scheduler, reservations: Reservations) -> None:
+        self._scheduler = scheduler
+        self._reservations = reservations
+        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def reserve(self, lease: str, owner: VLLMRequest, end: int) -> Future[ReservedBlocks]:
+        """As :meth:`Reservations.reserve`, when there is room; :meth:`give_up` ends the wait.
+
+        Raises :class:`~tercet.protocol.NoSpace` for what never fits, and :class:`~tercet.protocol.Conflict`.
+        """
+        self._reservations.check(lease, end)
+        waiting = self._waiting[lease] = Waiting(lease, owner, end)
+        self.admit()
+        return waiting.answer
+
+    def admit(self) -> None:
+        """Give blocks to those that wait, the first ones first; to be called when some may have become free."""
+        while self._waiting:
+            first = next(iter(self._waiting.values()))
+            try:
+                found = self._reservations.reserve(first.lease, first.owner, first.end, self._needed_before(first))
+            except NoSpace as error:
+                first.why = error
+                return
+            del self._waiting[first.lease]
+            first.answer.set_result(found)
+
+    def give_up(self, lease: str) -> bool:
+        """End a wait, with :class:`~tercet.protocol.NoSpace`; whether there was one."""
+        waiting = self._waiting.pop(lease, None)
+        if waiting is None:
+            return False
+        waiting.answer.set_exception(waiting.why or NoSpace("reservations that came before it wait for blocks"))
+        self.admit()
+        return True
+
+    def holds_back(self, request: VLLMRequest) -> bool:
+        """Whether ``request``, which has no blocks, must wait, so that a reservation that came first gets its own."""
+        first = next(iter(self._waiting.values()), None)
+        if first is None or not self._is_before(first.owner, request):
+            return False
+        if not self._reservations.within_share(first.end):
+            return False  # it waits for another lease's end, which takes nothing from others
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free < self._blocks_of(request) + self._reservations.blocks_for(first.end)
+
+    def _needed_before(self, waiting: Waiting) -> int:
+        queues = (self._scheduler.kv_holding_waiting, self._scheduler.waiting)
+        before = (each for queue in queues for each in queue if self._is_before(each, waiting.owner))
+        return sum(self._blocks_of(each) for each in before)
+
+    def _blocks_of(self, request: VLLMRequest) -> int:
+        return max(self._scheduler._request_remaining_blocks(request), 0)
+
+    def _is_before(self, one: VLLMRequest, other: VLLMRequest) -> bool:
+        return self._place(one) < self._place(other)
+
+    def _place(self, request: VLLMRequest) -> tuple[int, float]:
+        by_priority = self._scheduler.policy.value == "priority"
+        return (request.priority if by_priority else 0), request.arrival_time
