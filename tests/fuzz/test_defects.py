@@ -28,6 +28,7 @@ from tercet.protocol import (
     KVEvents,
     Request,
     TercetError,
+    packed,
 )
 from tercet.protocol.wire import RemoteSendCall, StartGenerateCall, decode_call
 from tercet.router.fleet_state import StateFile
@@ -393,7 +394,7 @@ def test_a_lease_that_was_not_granted_is_not_remembered() -> None:
     agent = Agent(AgentSetup(0, region.fd, region.shape, "same", TransportSettings("tcp"), ()))
     try:
         with pytest.raises(BadRequest):
-            agent._handle(GrantLease("ab" * 16, [1], 0, 48, 16, "inproc://nobody"))
+            agent._handle(GrantLease("ab" * 16, [1], 0, 48, 16, packed(range(48)), None, "inproc://nobody"))
         assert not agent._notify_of_lease
     finally:
         agent.close()

@@ -4,6 +4,7 @@ Positions are token positions in ``prompt + output``; every range is half-open, 
 """
 
 from tercet.protocol.addresses import KVAddrInfo, KVLayout, RankAddress
+from tercet.protocol.content import Content, content_of, packed
 from tercet.protocol.engine import Engine, Reservation
 from tercet.protocol.errors import (
     BadRequest,
@@ -32,6 +33,7 @@ from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Re
 __all__ = [
     "BadRequest",
     "Conflict",
+    "Content",
     "DeadlineExceeded",
     "Engine",
     "EngineError",
@@ -65,6 +67,8 @@ __all__ = [
     "UnknownEngine",
     "UnknownSequence",
     "Usage",
+    "content_of",
     "from_wire",
+    "packed",
     "resolve_range",
 ]

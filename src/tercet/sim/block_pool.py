@@ -157,7 +157,7 @@ class BlockPool:
 class Lease:
     """One reservation: blocks for the first ``end`` tokens of ``prompt``, of which ``matched`` were cached here.
 
-    ``received`` are the ranges whose KV is in place.
+    ``received`` are the ranges whose KV is in place. It ends ``ttl`` seconds after the last sign of life.
     """
 
     name: str
@@ -166,6 +166,7 @@ class Lease:
     end: int
     matched: int
     holding: Holding = field(default_factory=Holding)
+    ttl: float = 0.0
     timer: asyncio.TimerHandle | None = None
     received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 

@@ -126,8 +126,10 @@ def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample:
 
 
 def check_same(lease: Lease, request: Request, output: Sequence[int]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence, and its cache salt."""
     reserved = lease.prompt.tokens
+    if not lease.prompt.has_salt(request.cache_salt):
+        raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
     if reserved is request.prompt:
         return
     if (*request.prompt, *output)[: lease.end] != reserved[: lease.end]:

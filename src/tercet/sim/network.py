@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
-from tercet.sim.prompts import Prompts
+from tercet.sim.prompts import Prompt, Prompts
 from tercet.sim.step_times import Transfer
 
 if TYPE_CHECKING:
@@ -32,26 +32,36 @@ class SendTarget(Protocol):
         """How fast KV reaches it."""
         ...
 
-    def expects(self, lease: str) -> bool:
-        """Whether KV under this lease is still accepted, as far as is known here."""
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """Why KV of these tokens, up to ``end``, is not accepted under this lease, as far as is known here.
+
+        If it is, this is a sign of life: the lease's time to live counts from now.
+        """
         ...
 
-    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        """KV of ``[begin, end)`` is there; ``answer`` is told, at once or later, whether the lease took it."""
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """KV of the tokens ``[begin, end)`` is there; ``answer`` is told, at once or later, why it is refused if so."""
         ...
 
 
 class Send:
-    """KV of ``[begin, end)`` on its way from ``sender`` into a lease of ``receiver``."""
+    """KV of ``prompt[begin:end)`` on its way from ``sender`` into a lease of ``receiver``.
 
-    def __init__(self, sender: SimEngine, receiver: SendTarget, lease: str, begin: int, end: int) -> None:
+    If it fails, what has arrived by then is the receiver's all the same, a computed chunk at a time.
+    """
+
+    def __init__(
+        self, sender: SimEngine, receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sender = sender
         self._receiver = receiver
         self._lease = lease
+        self._prompt = prompt
         self._begin = begin
         self._end = end
         self._arrives = 0.0
+        self._under_way: list[tuple[int, int, float]] = []  # and when it arrives
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.bytes = 0
@@ -62,14 +72,16 @@ class Send:
         tokens = min(end, self._end) - max(begin, self._begin)
         if tokens <= 0 or self.done.done():
             return
-        if not self._receiver.expects(self._lease):
-            self.fail(self._refused())
+        refusal = self._receiver.refuses(self._lease, self._prompt, self._end)
+        if refusal is not None:
+            self.fail(self._refused(refusal))
             return
         model = self._sender.profile.model
         size = tokens * model.kv_bytes_per_token
         first = from_time + (to_time - from_time) / model.layers
         network = self._sender.network
         self._arrives = max(self._arrives, network.book(self._sender, self._receiver, size, first, to_time))
+        self._under_way.append((max(begin, self._begin), min(end, self._end), self._arrives))
         self.bytes += size
         self.chunks += model.layers
 
@@ -82,25 +94,31 @@ class Send:
         if self.done.done():
             return
         if self._sender.loses_a_transfer():
+            self._under_way.clear()
             self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost"))
         else:
-            self._receiver.receive(self._lease, self._begin, self._end, self._answered)
+            self._receiver.receive(self._lease, self._prompt, self._begin, self._end, self._answered)
 
-    def _answered(self, accepted: bool) -> None:
-        if not accepted:
-            self.fail(self._refused())
+    def _answered(self, refusal: str | None) -> None:
+        if refusal is not None:
+            self._under_way.clear()
+            self.fail(self._refused(refusal))
         elif not self.done.done():
             self.done.set_result(None)
 
-    def _refused(self) -> TransferFailed:
-        return TransferFailed(f"{self._receiver.name} does not expect KV under this lease any more")
+    def _refused(self, refusal: str) -> TransferFailed:
+        return TransferFailed(f"{self._receiver.name} refused: {refusal}", "kv_addr_info")
 
     def fail(self, error: TercetError) -> None:
-        """End the send with an error; nothing of it arrives any more."""
+        """End the send with an error; nothing more of it arrives."""
         if self._timer is not None:
             self._timer.cancel()
-        if not self.done.done():
-            self.done.set_exception(error)
+        if self.done.done():
+            return
+        self.done.set_exception(error)
+        for begin, end, arrives in self._under_way:
+            if arrives <= self._loop.time():
+                self._receiver.receive(self._lease, self._prompt, begin, end, lambda _: None)
 
 
 class Network:

@@ -9,6 +9,8 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+from tercet.protocol import Content, content_of, packed
+
 # Output tokens are a walk through one fixed table: a batch of them is a slice, made only when somebody reads it.
 _CYCLE = 8192
 VOCABULARY = 32_000
@@ -28,10 +30,12 @@ _TOKENS = _table() * 2
 class Prompt:
     """A prompt's token ids with what engines derive from them, computed once and shared by all of them."""
 
-    __slots__ = ("_hashes", "_salt", "_start", "tokens")
+    __slots__ = ("_cache_salt", "_contents", "_hashes", "_salt", "_start", "tokens")
 
     def __init__(self, tokens: tuple[int, ...], cache_salt: str | None) -> None:
         self.tokens = tokens
+        self._cache_salt = cache_salt
+        self._contents: dict[int, Content] = {}
         self._salt = 0 if cache_salt is None else zlib.crc32(cache_salt.encode()) + 1
         self._start: int | None = None
         self._hashes: dict[int, list[int]] = {}
@@ -44,6 +48,17 @@ class Prompt:
         if end - begin <= _CYCLE:
             return _TOKENS[start : start + end - begin]
         return tuple(_TOKENS[(start + i) % _CYCLE] for i in range(end - begin))
+
+    def has_salt(self, cache_salt: str | None) -> bool:
+        """Whether it is under this cache salt; an empty one is none."""
+        return (self._cache_salt or None) == (cache_salt or None)
+
+    def content(self, end: int) -> Content:
+        """What KV of the first ``end`` tokens is of; of fewer, if the prompt has no more."""
+        found = self._contents.get(end)
+        if found is None:
+            found = self._contents[end] = content_of(packed(self.tokens[:end]), self._cache_salt)
+        return found
 
     def hashes(self, block_size: int) -> list[int]:
         """One hash for each full block of the prompt; each covers everything before it and the cache salt."""

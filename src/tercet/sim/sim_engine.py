@@ -14,6 +14,7 @@ from tercet import __version__
 from tercet.protocol import (
     BadRequest,
     Conflict,
+    Content,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
@@ -41,6 +42,7 @@ from tercet.sim.engine_options import (
 )
 from tercet.sim.hosts import EngineTime, Host, LoopTime
 from tercet.sim.network import Network, Send
+from tercet.sim.prompts import Prompt
 from tercet.sim.scheduler import Counters, LoadReports, SimScheduler
 from tercet.sim.sequence_work import Work
 from tercet.sim.step_times import Profile, StepModel
@@ -135,7 +137,8 @@ class SimEngine:
         self._count += 1
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
         lease = self._leases.reserve(f"{self.name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running)
-        lease.timer = self._loop.call_later(ttl, self._end_lease, lease)
+        lease.ttl = ttl
+        self._renew(lease)
         return lease
 
     def _end_lease(self, lease: Lease) -> None:
@@ -154,8 +157,8 @@ class SimEngine:
         self._layout.require_mappable(info.layout, info.engine)
         check_send(request, info, begin, end, sample)
         first_block = begin // self.profile.block_size * self.profile.block_size
-        send = Send(self, self.network.find(info), info.lease, first_block, end)
         prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
         work = Work(prompt, end, 0, int(sample), send.computed)
         work.on_chunk = send.chunk
         self._sends[send] = request.seq_id
@@ -245,19 +248,41 @@ class SimEngine:
 
     # ---- the other side of a send ----------------------------------------------------------------------------
 
-    def expects(self, lease: str) -> bool:
-        """Whether KV under this lease is still accepted."""
-        return not self._down and self._leases.find(lease) is not None
-
-    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        """See :meth:`tercet.sim.network.SendTarget.receive`; the answer is False if the lease is over."""
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """See :meth:`tercet.sim.network.SendTarget.refuses`."""
         found = self._leases.find(lease)
+        same = found is not None and (found.prompt is prompt or found.prompt.content(end) == prompt.content(end))
+        return self._refusal(found, same)
+
+    def refuses_content(self, lease: str, content: Content) -> str | None:
+        """As :meth:`refuses`, by what a sender in another process says of its tokens."""
+        found = self._leases.find(lease)
+        return self._refusal(found, found is not None and found.prompt.content(content.end) == content)
+
+    def _refusal(self, found: Lease | None, same: bool) -> str | None:
         if found is None or self._down:
-            answer(False)
-            return
-        found.received.append((begin, end))
-        self._scheduler.between_steps(partial(self._publish, found))
-        answer(True)
+            return "the lease has ended"
+        if not same:
+            return f"the KV is of other tokens, or under another cache salt, than lease {found.name} was taken for"
+        self._renew(found)
+        return None
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """See :meth:`tercet.sim.network.SendTarget.receive`."""
+        answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
+
+    def take_in(self, lease: str, begin: int, end: int) -> None:
+        """KV of ``[begin, end)``, which the lease does not refuse, is there."""
+        found = self._leases.find(lease)
+        if found is not None:
+            found.received.append((begin, end))
+            self._scheduler.between_steps(partial(self._publish, found))
+
+    def _renew(self, lease: Lease) -> None:
+        """Its time to live counts from the last sign of life."""
+        if lease.timer is not None:
+            lease.timer.cancel()
+        lease.timer = self._loop.call_later(lease.ttl, self._end_lease, lease)
 
     def _publish(self, lease: Lease) -> None:
         if self._leases.find(lease.name) is lease:

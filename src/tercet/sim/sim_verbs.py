@@ -7,7 +7,6 @@ other there.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from aiohttp import web
 from tercet.aio import TaskSet
 from tercet.protocol import (
     BadRequest,
+    Content,
     KVAddrInfo,
     Output,
     OutputStream,
@@ -45,7 +45,7 @@ from tercet.protocol.wire import (
     require_incarnation,
 )
 from tercet.sim.network import Network, SendTarget
-from tercet.sim.prompts import VOCABULARY
+from tercet.sim.prompts import VOCABULARY, Prompt
 from tercet.sim.sim_engine import SimEngine
 from tercet.sim.step_times import Transfer
 from tercet.streams import FrontDoors, StreamRelay
@@ -61,12 +61,12 @@ PROMPTS_KEPT = 256
 class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now.
 
-    Its answer says whether the lease took it.
+    ``content`` says whose KV it is. The answer is why the lease did not take it, null if it did.
     """
 
     lease: str
     begin: int
-    end: int
+    content: Content
 
 
 class HttpNetwork(Network):
@@ -85,19 +85,20 @@ class HttpNetwork(Network):
             raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
         return RemoteEngine(info.engine, addresses[0], self)
 
-    def post(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
-        """Tell a peer in the background; ``answer`` is told False when it cannot be reached."""
+    def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        """Tell a peer in the background; ``answer`` is also told when it cannot be reached."""
         self.posting.spawn(self._deliver(url, delivery, answer))
 
-    async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[bool], None]) -> None:
+    async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
         try:
             async with self._session.post(
                 url + DELIVER, data=msgspec.json.encode(delivery), timeout=ANSWER
             ) as response:
                 body = await response.read()
-                answer(response.status == 200 and msgspec.json.decode(body, type=bool))
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
-            answer(False)
+                said = msgspec.json.decode(body, type=str | None) if response.status == 200 else f"{response.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            said = f"it does not answer: {error}"
+        answer(said)
 
 
 class RemoteEngine:
@@ -109,12 +110,12 @@ class RemoteEngine:
         self._url = url
         self._network = network
 
-    def expects(self, lease: str) -> bool:
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """Unknown here until the KV has arrived."""
-        return True
+        return None
 
-    def receive(self, lease: str, begin: int, end: int, answer: Callable[[bool], None]) -> None:
-        self._network.post(self._url, Delivery(lease, begin, end), answer)
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -210,9 +211,10 @@ class Verbs:
     async def deliver(self, http: web.Request) -> web.StreamResponse:
         """News from a sender in another process."""
         news = decode_call(await http.read(), Delivery)
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._engine.receive(news.lease, news.begin, news.end, answer.set_result)
-        return json_of(await answer)
+        refusal = self._engine.refuses_content(news.lease, news.content)
+        if refusal is None:
+            self._engine.take_in(news.lease, news.begin, news.content.end)
+        return json_of(refusal)
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:

@@ -10,6 +10,7 @@ written where; :mod:`.inbound`: what a sender may say), sockets and threads are 
 from tercet.transport.agent.agent import AgentSetup
 from tercet.transport.agent.agent_messages import (
     CancelSend,
+    ExtendLease,
     GrantLease,
     LayersDone,
     LeaseFilled,
@@ -50,6 +51,7 @@ __all__ = [
     "CancelSend",
     "ControlClient",
     "ControlServer",
+    "ExtendLease",
     "Grant",
     "GrantLease",
     "HeadSlice",

@@ -4,14 +4,18 @@ The invariant that everything rests on: once :meth:`GrantTable.revoke` has retur
 lease. Whoever writes is inside :meth:`GrantTable.write` meanwhile, never waits for a peer there for more than a few
 milliseconds, and is waited for.
 
-This is the transport's one ledger of leases: what is granted, and what of each send has arrived. A send's end and the
-chunks that it covers may come in any order. It holds once every block of every layer of its range is in place, and is
-refused once all chunks are here and something is missing.
+This is the transport's one ledger of leases: what is granted, and what of each send has arrived. A lease is for
+certain tokens, and a send begins by saying whose KV it brings (:meth:`GrantTable.begin`): that of others is refused
+before a byte of it is written. Its end and the chunks that it covers may come in any order. It holds once every block
+of every layer of its range is in place, and is refused once all chunks are here and something is missing. Blocks that
+are there in every layer are valid even if their send never ends. What is valid from the lease's beginning on, in
+whole blocks, may be in use as prefix cache, and is not written again (:meth:`GrantTable.in_place`).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,22 +25,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import BadRequest, Conflict, LeaseEnded, TransferFailed
+from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TransferFailed, content_of
+from tercet.protocol.content import TOKEN_BYTES
+from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.block_sizes import Move, first_token, moves
-from tercet.transport.peer_messages import ReadDescriptors, SendEnd
+from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.region import Numbers
 
 T = TypeVar("T")
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
+# How often a lease is reported while sends into it go on.
+REPORT_SECONDS = 0.25
 
 
 class Grant(msgspec.Struct, frozen=True):
     """Blocks that a peer may write under ``lease``.
 
     ``blocks[i]``, slot i, holds the tokens from ``begin + i * block_size`` on; ``begin`` is a multiple of
-    ``block_size``, and the slots reach to ``end``.
+    ``block_size``, and the slots reach to ``end``. ``tokens`` are the first ``end`` tokens of the lease's sequence, as
+    :func:`~tercet.protocol.packed` has them, and ``salt`` is their cache salt.
     """
 
     lease: str
@@ -44,16 +53,21 @@ class Grant(msgspec.Struct, frozen=True):
     begin: int
     end: int
     block_size: int
+    tokens: bytes
+    salt: str | None
 
 
 @dataclass
 class _Receive:
-    """One send under a lease: what has arrived, by layer and slot, and its end once that is here."""
+    """One send under a lease, of the first ``limit`` tokens.
 
-    part: int
-    parts: int
-    unit: int
+    ``arrived`` is what is here, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit`` tokens;
+    ``ended`` is the send's end once that is here, too.
+    """
+
+    limit: int
     arrived: NDArray[np.bool_]
+    kind: tuple[int, int, int] | None = None  # part, parts and unit, once something has come
     chunks: int = 0
     ended: SendEnd | None = None
 
@@ -72,6 +86,7 @@ class _Lease:
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
     writers: int = 0
+    reported_at: float = field(default_factory=time.monotonic)
 
 
 class GrantTable:
@@ -88,26 +103,86 @@ class GrantTable:
 
     def grant(self, grant: Grant) -> None:
         """Open a grant; raises :class:`~tercet.protocol.Conflict` if the lease is or was in use."""
-        needed = -(-(grant.end - grant.begin) // grant.block_size)
-        if needed != len(grant.blocks) or grant.begin % grant.block_size:
-            raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
+        _require_whole(grant)
         opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
             self._open[grant.lease] = opened
 
-    def locate(self, chunk: ReadDescriptors) -> Numbers:
-        """The blocks that a chunk goes to, in slot order.
+    def extend(self, grant: Grant) -> None:
+        """Let more be written under a lease: more tokens of its sequence, and more blocks behind those that it has.
+
+        Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
+        the same lease with more; it is as it was then.
+        """
+        _require_whole(grant)
+        with self._changed:
+            opened = self._find(grant.lease)
+            old = opened.grant
+            continues = (
+                (grant.begin, grant.block_size, grant.salt or None) == (old.begin, old.block_size, old.salt or None)
+                and list(grant.blocks[: len(old.blocks)]) == list(old.blocks)
+                and grant.tokens.startswith(old.tokens)
+            )
+            if not continues:
+                raise BadRequest(f"lease {grant.lease} is for other tokens or blocks than what it is extended to")
+            opened.grant, opened.numbers = grant, np.array(grant.blocks, dtype=np.int64)
+
+    def begin(self, send: SendKey, begun: SendBegin) -> None:
+        """Let a send come whose KV is of the lease's tokens.
+
+        Raises :class:`~tercet.protocol.Conflict` for KV of others, :class:`~tercet.protocol.LeaseEnded` or
+        :class:`~tercet.protocol.BadRequest`.
+        """
+        with self._changed:
+            opened = self._find(begun.lease)
+            grant, limit = opened.grant, begun.content.end
+            if not grant.begin < limit <= grant.end:
+                raise BadRequest(f"KV up to token {limit} is outside the lease's [{grant.begin}, {grant.end})")
+            if send in opened.sends:
+                raise BadRequest("a send begins once")
+            if len(opened.sends) >= MAX_SENDS:
+                raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
+            if content_of(grant.tokens, grant.salt, limit) != begun.content:
+                raise Conflict(
+                    f"the KV is of other tokens, or under another cache salt, than lease {grant.lease} was taken for: "
+                    "send the prompt that prep_recv was given",
+                    "kv_addr_info",
+                )
+            opened.sends[send] = _Receive(limit, _NOTHING)
+
+    def content(self, lease: str, end: int) -> Content | None:
+        """What KV of a lease's first ``end`` tokens is of; None if the lease is over."""
+        opened = self._open.get(lease)
+        return None if opened is None else content_of(opened.grant.tokens, opened.grant.salt, end)
+
+    def in_place(self, send: SendKey, lease: str) -> int:
+        """How many of the lease's blocks, from the first on, are valid and not written again; never fewer later on.
+
+        ``send`` must have begun. Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
+        """
+        with self._changed:
+            opened = self._find(lease)
+            _begun(opened, send)
+            return _blocks_in_place(opened)
+
+    def locate(self, chunk: ReadDescriptors, in_place: int = 0) -> Numbers:
+        """The blocks that a chunk goes to, in slot order; :data:`NOWHERE` for those that are ``in_place``.
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
-        return self._open_for(chunk).numbers[chunk.begin : chunk.end]
+        found = self._open_for(chunk).numbers[chunk.begin : chunk.end]
+        if in_place > chunk.begin:
+            found = found.copy()
+            found[: in_place - chunk.begin] = NOWHERE
+        return found
 
-    def locate_tokens(self, chunk: ReadDescriptors) -> list[Move]:
-        """As :meth:`locate`, for a sender whose blocks have another size."""
+    def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[Move]:
+        """As :meth:`locate`, for a sender whose blocks have another size; without what is ``in_place``."""
         grant, slots = self._open_for(chunk).grant, range(chunk.begin, chunk.end)
-        return moves(slots, chunk.unit, grant.begin, grant.blocks, grant.block_size)
+        found = moves(slots, chunk.unit, grant.begin, grant.blocks, grant.block_size)
+        return [move for move in found if move.block not in grant.blocks[:in_place]] if in_place else found
 
     def _open_for(self, chunk: ReadDescriptors) -> _Lease:
         with self._changed:
@@ -140,16 +215,24 @@ class GrantTable:
                 if not opened.writers:
                     self._changed.notify_all()
 
-    def overwriting(self, chunk: ReadDescriptors) -> None:
+    def overwriting(self, chunk: ReadDescriptors, in_place: int = 0) -> None:
         """Where a chunk goes, which :meth:`locate` has found right, nothing is valid until its send is in place.
 
-        To be called before the first byte is written. Raises :class:`~tercet.protocol.LeaseEnded`.
+        To be called before the first byte is written; but for the lease's first ``in_place`` blocks, which are left
+        out. Raises :class:`~tercet.protocol.TransferFailed` if more blocks are in place by now, and
+        :class:`~tercet.protocol.LeaseEnded`.
         """
         with self._changed:
             opened = self._find(chunk.lease)
-            unit = chunk.unit or opened.grant.block_size
-            origin = first_token(opened.grant.begin, unit)
-            gone = (origin + chunk.begin * unit, origin + chunk.end * unit)
+            grant = opened.grant
+            unit = chunk.unit or grant.block_size
+            origin = first_token(grant.begin, unit)
+            left_out, kept = (grant.begin + count * grant.block_size for count in (in_place, _blocks_in_place(opened)))
+            gone = (max(origin + chunk.begin * unit, left_out), origin + chunk.end * unit)
+            if gone[0] >= gone[1]:
+                return
+            if gone[0] < kept:
+                raise TransferFailed(f"KV up to token {kept} came from another sender, and is not written again")
             for parts, valid in opened.valid.items():
                 for part, ranges in valid.items():
                     # As fractions of a block: the parts may be cut in another way.
@@ -177,31 +260,44 @@ class GrantTable:
             if not grant.begin <= end.begin < end.end <= grant.end:
                 raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
             found = self._receive_of(opened, send, end)
+            if end.end > found.limit:
+                raise BadRequest(f"a send of the first {found.limit} tokens does not end at {end.end}")
             if found.ended is not None:
                 raise BadRequest("a send ends once")
             found.ended = end
             return self._settle(opened, send, found)
 
     def forget(self, lease: str, send: SendKey) -> None:
-        """A send that will not be completed; what it wrote is not valid."""
+        """A send that will not be completed; what is here of it in every layer is valid."""
         with self._changed:
             opened = self._open.get(lease)
-            if opened is not None:
-                opened.sends.pop(send, None)
+            found = None if opened is None else opened.sends.pop(send, None)
+            if opened is not None and found is not None:
+                self._keep(opened, found)
 
-    def forget_sender(self, sender: str) -> int:
-        """Forget every send of a sender that is gone; returns how many were half-way."""
+    def forget_sender(self, sender: str) -> list[tuple[str, int]]:
+        """As :meth:`forget`, for a sender that is gone; lease and valid end of each send that was half-way."""
         with self._changed:
             lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
-            for opened, key in lost:
-                del opened.sends[key]
-            return len(lost)
+            half_way = [opened for opened, key in lost if self._keep(opened, opened.sends.pop(key))]
+            return [(opened.grant.lease, _valid_end(opened)) for opened in half_way]
+
+    def progress(self, lease: str, now: float) -> int | None:
+        """How far an open lease's KV is valid, if it was not told for :data:`REPORT_SECONDS`."""
+        with self._changed:
+            opened = self._open.get(lease)
+            if opened is None or now < opened.reported_at + REPORT_SECONDS:
+                return None
+            opened.reported_at = now
+            for found in opened.sends.values():
+                self._keep(opened, found)
+            return _valid_end(opened)
 
     @property
     def receives(self) -> int:
         """Sends that have begun to arrive and are not complete."""
         with self._changed:
-            return sum(len(opened.sends) for opened in self._open.values())
+            return sum(found.kind is not None for opened in self._open.values() for found in opened.sends.values())
 
     def revoke(self, lease: str) -> int | None:
         """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
@@ -216,6 +312,8 @@ class GrantTable:
             if opened is None:
                 return None
             self._changed.wait_for(lambda: not opened.writers)
+            for found in opened.sends.values():
+                self._keep(opened, found)
             return _valid_end(opened)
 
     def _find(self, lease: str) -> _Lease:
@@ -226,23 +324,43 @@ class GrantTable:
         return opened
 
     def _receive_of(self, opened: _Lease, send: SendKey, message: ReadDescriptors | SendEnd) -> _Receive:
-        found, part, parts, unit = opened.sends.get(send), message.part, message.parts, message.unit
-        same = found is None or (found.part, found.parts, found.unit) == (part, parts, unit)
-        if not (same and 0 <= part < parts <= MAX_PARTS):
+        found, kind = _begun(opened, send), (message.part, message.parts, message.unit)
+        if found.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
             raise BadRequest("a send fills one part of the blocks, always the same")
-        if found is None:
-            if len(opened.sends) >= MAX_SENDS:
-                raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
-            arrived = np.zeros((self._num_layers, _num_slots(opened.grant, unit)), dtype=np.bool_)
-            found = opened.sends[send] = _Receive(part, parts, unit, arrived)
+        slots = _num_slots(opened.grant, message.unit)
+        if slots > found.arrived.shape[1]:  # the first that comes of it, or the lease was extended
+            arrived = np.zeros((self._num_layers, slots), dtype=np.bool_)
+            if found.kind is not None:
+                arrived[:, : found.arrived.shape[1]] = found.arrived
+            found.arrived = arrived
+        found.kind = kind
         return found
+
+    def _keep(self, opened: _Lease, found: _Receive) -> bool:
+        """What has arrived of a send in every layer is valid: a sender describes blocks only when they are complete.
+
+        Returns whether anything has come of it.
+        """
+        if found.kind is None:
+            return False
+        part, parts, unit = found.kind
+        unit = unit or opened.grant.block_size
+        begin, origin = opened.grant.begin, first_token(opened.grant.begin, unit)
+        whole = np.concatenate([_GAP, found.arrived.all(axis=0), _GAP])
+        edges = np.flatnonzero(whole[1:] != whole[:-1]).tolist()
+        valid = opened.valid.setdefault(parts, {})
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            piece = max(origin + first * unit, begin), min(origin + last * unit, found.limit)
+            if piece[0] < piece[1]:
+                valid[part] = _merged(valid.get(part, []), piece)
+        return True
 
     def _settle(self, opened: _Lease, send: SendKey, found: _Receive) -> int | None:
         if found.ended is None or found.chunks < found.ended.chunks:
             return None
         del opened.sends[send]
         grant, end = opened.grant, found.ended.end
-        unit = found.unit or grant.block_size
+        part, parts, unit = found.ended.part, found.ended.parts, found.ended.unit or grant.block_size
         begin, origin = first_token(found.ended.begin, unit), first_token(grant.begin, unit)
         first = (begin - origin) // unit
         covered = found.arrived[:, first : -(-(end - origin) // unit)]
@@ -251,9 +369,33 @@ class GrantTable:
             at = int((layers < self._num_layers).argmax())
             missing = self._num_layers - int(layers[at])
             raise TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
-        parts = opened.valid.setdefault(found.parts, {})
-        parts[found.part] = _merged(parts.get(found.part, []), (max(begin, grant.begin), end))
+        valid = opened.valid.setdefault(parts, {})
+        valid[part] = _merged(valid.get(part, []), (max(begin, grant.begin), end))
+        opened.reported_at = time.monotonic()
         return _valid_end(opened)
+
+
+_NOTHING = np.zeros((0, 0), dtype=np.bool_)
+_GAP = np.zeros(1, dtype=np.bool_)
+
+
+def _require_whole(grant: Grant) -> None:
+    needed = -(-(grant.end - grant.begin) // grant.block_size)
+    if needed != len(grant.blocks) or grant.begin % grant.block_size:
+        raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
+    if len(grant.tokens) != grant.end * TOKEN_BYTES:
+        raise BadRequest(f"tokens: {len(grant.tokens)} bytes are not {grant.end} tokens", "tokens")
+
+
+def _begun(opened: _Lease, send: SendKey) -> _Receive:
+    found = opened.sends.get(send)
+    if found is None:
+        raise BadRequest("a send begins with whose KV it is")
+    return found
+
+
+def _blocks_in_place(opened: _Lease) -> int:
+    return (_valid_end(opened) - opened.grant.begin) // opened.grant.block_size
 
 
 def _num_slots(grant: Grant, unit: int) -> int:

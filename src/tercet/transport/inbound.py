@@ -18,7 +18,15 @@ from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.greeting import Agreement
 from tercet.transport.local_rank import LocalRank
-from tercet.transport.peer_messages import FromSender, Greeting, ProtocolViolation, ReadDescriptors, Refused, SendEnd
+from tercet.transport.peer_messages import (
+    FromSender,
+    Greeting,
+    ProtocolViolation,
+    ReadDescriptors,
+    Refused,
+    SendBegin,
+    SendEnd,
+)
 
 S = TypeVar("S", ReadDescriptors, SendEnd)
 
@@ -55,6 +63,8 @@ class Inbound:
         """What a message leads to; raises :class:`ProtocolViolation` when the connection must be closed."""
         if isinstance(message, Greeting):
             raise ProtocolViolation("a session begins once")
+        if isinstance(message, SendBegin):
+            return self._begun(message)
         return self._ended(message) if isinstance(message, SendEnd) else self._descriptors(message)
 
     def settle(self) -> list[Action]:
@@ -89,9 +99,22 @@ class Inbound:
         self._rank.counters.count(receives_refused=1)
         return self._refuse_send(filled.send, "the receiver could not take what arrived")
 
-    def close(self) -> int:
-        """The session is over, and with it what it has not completed; returns how many sends that were."""
+    def close(self) -> list[tuple[str, int]]:
+        """The session is over, and with it the sends that it has not completed.
+
+        Returns the lease of each, and how far its KV is valid: what came in every layer is.
+        """
         return self._grants.forget_sender(self._session)
+
+    def _begun(self, begun: SendBegin) -> list[Action]:
+        if begun.send in self._refused:
+            return []
+        try:
+            self._grants.begin((self._session, begun.send), begun)
+        except TercetError as error:
+            self._rank.counters.count(receives_refused=1)
+            return self._refuse_send(begun.send, error.message)
+        return []
 
     def _descriptors(self, chunk: ReadDescriptors) -> list[Action]:
         if chunk.send in self._refused:
@@ -103,10 +126,12 @@ class Inbound:
             if not self._fits(chunk):
                 settled = self.settle()
             batch = self._batch or self._new_batch(chunk)
-            batch.copies.append(self._copies(chunk, batch))
+            in_place = self._grants.in_place((self._session, chunk.send), chunk.lease)
+            batch.copies.append(self._copies(chunk, batch, in_place))
         except TercetError as error:
             return settled + self._refuse(chunk, error)
         batch.chunks.append(chunk)
+        batch.in_place.append(in_place)
         self._batch = batch
         return settled
 
@@ -132,12 +157,12 @@ class Inbound:
             self._staging = memoryview(bytearray(max(needed, MAX_STAGED_BYTES)))
         return Batch(chunk.send, chunk.lease, self._staging, staged=True)
 
-    def _copies(self, chunk: ReadDescriptors, batch: Batch) -> Copies:
+    def _copies(self, chunk: ReadDescriptors, batch: Batch, in_place: int) -> Copies:
         if self._block is not None:
             self._grants.locate_tokens(chunk)
             at = sum(each.nbytes for each in batch.chunks)
             return staging_copies(chunk, self._part_bytes(chunk, self._block), self._shape, at)
-        blocks = self._grants.locate(chunk)
+        blocks = self._grants.locate(chunk, in_place)
         size, rest = divmod(self._rank.region.shape.block_bytes, chunk.parts)
         if rest:
             raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")

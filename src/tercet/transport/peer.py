@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.protocol import BadRequest, TercetError, TransferFailed
+from tercet.protocol import BadRequest, Content, TercetError, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.greeting import chosen, greet
@@ -36,6 +36,7 @@ from tercet.transport.peer_messages import (
     ReadDescriptors,
     ReadRequest,
     Refused,
+    SendBegin,
     SendEnd,
     Welcome,
     framed,
@@ -72,16 +73,18 @@ OnDone = Callable[[SendReport | TercetError], None]
 
 @dataclass(eq=False)
 class Leg:
-    """A send to one receiving rank, under ``lease``; ``head_slice`` is the part of each block that it gets.
+    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is the part of each block it gets.
 
     ``chunks`` are what the receiver was told to read. ``on_done`` is called once, with nothing of the transport locked.
     """
 
     lease: str
+    content: Content
     head_slice: HeadSlice
     on_done: OnDone
     number: int = field(default_factory=lambda: next(_numbers))
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
+    begun: bool = False  # whether the receiver was told whose KV it is
     finished_at: float | None = None  # when the receiver was told that this is all
     readers: int = 0  # threads that are writing its blocks to the receiver
     outcome: SendReport | TercetError | None = None
@@ -134,9 +137,11 @@ class TransferPeer:
         numbers = np.array(blocks, dtype=np.int64)
 
         def write(post: Post) -> None:
+            begin = self._beginning(leg)
             for chunk in self._chunks(leg, layers, slot, numbers):
                 leg.chunks.append(chunk)
-                post.send(framed(chunk))
+                post.send(begin + framed(chunk))
+                begin = b""
                 self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
 
         return self._say(leg, write)
@@ -149,7 +154,8 @@ class TransferPeer:
         def write(post: Post) -> None:
             leg.finished_at = time.monotonic()
             part = leg.head_slice
-            post.send(framed(SendEnd(leg.number, leg.lease, begin, end, len(leg.chunks), part.part, part.parts)))
+            last = SendEnd(leg.number, leg.lease, begin, end, len(leg.chunks), part.part, part.parts)
+            post.send(self._beginning(leg) + framed(last))
 
         return self._say(leg, write)
 
@@ -330,6 +336,13 @@ class TransferPeer:
                 post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
         finally:
             post.close()  # before its socket is: callers may be writing
+
+    def _beginning(self, leg: Leg) -> bytes:
+        """What a receiver must know before anything else of a send; empty if it was told."""
+        if leg.begun:
+            return b""
+        leg.begun = True
+        return framed(SendBegin(leg.number, leg.lease, leg.content))
 
     def _chunks(self, leg: Leg, layers: range, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
         """A push in chunks of the size that its transport takes best."""

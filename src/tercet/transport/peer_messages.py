@@ -1,8 +1,9 @@
 """What two ranks say to each other: each message is a short header and a MessagePack body.
 
 The receiver begins with a :class:`Challenge`, the sender answers with its :class:`Greeting` (on a Unix socket with the
-descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender describes chunks
-(:class:`ReadDescriptors`) and ends sends (:class:`SendEnd`), which are :class:`Acknowledged` or :class:`Refused`.
+descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender begins sends
+(:class:`SendBegin`), describes their chunks (:class:`ReadDescriptors`) and ends them (:class:`SendEnd`), which is
+:class:`Acknowledged` or :class:`Refused`.
 
 A session has one connection for these messages. Over ``tcp`` it has further ones, on which only :class:`ReadRequest`
 and what answers it travel: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks
@@ -19,12 +20,12 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
-from tercet.protocol import TercetError
+from tercet.protocol import Content, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC6"
+MAGIC = b"TRC7"
 MAX_MESSAGE_BYTES = 1024 * 1024
 NONCE_BYTES = 16
 WORD = struct.Struct("<Q")
@@ -77,6 +78,14 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     transport: str
     proof: bytes
+
+
+class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Whose KV a send will bring; said before anything else of it. It ends at ``content.end`` at the latest."""
+
+    send: SendNumber
+    lease: Lease
+    content: Content
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -141,7 +150,7 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
 
 
-FromSender = Greeting | ReadDescriptors | SendEnd
+FromSender = Greeting | SendBegin | ReadDescriptors | SendEnd
 FromReceiver = Challenge | Welcome | Acknowledged | Refused
 FROM_SENDER: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
 FROM_RECEIVER: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)

@@ -8,7 +8,7 @@ from tercet.transport.backends import backends_for
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import LocalRank, TransportSettings
-from tercet.transport.receiver import KVReceiver, OnFinished
+from tercet.transport.receiver import KVReceiver, OnFilled
 from tercet.transport.region import KVRegion
 from tercet.transport.sender import KVSender
 
@@ -17,9 +17,10 @@ class RankTransport:
     """Sends KV out of one rank's ``region`` (``sends``), and takes KV in where leases were granted (``grants``).
 
     ``addresses`` are where peers connect: one for each host that it listens on, and perhaps one for peers on this
-    machine. Peers must have the same ``fingerprint``. ``on_finished(lease, valid_end)`` is called when all of a send is
-    in place, before it is acknowledged. With ``block``, KV can be exchanged with ranks whose blocks have another size;
-    the fingerprint must not tell them apart then. Calls come from several threads; none of them waits for the network.
+    machine. Peers must have the same ``fingerprint``. ``on_filled`` is
+    :class:`~tercet.transport.receiver.KVReceiver`'s. With ``block``, KV can be exchanged with ranks whose blocks have
+    another size; the fingerprint must not tell them apart then. Calls come from several threads; none of them waits for
+    the network.
     Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings name a backend that cannot be had.
     """
 
@@ -28,7 +29,7 @@ class RankTransport:
         region: KVRegion,
         fingerprint: str,
         settings: TransportSettings | None = None,
-        on_finished: OnFinished = lambda _lease, _end: None,
+        on_filled: OnFilled = lambda _lease, _end: None,
         block: BlockShape | None = None,
     ) -> None:
         settings = settings or TransportSettings()
@@ -37,7 +38,7 @@ class RankTransport:
         self.grants = GrantTable(region.num_layers)
         self.sends = KVSender(self._rank)
         try:
-            self._receiver = KVReceiver(self._rank, self.grants, on_finished)
+            self._receiver = KVReceiver(self._rank, self.grants, on_filled)
         except BaseException:
             self._close_backends()
             raise

@@ -56,18 +56,18 @@ PATIENCE_SECONDS = 0.005
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 RECEIVED_AT_A_TIME = 64 * 1024
 
-OnFinished = Callable[[str, int], None]
+OnFilled = Callable[[str, int], None]
 
 
 class KVReceiver:
     """Listens where ``rank``'s settings say, and on a Unix socket if its memory can be passed through one.
 
-    ``addresses`` are where senders connect. ``on_finished(lease, valid_end)`` hears of every send that is in place,
-    before it is acknowledged.
+    ``addresses`` are where senders connect. ``on_filled(lease, valid_end)`` hears of every send that is in place,
+    before it is acknowledged; now and then while one goes on; and of what is left of one whose sender is gone.
     """
 
-    def __init__(self, rank: LocalRank, grants: GrantTable, on_finished: OnFinished) -> None:
-        self._rank, self._grants, self._on_finished = rank, grants, on_finished
+    def __init__(self, rank: LocalRank, grants: GrantTable, on_filled: OnFilled) -> None:
+        self._rank, self._grants, self._on_filled = rank, grants, on_filled
         self._pace = Pace(rank.settings.receive_limit)
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}  # those that have not greeted, the oldest first
@@ -180,7 +180,7 @@ class KVReceiver:
         return None
 
     def _run_session(self, talk: _Talk, agreed: Agreement) -> None:
-        session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_finished, talk.say)
+        session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_filled, talk.say)
         try:
             if isinstance(agreed.reader, TcpReader):
                 self._sessions[agreed.session] = agreed.reader
@@ -294,11 +294,11 @@ class SenderSession:
         grants: GrantTable,
         agreed: Agreement,
         pace: Pace,
-        on_finished: OnFinished,
+        on_filled: OnFilled,
         say: Callable[[msgspec.Struct], None],
     ) -> None:
         self._rank, self._grants, self._agreed = rank, grants, agreed
-        self._pace, self._on_finished, self._say = pace, on_finished, say
+        self._pace, self._on_filled, self._say = pace, on_filled, say
         self._inbound = Inbound(rank, grants, agreed)
         self._turn = Turn()
 
@@ -338,15 +338,29 @@ class SenderSession:
             if isinstance(self._agreed.reader, TcpReader):
                 raise  # what comes next on the connection is not known
             return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
-        return self._inbound.was_read(batch, alive=alive)
+        found = self._inbound.was_read(batch, alive=alive)
+        valid_end = self._grants.progress(batch.lease, time.monotonic())
+        if valid_end is not None:
+            self._report(batch.lease, valid_end)
+        return found
+
+    def _report(self, lease: str, valid_end: int) -> bool:
+        """Tell the engine how far a lease's KV is valid; whether it took that."""
+        try:
+            self._on_filled(lease, valid_end)
+        except Exception:
+            logger.exception("on_filled of lease %s failed", lease)
+            return False
+        return True
 
     def _fence(self, batch: Batch) -> Fence:
         begun = False
 
         def begin(step: Callable[[], int]) -> int:
             nonlocal begun
-            for chunk in batch.chunks:  # several threads may do this, and none writes before it has
-                self._grants.overwriting(chunk)
+            # Several threads may do this, and none writes before it has.
+            for chunk, in_place in zip(batch.chunks, batch.in_place, strict=True):
+                self._grants.overwriting(chunk, in_place)
             begun = True
             return step()
 
@@ -367,8 +381,9 @@ class SenderSession:
         for chunk in batch.chunks:
             heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
             slots = chunk.end - chunk.begin
-            moves = self._grants.locate_tokens(chunk)
-            self._grants.overwriting(chunk)
+            in_place = self._grants.in_place((self._agreed.session, chunk.send), chunk.lease)
+            moves = self._grants.locate_tokens(chunk, in_place)
+            self._grants.overwriting(chunk, in_place)
             for layer in range(chunk.layer, chunk.layer + chunk.layers):
                 for move in moves:
                     source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
@@ -378,10 +393,7 @@ class SenderSession:
             self._pace.took(chunk.nbytes)
 
     def _tell(self, filled: Filled) -> list[Action]:
-        try:
-            self._on_finished(filled.lease, filled.valid_end)
-        except Exception:
-            logger.exception("on_finished of lease %s failed", filled.lease)
+        if not self._report(filled.lease, filled.valid_end):
             return self._inbound.was_not_taken(filled)
         self._rank.counters.count(receives_done=1)
         self._say(Acknowledged(filled.send))
@@ -389,5 +401,8 @@ class SenderSession:
 
     def close(self) -> None:
         """Give back what the session had."""
-        self._rank.counters.count(receives_dropped=self._inbound.close())
+        lost = self._inbound.close()
+        self._rank.counters.count(receives_dropped=len(lost))
         self._agreed.reader.close()
+        for lease, valid_end in lost:
+            self._report(lease, valid_end)

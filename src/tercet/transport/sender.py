@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tercet.protocol import BadRequest, Conflict, TercetError, TransferFailed
+from tercet.protocol import BadRequest, Conflict, Content, TercetError, TransferFailed
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
@@ -73,8 +73,10 @@ class KVSender:
         peer = self._peers.get(tuple(addresses))
         return peer.transport if peer is not None else None
 
-    def open(self, send_id: str, lease: str, destinations: Sequence[SendDestination], on_done: OnDone) -> None:
-        """Begin a send, to each of ``destinations``; one that was cancelled before is forgotten instead.
+    def open(
+        self, send_id: str, lease: str, content: Content, destinations: Sequence[SendDestination], on_done: OnDone
+    ) -> None:
+        """Begin a send of ``content``, to each of ``destinations``; one that was cancelled before is forgotten instead.
 
         ``on_done`` is called exactly once, when all of them have it or one failed, also for wrong input, with nothing
         of the transport locked; mostly from another thread, but perhaps before a call for this send returns. What is
@@ -87,7 +89,7 @@ class KVSender:
             refusal = self._refusal(send_id, lease, destinations)
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
-                send.legs = [self._leg(send_id, send, lease, each, started) for each in destinations]
+                send.legs = [self._leg(send_id, send, lease, content, each, started) for each in destinations]
                 if not send.legs:  # other ranks hold the same heads, and send them
                     del self._sends[send_id]
         for peer in started:
@@ -139,10 +141,16 @@ class KVSender:
         return None
 
     def _leg(
-        self, send_id: str, send: _Send, lease: str, to: SendDestination, started: list[TransferPeer]
+        self,
+        send_id: str,
+        send: _Send,
+        lease: str,
+        content: Content,
+        to: SendDestination,
+        started: list[TransferPeer],
     ) -> tuple[TransferPeer, Leg]:
         """A leg on the session with its receiver; one that is new is to be started once the lock is free."""
-        leg = Leg(lease, to.head_slice, lambda outcome: self._ended(send_id, send, outcome))
+        leg = Leg(lease, content, to.head_slice, lambda outcome: self._ended(send_id, send, outcome))
         peer = self._peers.get(to.addresses)
         if peer is None or not peer.open(leg):
             peer = self._peers[to.addresses] = TransferPeer(to.addresses, self._rank, self._forget)

@@ -12,7 +12,7 @@ import msgspec
 from tercet.fleet import FleetKnowledge
 from tercet.fleet.kv_events import _numbered
 from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
-from tercet.protocol import Request
+from tercet.protocol import Request, packed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport import (
     CancelSend,
@@ -36,6 +36,7 @@ from tercet.vllm_plugin.engine.agent_reports import AgentReports
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack
 from tests.fuzz.targets.kv_transfer import kind_of
+from tests.unit.transport.models import whose
 
 SECRET, LEASE, NOTIFY = "s" * 32, "ab" * 16, "inproc://nobody"
 
@@ -93,10 +94,10 @@ async def _agent() -> AsyncGenerator[AgentRoom]:
 def _command_cases() -> list[Case]:
     to = (SendDestination(("tcp://127.0.0.1:1",), HeadSlice(0, 64)),)
     commands = [
-        GrantLease(LEASE, [5, 2, 3], 0, 48, 16, NOTIFY),
+        GrantLease(LEASE, [5, 2, 3], 0, 48, 16, packed(range(48)), None, NOTIFY),
         ReadCounters(),
-        PushCached(SendOpening("a", LEASE, (), NOTIFY), Push("a", 0, (1, 2, 3)), SendComplete("a", 0, 48)),
-        PushCached(SendOpening("b", LEASE, to, NOTIFY), Push("b", 0, (1, 2, 3)), SendComplete("b", 0, 48)),
+        PushCached(SendOpening("a", LEASE, whose(48), (), NOTIFY), Push("a", 0, (1, 2, 3)), SendComplete("a", 0, 48)),
+        PushCached(SendOpening("b", LEASE, whose(48), to, NOTIFY), Push("b", 0, (1, 2, 3)), SendComplete("b", 0, 48)),
         CancelSend("a"),
         CancelSend("b"),
         RevokeLease(LEASE),
@@ -148,7 +149,11 @@ def _report_cases() -> list[Case]:
 
     done = [said(SendDone("the-send", rank, 10, 2, "tcp")) for rank in range(2)]
     failed = said(SendDone("the-send", 0, error="refused"))
-    return [done, [done[0], failed], [said(LeaseFilled(LEASE, 0, 32)), said(LeaseFilled(LEASE, 1, 48)), done[1]]]
+    return [
+        done,
+        [done[0], failed],
+        [said(LeaseFilled(LEASE, 0, whose(32))), said(LeaseFilled(LEASE, 1, whose(48))), done[1]],
+    ]
 
 
 # ---- KV events -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import TercetError
-from tercet.transport import BlockShape, Grant, HeadSlice, KVRegion, SendReport, TransportSettings
+from tercet.transport import BlockShape, HeadSlice, KVRegion, SendReport, TransportSettings
 from tercet.transport.backends import tcp
 from tercet.transport.greeting import agree, chosen, greet, require_ours
 from tercet.transport.local_rank import LocalRank
@@ -55,6 +55,7 @@ from tests.unit.transport.builders import (
     fin,
     sending_region,
 )
+from tests.unit.transport.models import a_grant
 
 LEASED = {(layer, block) for layer in range(LAYERS) for block in (5, 2, 3)}
 OURS, THEIRS = BlockShape(16, 1, 2, 1), BlockShape(8, 1, 2, 1)
@@ -145,7 +146,7 @@ class SendersRoom:
             for block in (5, 2, 3):
                 receiving.region.blocks(layer, block)[:] = b"\xee" * receiving.region.shape.block_bytes
         receiving.grants = type(receiving.grants)(LAYERS)
-        receiving.grants.grant(Grant(LEASE, (5, 2, 3), 0, 3 * size, size))
+        receiving.grants.grant(a_grant(LEASE, (5, 2, 3), 0, 3 * size, size))
 
 
 def _senders(

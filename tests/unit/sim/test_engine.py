@@ -338,6 +338,56 @@ def test_a_lease_ends_by_itself_and_late_kv_is_refused() -> None:
     run_virtual(main())
 
 
+def test_kv_of_other_tokens_or_another_salt_is_refused() -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("p", "d")
+        mine = request_of("s", 64, 5)
+        others = structs.replace(mine, prompt=(mine.prompt[0] + 1, *mine.prompt[1:]))
+        async with receiver.prep_recv(mine) as space:
+            for wrong in (others, structs.replace(mine, cache_salt="other")):
+                with pytest.raises(TransferFailed, match="other tokens") as raised:
+                    await sender.remote_send(wrong, space, 0)
+                assert raised.value.param == "kv_addr_info"
+            assert await receiver.release(space.lease) == 0
+        async with receiver.prep_recv(mine) as space:
+            with pytest.raises(BadRequest, match="cache_salt"):
+                await collect(receiver.start_generate(structs.replace(mine, cache_salt="other"), 0))
+            assert (await sender.remote_send(structs.replace(mine, cache_salt=""), space, 0)).end == 64
+        assert is_empty(receiver)
+
+    run_virtual(main())
+
+
+def test_chunks_that_had_arrived_of_a_sender_that_died_are_kept() -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("p", "d", max_num_batched_tokens=64, max_num_seqs=8)
+        request = request_of("s", 256, 5)
+        async with receiver.prep_recv(request) as space:
+            sending = asyncio.ensure_future(sender.remote_send(request, space, 0))
+            await asyncio.sleep(3.5 * prefill(64))
+            sender.fail()
+            with pytest.raises(EngineUnreachable):
+                await sending
+        async with receiver.prep_recv(request) as space:
+            assert space.matched_len in (128, 192)
+        assert is_empty(receiver)
+
+    run_virtual(main())
+
+
+def test_what_a_sender_computes_keeps_a_lease_alive() -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("p", "d", max_num_batched_tokens=64, max_num_seqs=8, lease_ttl=0.2)
+        request = request_of("s", 512, 5)
+        async with receiver.prep_recv(request) as space:
+            assert (await sender.remote_send(request, space, 0)).end == 512
+            assert now() > 0.5
+            await asyncio.sleep(0.25)
+            assert not receiver.busy, "no sign of life any more"
+
+    run_virtual(main())
+
+
 def test_release_by_hand() -> None:
     async def main() -> None:
         sender, receiver = engines_of("p", "d")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tercet.protocol import packed
 from tercet.transport import (
     AgentProcess,
     AgentSetup,
@@ -36,7 +37,7 @@ from tercet.transport.agent.agent_messages import (
     StepBegins,
     StepEnds,
 )
-from tests.unit.transport.ranks import SECONDS, TOKENS, filled, new_lease
+from tests.unit.transport.ranks import SECONDS, TOKENS, filled, new_lease, of_lease
 
 LAYERS, BLOCKS, BYTES = 3, 16, 8 * 1024
 ALL = tuple(range(BLOCKS))
@@ -89,8 +90,9 @@ class Rank:
         return self.order(ReadCounters())
 
     def grant(self, notify: str, blocks: Sequence[int] = ALL) -> str:
-        lease = new_lease()
-        self.order(GrantLease(lease, list(blocks), 0, len(blocks) * TOKENS, TOKENS, notify))
+        end = len(blocks) * TOKENS
+        lease = new_lease(end)
+        self.order(GrantLease(lease, list(blocks), 0, end, TOKENS, packed(range(end)), None, notify))
         return lease
 
     def close(self) -> None:
@@ -119,7 +121,7 @@ def rank(seed: int, settings: TransportSettings | None = None) -> Generator[Rank
 def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) -> SendOpening:
     """A send of whole blocks to each of some ranks."""
     destinations = tuple(SendDestination(each, HeadSlice(0, BYTES)) for each in addresses)
-    return SendOpening(send_id, lease, destinations, notify)
+    return SendOpening(send_id, lease, of_lease(lease), destinations, notify)
 
 
 def step(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.transport import BlockShape, Grant, KVRegion, TransportSettings
+from tercet.transport import BlockShape, KVRegion, TransportSettings
 from tercet.transport.backends import Backend
 from tercet.transport.backends.reading import Batch, Copies, Fence, Reader, SendingPeer, in_steps
 from tercet.transport.grants import GrantTable
@@ -24,6 +24,7 @@ from tercet.transport.peer_messages import (
     Greeting,
     ReadDescriptors,
     Refused,
+    SendBegin,
     SendEnd,
     Splitter,
     framed,
@@ -32,6 +33,7 @@ from tercet.transport.peer_messages import (
 from tercet.transport.receiver import SenderSession
 from tercet.transport.region import RegionShape
 from tercet.transport.vectors import Places
+from tests.unit.transport.models import a_grant, whose
 
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE, OTHER_LEASE = "12" * 16, "34" * 16
@@ -114,7 +116,7 @@ class Receiving:
         self.region.bytes[:] = bytes([SENTINEL]) * self.region.shape.size
         self.grants = GrantTable(LAYERS)
         size = SIZE if block is None else block.tokens
-        self.grants.grant(Grant(LEASE, (5, 2, 3), 0, 3 * size, size))
+        self.grants.grant(a_grant(LEASE, (5, 2, 3), 0, 3 * size, size))
         self.finished: list[tuple[str, int]] = []
         self.backends = list(backends)
         self.rank = LocalRank(self.region, FINGERPRINT, TransportSettings(secret=SECRET), self.backends, block)
@@ -161,9 +163,10 @@ class Conversation:
         self.answers: list[msgspec.Struct] = []
         self.reader = FakeReader(self.theirs)
         self.challenge = Challenge(bytes(reversed(NONCE)))
-        self.on_finished: Callable[[str, int], None] = lambda lease, end: self.receiving.finished.append((lease, end))
+        self.on_filled: Callable[[str, int], None] = lambda lease, end: self.receiving.finished.append((lease, end))
         self.agreed: Agreement | None = None
         self._splitter = Splitter(FROM_SENDER)
+        self._begins: set[tuple[int, str]] = set()
         if not self.receiving.backends:
             self.receiving.backends.append(FakeBackend(self.reader))
         if greet:
@@ -188,7 +191,7 @@ class Conversation:
         return agreed.welcome.transport
 
     def _finished(self, lease: str, end: int) -> None:
-        self.on_finished(lease, end)
+        self.on_filled(lease, end)
 
     def feed(self, data: bytes) -> list[msgspec.Struct]:
         """Bytes that come together; returns what was answered to them."""
@@ -200,9 +203,17 @@ class Conversation:
 
     def say(self, *messages: msgspec.Struct) -> list[tuple[str, int]]:
         """Messages that come together; returns kinds of answers, and numbers of sends."""
-        answers = self.feed(b"".join(framed(message) for message in messages))
+        answers = self.feed(b"".join(framed(each) for message in messages for each in self._begun(message)))
         assert all(isinstance(each, Acknowledged | Refused) for each in answers)
         return [(type(each).__name__, each.send) for each in answers if isinstance(each, Acknowledged | Refused)]
+
+    def _begun(self, message: msgspec.Struct) -> Iterable[msgspec.Struct]:
+        """A message, behind the beginning of its send if that has not been said."""
+        if isinstance(message, ReadDescriptors | SendEnd) and (message.send, message.lease) not in self._begins:
+            self._begins.add((message.send, message.lease))
+            opened = self.receiving.grants._open.get(message.lease)
+            yield SendBegin(message.send, message.lease, whose(opened.grant.end if opened else SIZE))
+        yield message
 
     def reason(self) -> str:
         """Why something was refused last."""

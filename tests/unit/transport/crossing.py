@@ -13,10 +13,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from tercet.protocol import TercetError
-from tercet.transport import Grant, HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
+from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.backends import backends_for
 from tercet.transport.backends.reading import Batch, Copies, Reader, SendingPeer
 from tercet.transport.region import RegionShape
+from tests.unit.transport.models import a_grant, whose
 
 TOKENS = 16
 SECONDS = 60.0  # for what ends by itself; only a failure takes so long
@@ -52,10 +53,10 @@ def send(
     """Send whole blocks' strips; grants and revokes unless a lease is given."""
     end, name = len(targets) * TOKENS, lease or secrets.token_hex(16)
     if lease is None:
-        receiver.grants.grant(Grant(name, tuple(targets), 0, end, TOKENS))
+        receiver.grants.grant(a_grant(name, tuple(targets), 0, end, TOKENS))
     outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
     send_id = secrets.token_hex(8)
-    sender.sends.open(send_id, name, [SendDestination(receiver.addresses, head_slice)], outcomes.put)
+    sender.sends.open(send_id, name, whose(end), [SendDestination(receiver.addresses, head_slice)], outcomes.put)
     sender.sends.push(send_id, range(layers), 0, list(sources))
     sender.sends.finish(send_id, 0, end)
     outcome = outcomes.get(timeout=SECONDS)

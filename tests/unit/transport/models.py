@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tercet.protocol import BadRequest, TransferFailed
+from tercet.protocol import BadRequest, Content, TransferFailed, content_of, packed
 from tercet.transport import Grant
 from tercet.transport.grants import MAX_PARTS, MAX_SENDS, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 
 LEASE = "ab" * 16
+
+
+def a_grant(lease: str, blocks: Sequence[int], begin: int, end: int, size: int) -> Grant:
+    """Blocks for the tokens 0, 1, 2 and so on."""
+    return Grant(lease, blocks, begin, end, size, packed(range(max(0, end))), None)
+
+
+def whose(end: int) -> Content:
+    """What KV of those tokens is of."""
+    return content_of(packed(range(end)), None)
 
 
 def chunk(
@@ -76,6 +87,15 @@ class LeaseModel:
             raise BadRequest("one claim")
         send.claim = claim
         return self._settle(key, send)
+
+    def lose(self, key: SendKey) -> None:
+        """A send that does not end."""
+        send = self.sends.pop(key)
+        part, parts, unit = send.kind
+        for slot, held in enumerate(self.slots(unit)):
+            if all((slot, layer) in send.arrived for layer in range(self.num_layers)):
+                tokens = {token for token in held if self.grant.begin <= token < self.grant.end}
+                self.valid.setdefault((parts, part), set()).update(tokens)
 
     def valid_end(self) -> int:
         """As far as every token of every part is there, for one way to cut."""

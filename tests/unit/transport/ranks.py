@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import secrets
 import signal
 import socket
@@ -16,10 +17,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tercet.protocol import TercetError
+from tercet.protocol import Content, TercetError
 from tercet.transport import (
     BlockShape,
-    Grant,
     HeadSlice,
     KVRegion,
     RankTransport,
@@ -27,6 +27,7 @@ from tercet.transport import (
     SendReport,
     TransportSettings,
 )
+from tests.unit.transport.models import a_grant, whose
 
 FINGERPRINT = "ranks"
 TOKENS = 16
@@ -55,11 +56,11 @@ def rank(
     settings: TransportSettings | None = None,
     fingerprint: str = FINGERPRINT,
     block: BlockShape | None = None,
-    on_finished: Callable[[str, int], None] = lambda _lease, _end: None,
+    on_filled: Callable[[str, int], None] = lambda _lease, _end: None,
 ) -> Generator[RankTransport]:
     """A rank in this process; it takes its region with it."""
     try:
-        transport = RankTransport(region, fingerprint, settings, on_finished, block)
+        transport = RankTransport(region, fingerprint, settings, on_filled, block)
         try:
             yield transport
         finally:
@@ -76,25 +77,40 @@ def settle(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def new_lease() -> str:
-    return secrets.token_hex(16)
+def new_lease(end: int = TOKENS) -> str:
+    """A name that also tells those who send, perhaps in another process, how many tokens the lease is for."""
+    return f"{end:08x}{secrets.token_hex(12)}"
+
+
+def of_lease(lease: str) -> Content:
+    """Whose KV is sent under a lease that :func:`new_lease` has named; for any other name something that is refused."""
+    digits = re.fullmatch(r"(0000[0-9a-f]{4})[0-9a-f]{24}", lease)
+    return whose(int(digits[1], 16) if digits else TOKENS)
 
 
 def grant(receiver: RankTransport, blocks: Sequence[int], tokens: int = TOKENS) -> str:
     """Let blocks be written; returns the lease."""
-    lease = new_lease()
-    receiver.grants.grant(Grant(lease, tuple(blocks), 0, len(blocks) * tokens, tokens))
+    lease = new_lease(len(blocks) * tokens)
+    receiver.grants.grant(a_grant(lease, tuple(blocks), 0, len(blocks) * tokens, tokens))
     return lease
 
 
 class Send:
     """One send, from its opening on. ``outcomes`` has what ``on_done`` was called with."""
 
-    def __init__(self, sender: RankTransport, addresses: Sequence[str], lease: str, head_slice: HeadSlice) -> None:
+    def __init__(
+        self,
+        sender: RankTransport,
+        addresses: Sequence[str],
+        lease: str,
+        head_slice: HeadSlice,
+        content: Content | None = None,
+    ) -> None:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        sender.sends.open(self.send_id, lease, [SendDestination(tuple(addresses), head_slice)], self._take)
+        to = [SendDestination(tuple(addresses), head_slice)]
+        sender.sends.open(self.send_id, lease, content or of_lease(lease), to, self._take)
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -251,7 +267,7 @@ class _Child:
     def grant(self, blocks: Sequence[int]) -> str:
         return grant(self.transport, blocks)
 
-    def revoke(self, lease: str) -> tuple[int, list[bytes]]:
+    def revoke(self, lease: str) -> tuple[int | None, list[bytes]]:
         """End a lease; returns how far its KV is valid, and all KV at that moment."""
         return self.transport.grants.revoke(lease), content(self.region)
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import zmq
 
-from tercet.protocol import EngineError
+from tercet.protocol import EngineError, packed
 from tercet.transport import TransportSettings
 from tercet.transport.agent import agent_process
 from tercet.transport.agent.agent import AgentSetup
@@ -54,6 +54,7 @@ from tests.unit.transport.agents import (
     step,
     worker,
 )
+from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import SECONDS, TOKENS, Held, content, expected_after, filled, new_lease, settle
 
 NOWHERE = ("tcp://127.0.0.1:1",)
@@ -93,7 +94,7 @@ def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Ra
     opened = opening("one", lease, inbox.address, target.addresses)
     step(source.agent, [opened], [Push("one", 0, backwards)], [SendComplete("one", 0, END)])
     sent, filled_leases = reports(inbox, 2)
-    assert filled_leases == [LeaseFilled(lease, 2, END)]
+    assert filled_leases == [LeaseFilled(lease, 2, whose(END))]
     assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].chunks, "host")]
     assert target.order(RevokeLease(lease)) == END
     assert content(target.region) == expected
@@ -111,7 +112,7 @@ def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Ed
     step(source.agent, [], [Push("b", 7, sources[7:]), Push("a", 5, sources[5:])], done)
     sent, filled_leases = reports(inbox, 4)
     assert {report.send_id: report.error for report in sent} == {"a": None, "b": None}
-    assert {report.lease: report.valid_end for report in filled_leases} == dict.fromkeys((lease, other), HALF * TOKENS)
+    assert {report.lease: report.valid.end for report in filled_leases} == dict.fromkeys((lease, other), HALF * TOKENS)
     assert [target.order(RevokeLease(each)) for each in (lease, other)] == [HALF * TOKENS] * 2
     assert content(target.region) == expected
 
@@ -150,7 +151,7 @@ def test_a_cancel_between_steps_is_reported_once_and_is_a_fence(source: Rank, ta
     pushed = source.counters()["chunks_sent"]
     step(source.agent, [], [Push("half", HALF, ALL[HALF:])], [SendComplete("half", 0, END)])
     source.order(CancelSend("half"))
-    assert target.order(RevokeLease(lease)) == 0
+    assert target.order(RevokeLease(lease)) in (0, HALF * TOKENS), "all that had come in every layer, or nothing"
     assert source.counters()["chunks_sent"] == pushed
     assert source.counters()["sends_active"] == target.counters()["receives_active"] == 0
 
@@ -161,7 +162,7 @@ def test_one_lost_rank_of_several_ends_the_send_with_one_report(source: Rank, ta
     step(source.agent, [opened], [Push("two", 0, ALL[:HALF])])
     assert "127.0.0.1:1" in (inbox.done().error or "")
     settle(lambda: source.counters()["sends_active"] == 0)
-    assert target.order(RevokeLease(lease)) == 0
+    assert target.order(RevokeLease(lease)) in (0, HALF * TOKENS)
 
 
 def test_a_rank_whose_heads_others_send_is_done_at_once(source: Rank, inbox: Edge) -> None:
@@ -184,14 +185,14 @@ def test_what_was_revoked_is_reported_as_an_error_and_leases_are_told_of_no_more
 
 def test_an_order_that_cannot_be_carried_out_names_the_rank_and_the_reason(target: Rank) -> None:
     with pytest.raises(EngineError, match=r"KV agent 0: blocks: 1 do not hold \[0, 99\)"):
-        target.order(GrantLease("00", [1], 0, 99, TOKENS, ""))
+        target.order(GrantLease("00", [1], 0, 99, TOKENS, packed(range(99)), None, ""))
     assert target.counters()["leases_open"] == 0
 
 
 def test_a_lease_that_was_revoked_before_it_was_granted_stays_closed(target: Rank) -> None:
     assert target.order(RevokeLease("00")) == 0
     with pytest.raises(EngineError, match="granted before"):
-        target.order(GrantLease("00", [1], 0, TOKENS, TOKENS, ""))
+        target.order(GrantLease("00", [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
 
 
 def test_who_does_not_know_the_agents_secret_gets_no_answer(target: Rank) -> None:
@@ -248,7 +249,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
         while psutil.Process(target.agent.pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.01)
         # More than the queues of its sockets hold; the first one's caller does not wait for the answer.
-        client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, "")).cancel()
+        client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, "")).cancel()
         asked = [client.call(CancelSend(str(number))) for number in range(5000)]
         revoked = client.call(RevokeLease(lease))
         assert not (await asyncio.wait([*asked, revoked], timeout=0.2))[0]
@@ -257,7 +258,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
     assert await asyncio.wait_for(revoked, SECONDS) == 0
     assert all(answer.done() for answer in asked), "in the order of the calls"
     with pytest.raises(EngineError, match=r"granted before"):
-        await client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, ""))
+        await client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
     client.close()
 
 
@@ -333,7 +334,7 @@ def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_w
     assert "did not end within" not in caplog.text
     settle(lambda: target.counters()["receives_active"] == 0)
     settle(lambda: target.counters()["sessions_in"] == sessions)
-    assert target.order(RevokeLease(lease)) == 0
+    assert target.order(RevokeLease(lease)) in (0, END), "all that had come in every layer, or nothing"
     del ours
     before.require_back()
 
@@ -364,9 +365,12 @@ def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank,
              [SendComplete("kept", 0, END)])  # fmt: skip
     finally:
         os.kill(source.agent.pid, signal.SIGCONT)
-    sent, filled_ = reports(inbox, 2)
-    assert [(report.send_id, report.error) for report in sent] == [("kept", None)]
-    assert [report.valid_end for report in filled_] == [END]
+    # How far it is may be told before, since the lease is old by now.
+    report = inbox.next()
+    while not isinstance(report, SendDone):
+        assert report.valid.end in (0, END)
+        report = inbox.next()
+    assert (report.send_id, report.error) == ("kept", None)
     settle(lambda: not source.agent._backlog)
     assert target.order(RevokeLease(lease)) == END
 

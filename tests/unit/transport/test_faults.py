@@ -102,18 +102,21 @@ SENDER_STAGES: list[Stage] = [_before_hello, _after_welcome, _after_two_layers, 
 
 @pytest.mark.parametrize("reach", SENDER_STAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_sender_is_forgotten(backend: str, reach: Stage) -> None:
+def test_of_a_killed_sender_whole_blocks_are_kept(backend: str, reach: Stage) -> None:
     region = filled(LAYERS, BLOCKS, BYTES, 1)
-    with rank(region, settings(backend)) as ours:
+    heard: list[tuple[str, int]] = []
+    with rank(region, settings(backend), on_filled=lambda *told: heard.append(told)) as ours:
         before, lease = Held(), grant(ours, ALL)
         with rank_process(settings(backend), LAYERS, BLOCKS, BYTES) as child:
             reach(child, ours, lease)
             sent = child.call("content")
         settle(lambda: not any(ours.counters()[name] for name in OPEN))
         assert ours.counters()["receives_dropped"] == (reach in (_after_two_layers, _before_finish))
-        assert ours.grants.revoke(lease) == (END if reach is _after_finish else 0)
-        if reach is _after_finish:
+        complete = reach in (_before_finish, _after_finish)
+        assert ours.grants.revoke(lease) == (END if complete else 0)
+        if complete:
             assert content(region) == sent
+            assert heard[-1] == (lease, END), "before anybody asks"
         before.require_back()
         receives_as_before(ours, backend)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,14 +15,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tercet.protocol import BadRequest, Conflict, LeaseEnded, TercetError, TransferFailed
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    Content,
+    LeaseEnded,
+    TercetError,
+    TransferFailed,
+    content_of,
+    packed,
+)
 from tercet.transport import Grant
-from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, GrantTable, SendKey
-from tercet.transport.peer_messages import ReadDescriptors, SendEnd
-from tests.unit.transport.models import LEASE, LeaseModel, chunk, ending
+from tercet.transport.backends.reading import NOWHERE
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, REPORT_SECONDS, GrantTable, SendKey
+from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
+from tests.unit.transport.models import LEASE, LeaseModel, a_grant, chunk, ending, whose
 
 LAYERS, SIZE = 3, 16
 SEND: SendKey = ("sender", 1)
+
+
+class BegunTable(GrantTable):
+    """Where a send that has not begun begins by itself, with the lease's tokens."""
+
+    def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
+        self._begun(send, chunk.lease)
+        return super().arrived(send, chunk)
+
+    def ended(self, send: SendKey, end: SendEnd) -> int | None:
+        self._begun(send, end.lease)
+        return super().ended(send, end)
+
+    def _begun(self, send: SendKey, lease: str) -> None:
+        opened = self._open.get(lease)
+        if opened is not None and send not in opened.sends:
+            self.begin(send, SendBegin(1, lease, whose(opened.grant.end)))
 
 
 def unreachable() -> None:
@@ -28,8 +57,8 @@ def unreachable() -> None:
 
 
 def opened(begin: int = 32, end: int = 100) -> GrantTable:
-    table = GrantTable(LAYERS)
-    table.grant(Grant(LEASE, tuple(range(10, 10 - (begin - end) // SIZE)), begin, end, SIZE))
+    table = BegunTable(LAYERS)
+    table.grant(a_grant(LEASE, tuple(range(10, 10 - (begin - end) // SIZE)), begin, end, SIZE))
     return table
 
 
@@ -43,16 +72,16 @@ def fill(table: GrantTable, begin: int, end: int, send: SendKey = SEND, layers: 
 @pytest.mark.parametrize(("blocks", "begin", "end"), [((1, 2), 0, 16), ((1,), 0, 17), ((1,), 8, 16), ((), 0, 16)])
 def test_a_grant_must_fit_its_blocks(blocks: tuple[int, ...], begin: int, end: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
-        GrantTable(LAYERS).grant(Grant(LEASE, blocks, begin, end, SIZE))
+        GrantTable(LAYERS).grant(a_grant(LEASE, blocks, begin, end, SIZE))
 
 
 def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
     table = opened()
     with pytest.raises(Conflict):
-        table.grant(Grant(LEASE, (1,), 0, 16, SIZE))
+        table.grant(a_grant(LEASE, (1,), 0, 16, SIZE))
     table.revoke(LEASE)
     with pytest.raises(Conflict):
-        table.grant(Grant(LEASE, (1,), 0, 16, SIZE))
+        table.grant(a_grant(LEASE, (1,), 0, 16, SIZE))
     assert table.revoke(LEASE) is None
     calls: list[Callable[[str], object]] = [
         lambda lease: table.locate(chunk(0, 0, 1, lease=lease)),
@@ -73,7 +102,7 @@ def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
 def test_ended_leases_are_remembered_up_to_a_limit() -> None:
     table = GrantTable(LAYERS)
     for number in range(REMEMBERED_ENDED + 1):
-        table.grant(Grant(f"{number:032x}", (1,), 0, 16, SIZE))
+        table.grant(a_grant(f"{number:032x}", (1,), 0, 16, SIZE))
         table.revoke(f"{number:032x}")
     with pytest.raises(LeaseEnded, match="ended long ago"):
         table.locate(chunk(0, 0, 1, lease=f"{0:032x}"))
@@ -216,16 +245,34 @@ def test_all_parts_of_one_cut_make_kv_valid() -> None:
 
 
 def test_what_is_being_overwritten_is_not_valid_until_its_own_send_is_in_place() -> None:
+    """Only what may be prefix cache stays: whole blocks from the beginning on."""
     table, again = opened(), ("sender", 2)
-    fill(table, 0, 5)
-    assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
+    fill(table, 1, 5)
+    assert table.ended(SEND, ending(48, 100, LAYERS)) == 32
     table.overwriting(chunk(0, 2, 3))
-    fill(table, 3, 4, again)
-    assert table.ended(again, ending(80, 96, LAYERS)) == 64
+    fill(table, 0, 1, again)
+    assert table.ended(again, ending(32, 48, LAYERS)) == 64
     fill(table, 2, 3, again)
     assert table.ended(again, ending(64, 80, LAYERS)) == 100
-    table.overwriting(chunk(1, 4, 5))
+    table.overwriting(chunk(1, 4, 5), in_place=4)
     assert table.revoke(LEASE) == 96
+
+
+def test_what_may_be_prefix_cache_is_not_written_again() -> None:
+    table, again = opened(), ("sender", 2)
+    fill(table, 0, 3)
+    assert table.ended(SEND, ending(32, 80, LAYERS)) == 80
+    table.begin(again, SendBegin(2, LEASE, whose(100)))
+    in_place = table.in_place(again, LEASE)
+    assert in_place == 3
+    assert table.locate(chunk(1, 1, 5), in_place).tolist() == [NOWHERE, NOWHERE, 13, 14]
+    moves = table.locate_tokens(chunk(0, 0, 4, unit=24), in_place)
+    assert [(move.slot, move.block, move.tokens) for move in moves] == [(2, 13, 16), (3, 14, 16)]
+    table.overwriting(chunk(1, 1, 5), in_place)
+    table.overwriting(chunk(1, 0, 3), in_place)
+    with pytest.raises(TransferFailed, match="up to token 80 came from another sender"):
+        table.overwriting(chunk(1, 2, 5), in_place=2)
+    assert table.revoke(LEASE) == 80
 
 
 def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part() -> None:
@@ -234,8 +281,8 @@ def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part() ->
         for layer in range(LAYERS):
             table.arrived(("sender", part), chunk(layer, 0, 5, part=part, parts=2))
         table.ended(("sender", part), ending(32, 100, LAYERS, part=part, parts=2))
-    table.overwriting(chunk(0, 1, 2, unit=64, part=3, parts=4))
-    assert table.revoke(LEASE) == 64
+    table.overwriting(chunk(0, 1, 2, unit=64, part=3, parts=4), in_place=4)
+    assert table.revoke(LEASE) == 96
 
 
 def test_sends_under_a_lease_are_limited() -> None:
@@ -249,17 +296,124 @@ def test_sends_under_a_lease_are_limited() -> None:
     assert table.receives == MAX_SENDS
 
 
-def test_what_is_forgotten_must_come_again() -> None:
+def test_what_is_there_in_every_layer_is_kept_of_a_send_that_is_lost() -> None:
     table = opened()
-    fill(table, 0, 5, ("lost", 1))
-    fill(table, 0, 5, ("lost", 2))
-    fill(table, 0, 5, ("other", 1))
-    assert table.forget_sender("lost") == 2
+    fill(table, 0, 2, ("lost", 1))
+    fill(table, 2, 5, ("lost", 2), layers=LAYERS - 1)
+    fill(table, 2, 3, ("other", 1))
+    assert table.forget_sender("lost") == [(LEASE, 64), (LEASE, 64)]
     assert table.receives == 1
     with pytest.raises(TransferFailed):
-        table.ended(("lost", 1), ending(32, 100, 0))
-    assert table.ended(("other", 1), ending(32, 100, LAYERS)) == 100
+        table.ended(("lost", 2), ending(64, 100, 0))
+    table.forget(LEASE, ("other", 1))
     table.forget("cd" * 16, ("nobody", 1))
+    assert table.revoke(LEASE) == 80
+
+
+def test_no_more_is_kept_than_the_send_was_for() -> None:
+    table = opened()
+    table.begin(SEND, SendBegin(1, LEASE, whose(90)))
+    fill(table, 0, 5)
+    assert table.forget_sender("sender") == [(LEASE, 90)]
+    assert table.forget_sender("sender") == []
+
+
+def test_how_far_it_is_is_told_now_and_then() -> None:
+    table = opened()
+    now = time.monotonic()
+    assert table.progress(LEASE, now) is None, "it was granted just now"
+    fill(table, 0, 2)
+    assert table.progress(LEASE, now + REPORT_SECONDS + 1) == 64
+    assert table.progress(LEASE, now + REPORT_SECONDS + 1) is None
+    assert table.progress("cd" * 16, now + 60) is None
+
+
+# ---- whose KV it is ------------------------------------------------------------------------------------------
+
+
+def test_kv_of_other_tokens_is_refused_before_anything_is_located() -> None:
+    table = opened()
+    others = packed([*range(60), 1, *range(61, 100)])
+    for wrong in (content_of(others, None), content_of(packed(range(100)), "salt"), Content(99, whose(100).digest)):
+        with pytest.raises(Conflict, match="of other tokens"):
+            table.begin(SEND, SendBegin(1, LEASE, wrong))
+        with pytest.raises(BadRequest, match="begins with whose KV"):
+            table.in_place(SEND, LEASE)
+    table.begin(SEND, SendBegin(1, LEASE, content_of(others, None, 60)))
+    assert table.in_place(SEND, LEASE) == 0
+    with pytest.raises(BadRequest, match="first 60 tokens does not end at 61"):
+        table.ended(SEND, ending(32, 61, 0))
+
+
+@pytest.mark.parametrize("end", [0, 32, 101])
+def test_a_send_begins_inside_its_lease_and_once(end: int) -> None:
+    table = opened()
+    with pytest.raises(BadRequest, match="outside the lease"):
+        table.begin(SEND, SendBegin(1, LEASE, whose(end)))
+    table.begin(SEND, SendBegin(1, LEASE, whose(100)))
+    with pytest.raises(BadRequest, match="begins once"):
+        table.begin(SEND, SendBegin(1, LEASE, whose(100)))
+
+
+# ---- extending -----------------------------------------------------------------------------------------------
+
+
+def test_an_extended_lease_keeps_what_it_has_and_takes_more() -> None:
+    table = opened(32, 56)
+    fill(table, 0, 2)
+    assert table.ended(SEND, ending(32, 56, LAYERS)) == 56
+    table.arrived(("early", 1), chunk(0, 1, 2))
+    table.extend(a_grant(LEASE, (10, 11, 12, 13), 32, 90, SIZE))
+    again = ("sender", 2)
+    table.begin(again, SendBegin(2, LEASE, whose(90)))
+    assert table.in_place(again, LEASE) == 1
+    table.overwriting(chunk(0, 1, 4), 1)
+    fill(table, 1, 4, again)
+    assert table.ended(again, ending(48, 90, LAYERS)) == 90
+    fill(table, 1, 2, ("early", 1))
+    assert table.ended(("early", 1), ending(48, 56, LAYERS)) == 90
+    assert table.revoke(LEASE) == 90
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        a_grant(LEASE, (10, 12, 13), 32, 80, SIZE), a_grant(LEASE, (10,), 32, 48, SIZE),
+        a_grant(LEASE, (9, 10, 11), 16, 56, SIZE),
+        msgspec.structs.replace(a_grant(LEASE, (10, 11), 32, 56, SIZE), salt="salt"),
+        msgspec.structs.replace(a_grant(LEASE, (10, 11), 32, 56, SIZE), tokens=packed(range(1, 57))),
+    ],
+)  # fmt: skip
+def test_a_lease_is_extended_to_more_of_the_same_only(wrong: Grant) -> None:
+    table = opened(32, 56)
+    with pytest.raises(BadRequest):
+        table.extend(wrong)
+    fill(table, 0, 2)
+    assert table.ended(SEND, ending(32, 56, LAYERS)) == 56
+    table.revoke(LEASE)
+    with pytest.raises(LeaseEnded):
+        table.extend(a_grant(LEASE, (10, 11), 32, 56, SIZE))
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(0, 5))
+def test_extended_step_by_step_a_lease_is_as_one_that_was_granted_at_once(ends: list[int], seed: int) -> None:
+    steps = sorted({32 + end for end in ends})
+    blocks = tuple(range(20))
+    extended, at_once = BegunTable(LAYERS), BegunTable(LAYERS)
+    for end in steps:
+        more = a_grant(LEASE, blocks[: -(-(end - 32) // SIZE)], 32, end, SIZE)
+        (extended.grant if end == steps[0] else extended.extend)(more)
+    grant = a_grant(LEASE, blocks[: -(-(steps[-1] - 32) // SIZE)], 32, steps[-1], SIZE)
+    at_once.grant(grant)
+    choose = random.Random(seed)
+    for table in (extended, at_once):
+        choose.seed(seed)
+        for number in range(6):
+            first = choose.randrange(len(grant.blocks))
+            fill(table, first, choose.randrange(first, len(grant.blocks)) + 1, ("s", number), choose.randint(2, LAYERS))
+    assert extended.locate(chunk(0, 0, len(grant.blocks))).tolist() == list(grant.blocks)
+    assert extended.forget_sender("s") == at_once.forget_sender("s")
+    assert extended.revoke(LEASE) == at_once.revoke(LEASE)
 
 
 # ---- revoking ------------------------------------------------------------------------------------------------
@@ -334,7 +488,7 @@ def test_nothing_is_written_once_revoke_has_returned() -> None:
 
     writers = [threading.Thread(target=write, args=(mark,)) for mark in (1, 2, 3)]
     for mark in (1, 2, 3):
-        table.grant(Grant(f"{mark:032x}", (0,), 0, SIZE, SIZE))
+        table.grant(a_grant(f"{mark:032x}", (0,), 0, SIZE, SIZE))
     for thread in writers:
         thread.start()
     try:
@@ -362,7 +516,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = GrantTable(LAYERS)
+        self.table = BegunTable(LAYERS)
         self.models: dict[str, LeaseModel] = {}
         self.ended: list[str] = []
         self.under_way: list[tuple[str, SendKey, list[ReadDescriptors | SendEnd]]] = []
@@ -372,7 +526,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
     def grant(self, count: int, first: int, short: int) -> None:
         self.numbers += 1
         begin = first * SIZE
-        grant = Grant(f"{self.numbers:032x}", tuple(range(count)), begin, begin + count * SIZE - short, SIZE)
+        grant = a_grant(f"{self.numbers:032x}", tuple(range(count)), begin, begin + count * SIZE - short, SIZE)
         self.table.grant(grant)
         self.models[grant.lease] = LeaseModel(grant, LAYERS)
 
@@ -450,23 +604,27 @@ class AnythingIsSaid(RuleBasedStateMachine):
     @rule(sender=SENDERS)
     def lose_sender(self, sender: str) -> None:
         lost = [(model, key) for model in self.models.values() for key in model.sends if key[0] == sender]
-        assert self.table.forget_sender(sender) == len(lost)
+        found = self.table.forget_sender(sender)
         for model, key in lost:
-            del model.sends[key]
+            model.lose(key)
+        assert found == [(model.grant.lease, model.valid_end()) for model, _ in lost]
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         lease, key, _ = data.draw(st.sampled_from(self.under_way))
         self.table.forget(lease, key)
-        if lease in self.models:
-            self.models[lease].sends.pop(key, None)
+        if lease in self.models and key in self.models[lease].sends:
+            self.models[lease].lose(key)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
     def revoke(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.models)))
-        assert self.table.revoke(lease) == self.models.pop(lease).valid_end()
+        model = self.models.pop(lease)
+        for key in list(model.sends):
+            model.lose(key)
+        assert self.table.revoke(lease) == model.valid_end()
         self.ended.append(lease)
 
     @invariant()

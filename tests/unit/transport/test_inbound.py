@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol import TransferFailed
-from tercet.transport import BlockShape, Grant, inbound
+from tercet.protocol import TransferFailed, content_of, packed
+from tercet.transport import BlockShape, inbound
 from tercet.transport.inbound import REMEMBERED_REFUSED
 from tercet.transport.peer_messages import (
     HEADER_BYTES,
@@ -22,6 +22,7 @@ from tercet.transport.peer_messages import (
     ReadDescriptors,
     ReadRequest,
     Refused,
+    SendBegin,
     SendEnd,
     Welcome,
     framed,
@@ -42,6 +43,7 @@ from tests.unit.transport.builders import (
     numbers,
     sending_region,
 )
+from tests.unit.transport.models import a_grant, whose
 
 LEASED = {(layer, block) for layer in range(LAYERS) for block in (5, 2, 3)}
 DONE, NOT_DONE = [("Acknowledged", 1)], [("Refused", 1)]
@@ -78,7 +80,7 @@ def test_a_send_arrives_byte_for_byte(
     send: tuple[list[msgspec.Struct], dict[tuple[int, int], int]], cuts: list[int]
 ) -> None:
     messages, blocks = send
-    talk, data = Conversation(), b"".join(framed(message) for message in messages)
+    talk, data = Conversation(), b"".join(map(framed, [SendBegin(1, LEASE, whose(41)), *messages]))
     for begin, end in pairwise([0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]):
         talk.feed(data[begin:end])
     assert talk.answers == [Acknowledged(1)]
@@ -176,11 +178,13 @@ def test_blocks_that_were_given_up_while_they_were_read() -> None:
 
 def test_kv_that_another_send_writes_over_and_does_not_complete_is_valid_no_more() -> None:
     talk = Conversation()
-    assert talk.say(*WHOLE) == DONE
+    assert talk.say(*WHOLE[:2], fin(0, 2 * SIZE + 1, 2)) == DONE
     talk.theirs.set_word(2)
+    before = talk.receiving.snapshot()
     talk.reader.after = lambda: talk.theirs.clear_word(2)
-    assert talk.say(chunk(0, 1, [7], send=2)) == [("Refused", 2)]
-    assert talk.receiving.grants.revoke(LEASE) == SIZE
+    assert talk.say(chunk(0, 0, [7, 7, 7], send=2)) == [("Refused", 2)]
+    assert talk.receiving.grants.revoke(LEASE) == 2 * SIZE, "what may be prefix cache was not touched"
+    assert talk.receiving.touched(before) == {(0, 3)}
 
 
 def test_the_word_of_another_send_does_not_do() -> None:
@@ -207,7 +211,7 @@ def test_a_reader_that_fails_refuses_its_send_only(error: Exception) -> None:
 def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
     talk = Conversation()
     talk.receiving.grants.revoke(LEASE)
-    talk.receiving.grants.grant(Grant(OTHER_LEASE, (0,), 0, SIZE, SIZE))
+    talk.receiving.grants.grant(a_grant(OTHER_LEASE, (0,), 0, SIZE, SIZE))
     assert talk.say(*WHOLE) == NOT_DONE
     assert "has ended" in talk.reason()
     assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
@@ -215,7 +219,8 @@ def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
     good = [chunk(layer, 0, [4], 2, OTHER_LEASE) for layer in range(LAYERS)]
     assert talk.say(*good, fin(0, 16, 2, 2, OTHER_LEASE)) == [("Acknowledged", 2)]
     assert talk.receiving.counters == {
-        "chunks_refused": 2, "bytes_received": 2 * BLOCK_BYTES, "chunks_received": 2, "receives_done": 1,
+        "receives_refused": 1, "chunks_refused": 2,
+        "bytes_received": 2 * BLOCK_BYTES, "chunks_received": 2, "receives_done": 1,
     }  # fmt: skip
 
 
@@ -235,7 +240,7 @@ def test_a_lease_that_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) ->
     talk = Conversation()
     talk.reader.at_a_time = BLOCK_BYTES
     grants = talk.receiving.grants
-    ended, write = list[int](), grants.write
+    ended, write = list[int | None](), grants.write
 
     def write_and_revoke(lease: str, step: Callable[[], int]) -> int:
         moved = write(lease, step)
@@ -292,8 +297,11 @@ def test_what_does_not_fit_the_lease_is_refused(said: ReadDescriptors | SendEnd)
     talk = Conversation()
     assert talk.say(said) == NOT_DONE
     assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
-    refused = "receives_refused" if isinstance(said, SendEnd) else "chunks_refused"
-    assert talk.receiving.counters == {refused: 1}
+    counted = dict(talk.receiving.counters)
+    if said.lease == LEASE:
+        assert counted == {"receives_refused" if isinstance(said, SendEnd) else "chunks_refused": 1}
+    else:
+        assert counted.pop("receives_refused") == 1, "at its beginning"
     assert talk.say(*WHOLE) == []
     talk.theirs.set_word(2)
     assert talk.say(*whole(2)) == [("Acknowledged", 2)]
@@ -322,15 +330,15 @@ def test_of_a_refused_send_nothing_is_kept() -> None:
 
 def test_an_owner_that_fails_is_no_acknowledgement() -> None:
     talk = Conversation()
-    taken = talk.on_finished
+    taken = talk.on_filled
 
     def fail(_lease: str, _end: int) -> None:
         raise RuntimeError("the owner is gone")
 
-    talk.on_finished = fail
+    talk.on_filled = fail
     assert talk.say(*WHOLE) == NOT_DONE
     assert talk.receiving.counters["receives_refused"] == 1
-    talk.on_finished = taken
+    talk.on_filled = taken
     talk.theirs.set_word(2)
     assert talk.say(*whole(2)) == [("Acknowledged", 2)]
 
@@ -343,7 +351,7 @@ def test_refusals_are_remembered_up_to_a_limit_the_latest_ones() -> None:
         assert talk.say(chunk(0, 0, [1], send)) == [("Refused", send)]
     assert talk.say(chunk(0, 0, [1], count)) == []
     assert talk.say(chunk(0, 0, [1], 1)) == NOT_DONE
-    assert talk.receiving.counters == {"chunks_refused": count + 2}
+    assert talk.receiving.counters == {"receives_refused": count, "chunks_refused": count + 2}
     assert talk.receiving.touched() == set()
 
 
@@ -533,7 +541,7 @@ def test_numbers_are_what_read_descriptors_have() -> None:
 
 
 @pytest.mark.parametrize("at", range(3))
-def test_a_session_that_ends_half_way_leaves_nothing(at: int) -> None:
+def test_of_a_session_that_ends_half_way_whole_blocks_are_left(at: int) -> None:
     talk = Conversation()
     talk.say(*WHOLE[:at])
     half_done = talk.receiving.grants.receives
@@ -541,4 +549,50 @@ def test_a_session_that_ends_half_way_leaves_nothing(at: int) -> None:
     assert talk.receiving.grants.receives == 0
     assert talk.receiving.counters.get("receives_dropped", 0) == half_done == (at > 0)
     assert talk.reader.closed == 1
-    assert talk.receiving.grants.revoke(LEASE) == 0
+    valid_end = 3 * SIZE if at == 2 else 0
+    assert talk.receiving.finished == [(LEASE, valid_end)] * (at > 0)
+    assert talk.receiving.grants.revoke(LEASE) == valid_end
+
+
+# ---- whose KV it is --------------------------------------------------------------------------------------------------
+
+
+def test_kv_of_other_tokens_is_refused_before_a_byte_is_written() -> None:
+    talk = Conversation()
+    others = content_of(packed([0, 1, 3, *range(3, 3 * SIZE)]), None)
+    assert talk.say(SendBegin(1, LEASE, others)) == NOT_DONE
+    assert "of other tokens" in talk.reason()
+    assert talk.feed(b"".join(map(framed, WHOLE))) == []
+    assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
+    assert talk.receiving.counters == {"receives_refused": 1, "chunks_refused": len(WHOLE) - 1}
+    talk.theirs.set_word(2)
+    assert talk.say(*whole(2)) == [("Acknowledged", 2)]
+
+
+def test_what_does_not_say_whose_it_is_is_refused() -> None:
+    talk = Conversation()
+    assert [type(each) for each in talk.feed(b"".join(map(framed, WHOLE)))] == [Refused]
+    assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
+    assert [type(each) for each in talk.feed(framed(fin(0, SIZE, 0, 2)))] == [Refused]
+    assert "whose KV" in talk.reason()
+
+
+def test_a_send_that_begins_twice_is_refused() -> None:
+    talk = Conversation()
+    begin = SendBegin(1, LEASE, whose(SIZE))
+    assert talk.say(begin, begin) == NOT_DONE
+    assert talk.say(begin) == []
+
+
+def test_what_is_in_place_already_is_left_out_and_the_send_completed() -> None:
+    """A sender that died has left two blocks; the next one, which does not know, sends all three."""
+    talk = Conversation()
+    talk.say(*(chunk(layer, 0, [1, 2]) for layer in range(LAYERS)))
+    talk.session.close()
+    again = Conversation(talk.receiving, session="b", theirs=talk.theirs)
+    talk.receiving.backends[:] = [FakeBackend(again.reader)]
+    again.greet()
+    before = talk.receiving.snapshot()
+    assert again.say(*(chunk(layer, 0, [6, 7, 4]) for layer in range(LAYERS)), fin(0, 3 * SIZE, 2)) == DONE
+    assert talk.receiving.touched(before) == {(layer, 3) for layer in range(LAYERS)}
+    assert talk.receiving.grants.revoke(LEASE) == 3 * SIZE

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
-from tercet.transport import Grant, HeadSlice, SendReport
+from tercet.transport import HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for, nixl
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
+from tests.unit.transport.models import a_grant
 
 pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
 LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
@@ -65,7 +66,7 @@ def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
     sources, targets = SCATTERED
     end, lease = len(targets) * TOKENS, "0" * 32
     with rank("nixl", whole) as receiver:
-        receiver.grants.grant(Grant(lease, targets, 0, end, TOKENS))
+        receiver.grants.grant(a_grant(lease, targets, 0, end, TOKENS))
         for number, part in enumerate(parts):
             with rank("nixl", part) as sender:
                 head_slice = HeadSlice(0, half, number, 2)

@@ -15,12 +15,13 @@ from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer import Leg, TransferPeer
 from tercet.transport.peer_messages import Refused
 from tests.unit.transport.builders import sending_region
+from tests.unit.transport.models import whose
 
 
 def test_an_owed_answer_is_waited_for_while_the_session_moves() -> None:
     rank = LocalRank(sending_region(), "", TransportSettings(timeout=0.05), ())
     peer = TransferPeer(["tcp://127.0.0.1:1"], rank, lambda _peer: None)
-    leg = Leg("ab" * 16, HeadSlice(0, 64), lambda _outcome: None)
+    leg = Leg("ab" * 16, whose(16), HeadSlice(0, 64), lambda _outcome: None)
     assert peer.open(leg)
     leg.finished_at = time.monotonic() - 1
     peer._answered(Refused(leg.number + 1, "another send"))  # pyright: ignore[reportPrivateUsage]

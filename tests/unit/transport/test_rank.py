@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tercet.protocol import KVLayout
+from tercet.protocol import KVLayout, TransferFailed, content_of, packed
 from tercet.transport import (
     BlockShape,
-    Grant,
     HeadSlice,
     KVRegion,
     RankTransport,
@@ -21,6 +20,7 @@ from tercet.transport import (
     TransportSettings,
     routes,
 )
+from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import (
     SECONDS,
     TOKENS,
@@ -168,10 +168,10 @@ def test_each_head_finds_its_rank(backend: str, degrees: tuple[int, int]) -> Non
     theirs = [filled(3, 40, target.block_bytes, 20 + number) for number in range(degrees[1])]
     senders = [RankTransport(region, "tp", settings(backend)) for region in ours]
     receivers = [RankTransport(region, "tp", settings(backend)) for region in theirs]
-    end, lease = len(targets) * TOKENS, new_lease()
+    end, lease = len(targets) * TOKENS, new_lease(len(targets) * TOKENS)
     try:
         for receiver in receivers:
-            receiver.grants.grant(Grant(lease, targets, 0, end, TOKENS))
+            receiver.grants.grant(a_grant(lease, targets, 0, end, TOKENS))
         sends = [
             Send(sender, receivers[route.receiver].addresses, lease, route.head_slice)
             for number, sender in enumerate(senders)
@@ -245,3 +245,47 @@ def test_blocks_of_another_size_arrive_token_for_token(sizes: tuple[int, int], s
         for layer in range(2):
             assert tokens_of(theirs, there, layer, targets) == tokens_of(ours, here, layer, sources)
         assert (bytes(theirs.blocks(0, 0, 2)), bytes(theirs.blocks(1, theirs.shape.num_blocks - 1))) == untouched
+
+
+# ---- whose KV it is ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kv_of_other_tokens_writes_no_byte(backend: str) -> None:
+    ours, theirs = filled(3, 8, KIB, 1), filled(3, 8, KIB, 2)
+    with rank(ours, settings(backend)) as sender, rank(theirs, settings(backend)) as receiver:
+        before, lease = content(theirs), grant(receiver, (0, 1))
+        for others in (content_of(packed([0, 2, *range(2, 2 * TOKENS)]), None), content_of(packed(range(32)), "salt")):
+            send = Send(sender, receiver.addresses, lease, whole(ours), others)
+            send.push(range(3), (4, 5))
+            send.finish(2 * TOKENS)
+            outcome = send.wait()
+            assert isinstance(outcome, TransferFailed)
+            assert "of other tokens" in outcome.message
+        assert content(theirs) == before
+        assert receiver.counters()["chunks_received"] == 0
+        send = Send(sender, receiver.addresses, lease, whole(ours))
+        send.push(range(3), (4, 5))
+        send.finish(2 * TOKENS)
+        assert isinstance(send.wait(), SendReport)
+        assert receiver.grants.revoke(lease) == 2 * TOKENS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_in_place_is_not_written_again_by_a_send_that_covers_it(backend: str) -> None:
+    first, second, theirs = (filled(3, 8, KIB, seed) for seed in (1, 2, 3))
+    with (
+        rank(first, settings(backend)) as one,
+        rank(second, settings(backend)) as other,
+        rank(theirs, settings(backend)) as receiver,
+    ):
+        lease = grant(receiver, (0, 1, 2))
+        for sender, region, slots in ((one, first, 2), (other, second, 3)):
+            send = Send(sender, receiver.addresses, lease, whole(region))
+            send.push(range(3), (4, 5, 6)[:slots])
+            send.finish(slots * TOKENS)
+            assert isinstance(send.wait(), SendReport)
+        assert receiver.grants.revoke(lease) == 3 * TOKENS
+        for layer in range(3):
+            assert theirs.blocks(layer, 0, 2) == first.blocks(layer, 4, 2)
+            assert theirs.blocks(layer, 2) == second.blocks(layer, 6)

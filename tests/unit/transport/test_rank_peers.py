@@ -15,6 +15,7 @@ from tercet.transport import (
     SendReport,
     TransportSettings,
 )
+from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import (
     TOKENS,
     Held,
@@ -275,7 +276,11 @@ def test_a_send_id_names_one_send() -> None:
         first = Send(sender, receiver.addresses, grant(receiver, (0,)), whole(ours))
         outcomes: list[object] = []
         sender.sends.open(
-            first.send_id, new_lease(), [SendDestination(receiver.addresses, whole(ours))], outcomes.append
+            first.send_id,
+            new_lease(),
+            whose(TOKENS),
+            [SendDestination(receiver.addresses, whole(ours))],
+            outcomes.append,
         )
         assert isinstance(outcomes[0], Conflict)
         first.push(range(2), [1])

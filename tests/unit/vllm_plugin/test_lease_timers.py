@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, from_wire
+from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, from_wire, packed
 from tercet.transport import GrantLease, LeaseFilled, RevokeLease
 from tercet.vllm_plugin.engine import agent_calls, core_methods, lease_timers
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
@@ -156,7 +156,7 @@ async def test_a_release_goes_on_without_its_caller(edge: Edge) -> None:
 async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=2 * BLOCK, ttl=0.02)
     edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
-    claimed = edge.leases.claim("s", tokens_of(2 * BLOCK + 5))
+    claimed = edge.leases.claim("s", tokens_of(2 * BLOCK + 5), None)
     assert claimed is held
     assert await edge.closed(held)
     await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -
 
 async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) -> None:
     held = await edge.reserve()
-    edge.leases.claim("s", tokens_of(40))
+    edge.leases.claim("s", tokens_of(40), None)
     edge.leases.release_soon(held)
     await edge.settled()
 
@@ -179,22 +179,44 @@ async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) ->
 async def test_other_tokens_cannot_claim(edge: Edge, tokens: list[int], position: int) -> None:
     held = await edge.reserve()
     with pytest.raises(BadRequest, match=f"first at position {position}"):
-        edge.leases.claim("s", tokens)
-    assert edge.leases.claim("t", tokens) is None
+        edge.leases.claim("s", tokens, None)
+    assert edge.leases.claim("t", tokens, None) is None
     await edge.leases.release(held.lease)
+    await edge.settled()
+
+
+async def test_each_report_of_a_sender_renews_a_lease(edge: Edge) -> None:
+    held = await edge.reserve(length=3 * BLOCK, ttl=30)
+    first = held.timer.when()
+    await asyncio.sleep(0.01)
+    edge.leases.note(LeaseFilled(held.lease, 0, content_of(b"", None)), ranks=2)
+    assert held.timer.when() > first
+    await edge.leases.release(held.lease)
+    assert held.timer.cancelled()
+    await edge.settled()
+
+
+async def test_another_salt_cannot_claim(edge: Edge) -> None:
+    held = await edge.leases.reserve("s", tokens_of(40), "mine", 60.0, NOTIFY)
+    for salt in (None, "", "yours"):
+        with pytest.raises(BadRequest, match="cache_salt: differs") as raised:
+            edge.leases.claim("s", tokens_of(40), salt)
+        assert raised.value.param == "cache_salt"
+    assert edge.leases.claim("s", tokens_of(40), "mine") is held
+    edge.leases.release_soon(held)
     await edge.settled()
 
 
 async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: TinyEngine) -> None:
     tokens = tokens_of(3 * BLOCK)
     held = await edge.reserve(length=3 * BLOCK)
-    edge.leases.note(LeaseFilled(held.lease, 0, 3 * BLOCK), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 0, content_of(packed(tokens[: 3 * BLOCK]), None)), ranks=2)
     assert len(edge.tasks) == 0
-    edge.leases.note(LeaseFilled(held.lease, 1, 2 * BLOCK), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 2 * BLOCK]), None)), ranks=2)
     await edge.tasks.wait(5)
     assert engine.cached(tokens) == 2 * BLOCK
     await edge.leases.release(held.lease)
-    edge.leases.note(LeaseFilled(held.lease, 1, 3 * BLOCK), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 3 * BLOCK]), None)), ranks=2)
     await edge.settled()
 
 
@@ -264,7 +286,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
     held = await edge.reserve(length=2 * BLOCK)
     edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
     edge.agents[0].frozen = True
-    assert edge.leases.claim("s", tokens_of(40)) is held
+    assert edge.leases.claim("s", tokens_of(40), None) is held
     assert not await edge.closed(held)
     assert not await edge.tasks.wait(0.05)
     assert engine.status()["leases"] == 1
@@ -278,7 +300,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
 async def test_a_sequence_that_is_over_while_it_waits_for_the_fence_leaves_nothing(edge: Edge, end: str) -> None:
     held = await edge.reserve()
     edge.agents[1].frozen = True
-    edge.leases.claim("s", tokens_of(40))
+    edge.leases.claim("s", tokens_of(40), None)
     given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(edge.leases.closed(held, given_up))
     await asyncio.sleep(0.01)

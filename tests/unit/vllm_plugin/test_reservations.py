@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.config import VllmConfig
 
-from tercet.protocol import Conflict, NoSpace, UnknownSequence
+from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence, packed
 
 from .tiny_engine import BLOCK, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
 
@@ -107,6 +107,21 @@ def test_prompts_under_way_keep_the_blocks_that_they_will_need(engine: TinyEngin
 
 
 # ---- commit and release --------------------------------------------------------------------------------------------
+
+
+def test_kv_of_other_tokens_is_never_found_under_the_leases_hashes(engine: TinyEngine) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine.reserve(A, tokens, salt="mine")
+    grant = engine.agent.granted[A]
+    assert (grant.tokens, grant.salt) == (packed(tokens), "mine")
+    with pytest.raises(EngineError, match="KV of other tokens"):
+        engine.commit(A, 2 * BLOCK, tokens_of(3 * BLOCK, start=11))
+    assert engine.cached(tokens, salt="mine") == 0
+    engine.commit(A, 2 * BLOCK)
+    assert engine.cached(tokens, salt="mine") == 2 * BLOCK
+    engine.agent.received[A] = 2 * BLOCK
+    engine.release(A)
+    engine.assert_nothing_held()
 
 
 def test_received_kv_is_found_by_others_while_the_lease_is_open(engine: TinyEngine) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tercet.protocol import EngineError, from_wire
+from tercet.protocol import EngineError, content_of, from_wire, packed
 from tercet.transport import CancelSend, GrantLease, HeadSlice, Push, PushCached, RevokeLease, SendDestination
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
@@ -168,11 +168,16 @@ class TinyEngine:
         found = self.answer(answer.result(0) if isinstance(answer, Future) else answer)
         found = msgspec.convert(found, ReservedBlocks)
         matched = found.matched_len
-        self.agent.do(GrantLease(lease, found.blocks, matched, len(tokens), found.block_size, "tcp://127.0.0.1:1"))
+        end, size = len(tokens), found.block_size
+        self.agent.do(GrantLease(lease, found.blocks, matched, end, size, packed(tokens), salt, "tcp://127.0.0.1:1"))
         return matched
 
-    def commit(self, lease: str, valid_end: int) -> None:
-        self.call(core_methods.tercet_commit, lease, valid_end)
+    def commit(self, lease: str, valid_end: int, tokens: list[int] | None = None) -> None:
+        """KV of the lease's first tokens, or of others, has arrived."""
+        grant = self.agent.granted.get(lease)
+        known = packed(tokens or []) if tokens is not None or grant is None else grant.tokens
+        valid = content_of(known, grant.salt if grant is not None else None, valid_end)
+        self.call(core_methods.tercet_commit, lease, valid.end, valid.digest)
 
     def release(self, lease: str) -> int:
         return self.call(core_methods.tercet_release, lease, self.agent.do(RevokeLease(lease)))
@@ -275,4 +280,5 @@ def tokens_of(length: int, start: int = 10) -> list[int]:
 
 def send_of(send_id: str, begin: int, end: int, base: int = 0) -> SendParams:
     to = [[SendDestination(("tcp://127.0.0.1:2",), HeadSlice(0, 1, 0, 1))]]
-    return SendParams(send_id, "f" * 32, base, begin, end, to, "tcp://127.0.0.1:1")
+    whose = content_of(packed(tokens_of(end)), None)
+    return SendParams(send_id, "f" * 32, whose, base, begin, end, to, "tcp://127.0.0.1:1")

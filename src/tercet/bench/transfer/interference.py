@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from tercet.bench.transfer.cases import MIB
-from tercet.protocol import EngineError, KVAddrInfo, TercetError
+from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.pacing import Turn
 
@@ -164,8 +164,11 @@ def _copy(pipe: Connection) -> None:
 class _Flood:
     """Pushes random KV into one reservation, over and over, from a thread, until it is left."""
 
-    def __init__(self, engine: str, seq_id: str, info: KVAddrInfo, settings: TransportSettings) -> None:
+    def __init__(
+        self, engine: str, seq_id: str, info: KVAddrInfo, content: Content, settings: TransportSettings
+    ) -> None:
         layout = info.layout
+        self._content = content
         self._engine, self._seq_id, self._info = engine, seq_id, info
         self._slots = -(-(info.end - info.begin) // layout.block_size)
         self._layers = layout.num_layers
@@ -189,7 +192,8 @@ class _Flood:
             if response.status != 200:
                 raise EngineError(f"{engine} refused prep_recv: {(await response.text())[:300]}")
             answer = await response.json()
-        return cls(engine, seq_id, msgspec.convert(answer["kv_addr_info"], KVAddrInfo), settings)
+        info = msgspec.convert(answer["kv_addr_info"], KVAddrInfo)
+        return cls(engine, seq_id, info, content_of(packed(prompt), None), settings)
 
     @property
     def rate(self) -> float:
@@ -201,9 +205,11 @@ class _Flood:
         began = time.perf_counter()
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
-            self._transport.sends.open(send, self._info.lease, [self._to], outcomes.put)
-            self._transport.sends.push(send, range(self._layers), 0, range(1, self._slots + 1))
-            self._transport.sends.finish(send, self._info.begin, self._info.end)
+            self._transport.sends.open(send, self._info.lease, self._content, [self._to], outcomes.put)
+            # The first block stays away: what follows it is not valid then, and is written each time.
+            self._transport.sends.push(send, range(self._layers), 1, range(2, self._slots + 1))
+            begin = self._info.begin + self._info.layout.block_size
+            self._transport.sends.finish(send, begin, self._info.end)
             outcome = outcomes.get(timeout=ACK_SECONDS)
             if isinstance(outcome, TercetError):
                 self._error = outcome

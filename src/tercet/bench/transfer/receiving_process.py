@@ -18,7 +18,7 @@ import numpy as np
 
 from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
-from tercet.protocol import EngineError, TercetError
+from tercet.protocol import EngineError, TercetError, packed
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
 from tercet.transport.agent.agent_process import past_the_caches
 from tercet.transport.vectors import Vector
@@ -77,9 +77,9 @@ class _Receiving:
 
     def grant(self, way: str, lease: str, blocks: tuple[int, ...], end: int, block_size: int) -> None:
         """Let a transport's peer write."""
-        self._transports[way].grants.grant(Grant(lease, blocks, 0, end, block_size))
+        self._transports[way].grants.grant(Grant(lease, blocks, 0, end, block_size, packed(range(end)), None))
 
-    def revoke(self, way: str, lease: str) -> int:
+    def revoke(self, way: str, lease: str) -> int | None:
         """End a lease; returns how far its KV is valid."""
         return self._transports[way].grants.revoke(lease)
 

@@ -20,7 +20,7 @@ import numpy as np
 from tercet.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES
 from tercet.bench.transfer.receiving_process import FINGERPRINT, ReceivingProcess, chunks_of
-from tercet.protocol import TercetError, TransferFailed
+from tercet.protocol import TercetError, TransferFailed, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.vectors import Vector
 
@@ -169,7 +169,7 @@ class OurTransport:
         outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
         to = SendDestination(self._addresses, HeadSlice(0, case.chunk_bytes))
         began = time.perf_counter()
-        self._transport.sends.open(send, lease, [to], outcomes.put)
+        self._transport.sends.open(send, lease, content_of(packed(range(end)), None), [to], outcomes.put)
         self._transport.sends.push(send, range(case.layers), 0, sources)
         self._transport.sends.finish(send, 0, end)
         outcome = outcomes.get(timeout=ACK_SECONDS)

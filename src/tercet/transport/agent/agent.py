@@ -19,6 +19,7 @@ from tercet.protocol import TercetError
 from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
+    ExtendLease,
     GrantLease,
     LayersDone,
     LeaseFilled,
@@ -134,7 +135,7 @@ class Agent:
                 report = SendDone(opening.send_id, self._rank, error=outcome.message)
             self._reporter.report(opening.notify, report)
 
-        self._transport.sends.open(opening.send_id, opening.lease, opening.destinations, done)
+        self._transport.sends.open(opening.send_id, opening.lease, opening.content, opening.destinations, done)
 
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
@@ -144,8 +145,9 @@ class Agent:
 
     def _lease_filled(self, lease: str, valid_end: int) -> None:
         notify = self._notify_of_lease.get(lease)
-        if notify is not None:
-            self._reporter.report(notify, LeaseFilled(lease, self._rank, valid_end))
+        valid = self._transport.grants.content(lease, valid_end)
+        if notify is not None and valid is not None:
+            self._reporter.report(notify, LeaseFilled(lease, self._rank, valid))
 
     def _handle(self, command: Command) -> Any:
         match command:
@@ -153,6 +155,8 @@ class Agent:
                 self._transport.grants.grant(command)
                 self._notify_of_lease[command.lease] = command.notify  # nobody can write before this is answered
                 return None
+            case ExtendLease():
+                return self._transport.grants.extend(command)
             case RevokeLease():
                 self._notify_of_lease.pop(command.lease, None)
                 return self._transport.grants.revoke(command.lease) or 0

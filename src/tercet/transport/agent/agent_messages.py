@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import msgspec
 
+from tercet.protocol import Content
 from tercet.transport.grants import Grant
 from tercet.transport.sender import SendDestination
 
 
 class SendOpening(msgspec.Struct, frozen=True):
-    """A send begins: under ``lease``, to each of ``destinations``.
+    """A send of ``content`` begins: under ``lease``, to each of ``destinations``.
 
     ``notify`` is where its end is reported: an address, ``#``, and the inbox's key.
     """
 
     send_id: str
     lease: str
+    content: Content
     destinations: tuple[SendDestination, ...]
     notify: str
 
@@ -49,6 +51,10 @@ class GrantLease(Grant, frozen=True, tag=True):
     notify: str
 
 
+class ExtendLease(Grant, frozen=True, tag=True):
+    """An open lease's grant with more tokens and blocks."""
+
+
 class RevokeLease(msgspec.Struct, frozen=True, tag=True):
     """Refuse ``lease`` from now on, known or not; the answer is the end of the contiguous valid KV, 0 if unknown."""
 
@@ -73,7 +79,7 @@ class ReadCounters(msgspec.Struct, frozen=True, tag=True):
     """Ask for the transport's counters."""
 
 
-Command = GrantLease | RevokeLease | CancelSend | PushCached | ReadCounters
+Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | ReadCounters
 
 # ---- from the worker -----------------------------------------------------------------------------------------
 
@@ -114,11 +120,11 @@ class SendDone(msgspec.Struct, frozen=True):
 
 
 class LeaseFilled(msgspec.Struct, frozen=True):
-    """A sender finished, and how far the lease's KV is valid now."""
+    """KV has come under a lease, or its sender is gone; ``valid`` is how far, and whose, its KV is now."""
 
     lease: str
     rank: int
-    valid_end: int
+    valid: Content
 
 
 Report = SendDone | LeaseFilled

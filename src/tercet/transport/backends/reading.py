@@ -18,7 +18,7 @@ from tercet.protocol import TransferFailed
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
 
-# A row for each copy: bytes, where in the sender's region, where in the batch's target.
+# A row for each copy: bytes, where in the sender's region, where in the batch's target, or NOWHERE.
 Copies = NDArray[np.int64]
 # Runs a step that copies, and returns how many bytes, while the lease is held; raises LeaseEnded if it is over. A step
 # waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
@@ -26,6 +26,8 @@ Fence = Callable[[Callable[[], int]], int]
 
 # Neighbours are joined up to here.
 MAX_COPY_BYTES = 1024 * 1024
+# Where a copy goes that is not to be written, and a block's number that stands for none.
+NOWHERE = -1
 NO_COPIES: Copies = np.zeros((0, 3), dtype=np.int64)
 
 
@@ -45,6 +47,7 @@ class SendingPeer:
 class Batch:
     """Chunks of one send that are read together: ``copies[i]`` for ``chunks[i]``, into ``target``.
 
+    ``in_place[i]`` is how many of the lease's first blocks were valid when the copies were made, and are left out.
     ``staged``: the target is no KV, but room from which tokens are put into blocks of another size.
     """
 
@@ -54,11 +57,13 @@ class Batch:
     staged: bool = False
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
     copies: list[Copies] = field(default_factory=list[Copies])
+    in_place: list[int] = field(default_factory=list[int])
 
     @property
     def rows(self) -> Copies:
         """What is to be copied for all of them."""
-        return self.copies[0] if len(self.copies) == 1 else np.concatenate([NO_COPIES, *self.copies])
+        found = self.copies[0] if len(self.copies) == 1 else np.concatenate([NO_COPIES, *self.copies])
+        return found[found[:, 2] != NOWHERE] if any(self.in_place) else found
 
 
 class Reader(Protocol):
@@ -101,12 +106,14 @@ class Backend(Protocol):
 def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: RegionShape, blocks: Numbers) -> Copies:
     """From the sender's blocks to ``size`` bytes, the chunk's part, of each of our ``blocks``; in the chunk's layers.
 
-    Of whole blocks, neighbours on both sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do
-    not fit.
+    A block of ours that is :data:`NOWHERE` stands for one that is not written. Of whole blocks, neighbours on both
+    sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do not fit.
     """
     sources, targets = _sources(chunk, size, theirs, len(blocks)), blocks
     counts: Numbers | int = 1
-    if chunk.parts == 1 and chunk.offset == 0 and size == theirs.block_bytes == ours.block_bytes:
+    nowhere = targets < 0
+    left_out = bool(nowhere.any())
+    if not left_out and chunk.parts == 1 and chunk.offset == 0 and size == theirs.block_bytes == ours.block_bytes:
         # Slices and not np.diff, which costs several times as much for a few numbers.
         apart = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
         if not apart.all():
@@ -119,7 +126,10 @@ def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: Regi
     here = chunk.part * size
     layers = range(chunk.layer, chunk.layer + chunk.layers)
     begins = np.array([(0, theirs.planes[layer] + chunk.offset, ours.planes[layer] + here) for layer in layers])
-    return (begins[:, None] + within).reshape(-1, 3)
+    found = begins[:, None] + within
+    if left_out:
+        found[:, nowhere, 2] = NOWHERE
+    return found.reshape(-1, 3)
 
 
 def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: int) -> Copies:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Backend, Batch, Fence, SendingPeer
+from tercet.transport.backends.reading import NOWHERE, Backend, Batch, Fence, SendingPeer
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
@@ -187,7 +187,12 @@ class _Work:
         places = np.empty((len(copies), 2), dtype=np.uint64)
         places[:, 0] = copies[:, 2] + address_of(self._batch.target)
         places[:, 1] = copies[:, 0]
-        return chunk, Vector(places, self._batch.target, chunk.nbytes)
+        owners: tuple[memoryview, ...] = (self._batch.target,)
+        left_out = copies[:, 2] == NOWHERE
+        if left_out.any():  # they come all the same
+            owners = (self._batch.target, memoryview(bytearray(int(copies[left_out, 0].max()))))
+            places[left_out, 0] = address_of(owners[1])
+        return chunk, Vector(places, owners, chunk.nbytes)
 
     def _receive(self, connection: _Connection, chunk: ReadDescriptors, into: Vector) -> None:
         """Take a chunk in; one that the lease does not take any more goes nowhere, for others come behind it."""

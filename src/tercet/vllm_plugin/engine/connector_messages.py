@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
+from tercet.protocol import Content
 from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
 
 
 class SendParams(msgspec.Struct, frozen=True):
-    """A request whose KV ``[begin, end)`` goes to other ranks while it is computed.
+    """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed.
 
     ``destinations[rank]`` are the ones that each rank of this engine sends to. ``base`` is the token position of the
     receiver's slot 0 under ``lease``; ``notify`` is where agents report.
@@ -28,6 +29,7 @@ class SendParams(msgspec.Struct, frozen=True):
 
     send_id: str
     lease: str
+    content: Content
     base: int
     begin: int
     end: int
@@ -37,8 +39,8 @@ class SendParams(msgspec.Struct, frozen=True):
     def openings(self) -> list[SendOpening]:
         """What each rank's agent must know, by rank."""
         return [
-            SendOpening(self.send_id, self.lease, tuple(each), self.notify) for each in self.destinations
-        ]  # fmt: skip
+            SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify) for each in self.destinations
+        ]
 
 
 class SeqParams(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tercet.protocol import KVLayout, from_wire
+from tercet.protocol import Content, KVLayout, from_wire
 from tercet.transport import Push
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
 
@@ -50,9 +50,9 @@ class CoreCalls:
         """Have :meth:`reserve` raise what keeps it waiting."""
         await self._call("tercet_give_up", lease)
 
-    async def commit(self, lease: str, valid_end: int) -> None:
-        """Make received KV below ``valid_end`` findable."""
-        await self._call("tercet_commit", lease, valid_end)
+    async def commit(self, lease: str, valid: Content) -> None:
+        """Make received KV findable; raises :class:`~tercet.protocol.EngineError` if it is of other tokens."""
+        await self._call("tercet_commit", lease, valid.end, valid.digest)
 
     async def release(self, lease: str, valid_end: int) -> int:
         """Give a lease's blocks back; its valid end. Raises :class:`~tercet.protocol.UnknownSequence`."""

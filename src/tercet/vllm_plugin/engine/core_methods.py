@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import msgspec
 
-from tercet.protocol import EngineError, TercetError
+from tercet.protocol import Content, EngineError, TercetError
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
@@ -101,9 +101,9 @@ def tercet_give_up(core: EngineCore, lease: str) -> None:
 
 
 @_answers
-def tercet_commit(core: EngineCore, lease: str, valid_end: int) -> None:
+def tercet_commit(core: EngineCore, lease: str, valid_end: int, digest: bytes) -> None:
     """Make received KV findable in the prefix cache."""
-    _side(core).reservations.commit(lease, valid_end)
+    _side(core).reservations.commit(lease, Content(valid_end, digest))
     _publish_now(_scheduler(core))
 
 

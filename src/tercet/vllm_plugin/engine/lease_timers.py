@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, EngineError, LeaseEnded, TercetError, UnknownSequence
+from tercet.protocol import BadRequest, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
 from tercet.transport import GrantLease, LeaseFilled
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
@@ -23,18 +23,22 @@ ADOPT_SECONDS = 1.0
 
 @dataclass
 class EdgeLease:
-    """One lease. ``filled`` is how far each rank that has reported says its KV is valid.
+    """One lease, which ends by itself ``ttl`` seconds after the last sign of life.
 
-    ``closing`` is the lease's fence, once somebody has asked for it: done when no agent writes under it any more, with
-    how far the KV is valid then.
+    ``filled`` is how far, and for which tokens, each rank that has reported says its KV is valid. ``closing`` is the
+    lease's fence, once somebody has asked for it: done when no agent writes under it any more, with how far the KV is
+    valid then.
     """
 
     lease: str
     seq_id: str
     tokens: list[int]
+    salt: str | None
+    ttl: float
     timer: asyncio.TimerHandle
     matched_len: int = 0
-    filled: dict[int, int] = field(default_factory=dict)
+    committed: int = 0
+    filled: dict[int, Content] = field(default_factory=dict)
     granted: bool = False
     closing: asyncio.Task[int] | None = None
 
@@ -65,21 +69,22 @@ class LeaseTimers:
     async def reserve(
         self, seq_id: str, tokens: list[int], cache_salt: str | None, ttl: float, notify: str
     ) -> EdgeLease:  # fmt: skip
-        """Reserve blocks for ``tokens`` until ``ttl`` seconds from now, and open them on every rank.
+        """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last sign of life; open them on every rank.
 
         Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
         it is over already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then none keeps it.
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
-        held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, timer)
+        held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer)
         try:
             reserved = await self._reserved(lease, tokens, cache_salt)
             held.matched_len = reserved.matched_len
             if lease in self._leases:  # else it is over, and its blocks are on their way back
                 held.granted = True
+                blocks, size, end = reserved.blocks, reserved.block_size, len(tokens)
                 await self._agents.grant(
-                    GrantLease(lease, reserved.blocks, held.matched_len, len(tokens), reserved.block_size, notify)
+                    GrantLease(lease, blocks, held.matched_len, end, size, packed(tokens), cache_salt, notify)
                 )
         except BaseException as error:
             self._forget(lease)
@@ -100,11 +105,11 @@ class LeaseTimers:
         finally:
             giving_up.cancel()
 
-    def claim(self, seq_id: str, tokens: list[int]) -> EdgeLease | None:
+    def claim(self, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease | None:
         """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.
 
         Its fence is on its way: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
-        with what was reserved.
+        with what was reserved, or the salt is another.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
@@ -113,6 +118,7 @@ class LeaseTimers:
             pairs = enumerate(held.tokens)
             differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
             raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
+        _require_salt(held, cache_salt)
         self._forget(held.lease)
         self._closing(held)
         return held
@@ -161,13 +167,20 @@ class LeaseTimers:
         return self._tasks.spawn(self._release(held))
 
     def note(self, filled: LeaseFilled, ranks: int) -> None:
-        """A rank says that a sender has finished; once all ``ranks`` have, what arrived becomes prefix cache."""
+        """A rank says how far KV has come: a sign of life. Once all ``ranks`` have, it becomes prefix cache."""
         held = self._leases.get(filled.lease)
         if held is None:
             return  # the lease is over
-        held.filled[filled.rank] = filled.valid_end
-        if len(held.filled) == ranks:
-            self._tasks.spawn(self._core.commit(filled.lease, min(held.filled.values())))
+        self._renew(held)
+        held.filled[filled.rank] = filled.valid
+        valid = min(held.filled.values(), key=lambda valid: valid.end)
+        if len(held.filled) == ranks and valid.end > held.committed:
+            held.committed = valid.end
+            self._tasks.spawn(self._core.commit(filled.lease, valid))
+
+    def _renew(self, held: EdgeLease) -> None:
+        held.timer.cancel()
+        held.timer = asyncio.get_running_loop().call_later(held.ttl, self._expire, held.lease)
 
     def _expire(self, lease: str) -> None:
         agent_metrics.leases_expired.inc()
@@ -193,3 +206,8 @@ class LeaseTimers:
             held.timer.cancel()
             del self._of_seq[held.seq_id]
         return held
+
+
+def _require_salt(held: EdgeLease, cache_salt: str | None) -> None:
+    if (cache_salt or None) != (held.salt or None):
+        raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from tercet.protocol import Conflict, NoSpace, UnknownSequence
+from tercet.protocol import Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 
 if TYPE_CHECKING:
@@ -132,11 +132,17 @@ class Reservations:
     def _blocks_of(self, owner: VLLMRequest) -> list[int]:
         return manager_blocks(self._manager, owner.request_id)
 
-    def commit(self, lease: str, valid_end: int) -> None:
-        """Make the KV received so far, ``[0, valid_end)``, findable in the prefix cache; the lease stays open."""
+    def commit(self, lease: str, valid: Content) -> None:
+        """Make the KV received so far findable in the prefix cache; the lease stays open.
+
+        Raises :class:`EngineError` if it is not of the lease's tokens: it would be found under another's hashes.
+        """
         held = self._held.get(lease)
-        if held is not None:
-            self._manager.cache_blocks(held.owner, min(valid_end, held.end))
+        if held is None:
+            return
+        if content_of(packed(held.tokens), held.owner.cache_salt, valid.end) != valid:
+            raise EngineError(f"lease {lease}: the agents report KV of other tokens than it was taken for")
+        self._manager.cache_blocks(held.owner, valid.end)
 
     def release(self, lease: str, valid_end: int) -> int:
         """Give the blocks of a lease that is over back; what arrived stays as prefix cache. Returns its valid end.

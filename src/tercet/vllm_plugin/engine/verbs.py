@@ -28,6 +28,8 @@ from tercet.protocol import (
     Sent,
     UnknownSequence,
     Usage,
+    content_of,
+    packed,
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
@@ -154,6 +156,7 @@ class EngineVerbs:
             params = SendParams(
                 send_id=sending.send_id,
                 lease=call.kv_addr_info.lease,
+                content=content_of(packed(tokens), call.cache_salt, end),
                 base=call.kv_addr_info.begin,
                 begin=begin,
                 end=end,
@@ -243,7 +246,7 @@ class EngineVerbs:
         self._limits.check_output(tokens, call.output)
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
-        claimed = self._leases.claim(call.seq_id, [*tokens, *call.output])
+        claimed = self._leases.claim(call.seq_id, [*tokens, *call.output], call.cache_salt)
         if claimed is not None and not await self._closed(call.seq_id, claimed):
             claimed = None
         seq = SeqParams(output=call.output)
