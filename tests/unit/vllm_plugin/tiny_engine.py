@@ -161,9 +161,9 @@ class TinyEngine:
         """Reserve now or not at all, and let the agent know, as the verbs do; the matched length."""
         waiting = core_methods.tercet_reserve(self.core, lease, tokens, salt)
         self.call(core_methods.tercet_give_up, lease)
-        return self.granted(lease, tokens, waiting)
+        return self.granted(lease, tokens, waiting, salt)
 
-    def granted(self, lease: str, tokens: list[int], answer: Any) -> int:
+    def granted(self, lease: str, tokens: list[int], answer: Any, salt: str | None = None) -> int:
         """Take the answer to ``tercet_reserve``, and let the agent know."""
         found = self.answer(answer.result(0) if isinstance(answer, Future) else answer)
         found = msgspec.convert(found, ReservedBlocks)
