@@ -221,6 +221,31 @@ async def test_push_to_a_lease_that_never_was_is_refused(prefill: HttpEngine, de
             await prefill.remote_send(request, Reservation(info, 0), 0)
 
 
+async def test_kv_of_other_tokens_is_refused_and_nothing_of_it_kept(prefill: HttpEngine, decode: HttpEngine) -> None:
+    """Y's KV into X's lease: another token, or another cache salt; computed anew, or from the sender's cache."""
+    prompt = prompt_of(300)
+    mine = request_of(prompt)
+    others = [*prompt[:100], prompt[100] + 1, *prompt[101:]]
+    before = (await decode.status()).counters["chunks_received"]
+    async with decode.prep_recv(mine) as space:
+        for salt, tokens in (("a", others), ("a", others), ("b", prompt)):
+            with pytest.raises(TransferFailed, match="of other tokens") as raised:
+                await prefill.remote_send(request_of(tokens, cache_salt=salt), space, 0)
+            assert raised.value.param == "kv_addr_info"
+        assert (await decode.status()).counters["chunks_received"] == before
+        outputs = [item async for item in decode.start_generate(mine, 300)]
+    assert outputs[0].usage is not None
+    assert (outputs[0].usage.received, outputs[0].usage.computed) == (0, 300)
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
+async def test_another_salt_than_was_reserved_is_refused(decode: HttpEngine) -> None:
+    request = request_of(prompt_of(100))
+    async with decode.prep_recv(request):
+        with pytest.raises(BadRequest, match="cache_salt"):
+            await generate(decode, msgspec.structs.replace(request, cache_salt=None))
+
+
 async def test_lease_that_ends_during_the_push_stops_it(prefill: HttpEngine, decode: HttpEngine) -> None:
     request = request_of(prompt_of(1500))
     async with decode.prep_recv(request) as space:

@@ -12,6 +12,7 @@ import zmq.asyncio
 from tercet.transport import LeaseFilled, SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.vllm_plugin.engine.agent_reports import AgentReports
+from tests.unit.transport.models import whose
 
 SECONDS = 30.0
 
@@ -32,11 +33,11 @@ async def test_a_process_that_does_not_know_the_inbox_s_key_reports_nothing(key:
                     await sending.wait()
             assert not sending.reports
         with reports.sending() as sending:
-            reporter.report(reports.address, LeaseFilled("f" * 32, 0, 16))
+            reporter.report(reports.address, LeaseFilled("f" * 32, 0, whose(16)))
             reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
             async with asyncio.timeout(SECONDS):
                 assert (await sending.wait()).bytes == 5
-        assert filled == [LeaseFilled("f" * 32, 0, 16)]
+        assert filled == [LeaseFilled("f" * 32, 0, whose(16))]
     finally:
         reports._task.cancel()
         reports._socket.close()
