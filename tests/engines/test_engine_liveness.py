@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -46,7 +46,7 @@ def parts_of(url: str) -> dict[str, psutil.Process]:
 
 
 @contextmanager
-def stopped(process: psutil.Process) -> Iterator[None]:
+def stopped(process: psutil.Process) -> Generator[None]:
     os.kill(process.pid, signal.SIGSTOP)
     try:
         yield

@@ -14,7 +14,7 @@ from tercet.client import HttpEngine
 from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
 from tercet.fleet.membership import connecting
-from tercet.protocol import BadRequest, Engine, EngineUnreachable, Output, Request
+from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
 from tercet.streams import StreamListener
 
 from .conftest import Fleet, settled
@@ -53,13 +53,17 @@ class Here:
     decode: Engine
 
 
+def anybody(_: EngineStatus) -> None:
+    """Whoever answers is admitted."""
+
+
 @asynccontextmanager
 async def front_door(fleet: Fleet) -> AsyncGenerator[Here]:
     members = Members(())
     urls = {"p": fleet.engine_url("prefill"), "d": fleet.engine_url("decode")}
     async with StreamListener() as listener:
         connect = connecting(members, listener)
-        async with connect("p", urls["p"]) as prefill, connect("d", urls["d"]) as decode:
+        async with connect("p", urls["p"], anybody) as prefill, connect("d", urls["d"], anybody) as decode:
             for name, engine in (("p", prefill), ("d", decode)):
                 members.add(Member(name, urls[name], "both", engine))
             yield Here(members, listener, prefill, decode)

@@ -360,7 +360,7 @@ GOOD_PREP = {"prompt": [1, 2, 3], "seq_id": "bad-input"}
         ("start_generate", {"output": [5] * 2045, "sampling_params": {"max_tokens": 4000}}, "output"),
         ("start_generate", {"sampling_params": {"temprature": 0}}, "sampling_params.temprature"),
         ("start_generate", {"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ("start_generate", {"sampling_params": {"temperature": "hot"}}, "sampling_params"),
+        ("start_generate", {"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
         ("start_generate", {"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ("start_generate", {"sampling_params": {"n": 2}}, "sampling_params.n"),
         ("start_generate", {"sampling_params": {"max_tokens": 2}, "output": [4, 5]}, "sampling_params.max_tokens"),

@@ -55,7 +55,7 @@ from tests.unit.transport.builders import (
     fin,
     sending_region,
 )
-from tests.unit.transport.models import a_grant
+from tests.unit.transport.models import a_grant, whose
 
 LEASED = {(layer, block) for layer in range(LAYERS) for block in (5, 2, 3)}
 OURS, THEIRS = BlockShape(16, 1, 2, 1), BlockShape(8, 1, 2, 1)
@@ -137,6 +137,7 @@ class SendersRoom:
         """End the lease: what it says is valid was all written. Another lease follows, for the next case."""
         receiving, size = self._receiving, SIZE if self._ours is None else self._ours.tokens
         valid_end = receiving.grants.revoke(self._lease)
+        assert valid_end is not None, "the lease was open"
         assert 0 <= valid_end <= 3 * size
         happened.append(f"valid to {valid_end}")
         assert len(receiving.grants) == 0
@@ -207,7 +208,7 @@ class AnswersRoom:
         legs: list[Leg] = []
         for number in range(1, 4):
             heard = outcomes.setdefault(number, [])
-            leg = Leg(LEASE, HeadSlice(0, BLOCK_BYTES), heard.append, number)
+            leg = Leg(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), heard.append, number)
             assert peer.open(leg)
             leg.chunks.append(chunk(0, 0, [1, 2], send=number))
             if number < 3:
@@ -275,7 +276,7 @@ class RequestsRoom:
         self._region = sending_region()
         self._rank = LocalRank(self._region, FINGERPRINT, TransportSettings(), [tcp.TcpBackend()])
         self._peer = TransferPeer(["tcp://127.0.0.1:1"], self._rank, lambda _: None)
-        self._leg = Leg(LEASE, HeadSlice(0, BLOCK_BYTES), lambda _: None, 1)
+        self._leg = Leg(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), lambda _: None, 1)
         assert self._peer.open(self._leg)
         offered = [chunk(0, 0, [1, 2]), chunk(1, 0, [5]), chunk(0, 0, [6, 3], offset=16, size=16)]
         self._leg.chunks += offered

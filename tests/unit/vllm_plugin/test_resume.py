@@ -104,7 +104,13 @@ class Tokenizer:
 class Thinking(BaseThinkingReasoningParser):
     """vLLM's reasoning parser for models that think between two tokens."""
 
-    start_token, end_token = "<think>", "</think>"
+    @property
+    def start_token(self) -> str:
+        return "<think>"
+
+    @property
+    def end_token(self) -> str:
+        return "</think>"
 
 
 class Grammar:
