@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 import pytest
 
@@ -24,6 +25,7 @@ from tercet.transport.peer_messages import (
     ReadDescriptors,
     ReadRequest,
     Refused,
+    SendBegin,
     SendEnd,
     Splitter,
     Welcome,
@@ -91,6 +93,14 @@ def heard(connection: socket.socket) -> Iterator[object]:
         yield from splitter.feed(data)
 
 
+def first_chunk(connection: socket.socket) -> ReadDescriptors:
+    """The first chunk of a sender's only send."""
+    begin, chunk = islice(heard(connection), 2)
+    assert isinstance(begin, SendBegin)
+    assert isinstance(chunk, ReadDescriptors)
+    return chunk
+
+
 Lie = Callable[[Greeting, bytes], bytes]
 LIES: dict[str, tuple[Lie, str]] = {
     "nothing more": (lambda _g, _c: b"", "closed the connection"),
@@ -155,8 +165,7 @@ def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped
         with connection:
             connection.sendall(welcome(*introduce(connection)))
             send.push([0], ALL)
-            chunk = next(heard(connection))
-            assert isinstance(chunk, ReadDescriptors)
+            chunk = first_chunk(connection)
             connection.sendall(framed(Acknowledged(chunk.send - 1)) + framed(Acknowledged(chunk.send)))
             outcome = send.wait()
             assert isinstance(outcome, TransferFailed)
@@ -206,8 +215,7 @@ def test_a_receiver_that_asks_for_what_was_not_offered_gets_nothing(
             with data:
                 introduce(data)
                 send.push([0], ALL)
-                chunk = next(heard(connection))
-                assert isinstance(chunk, ReadDescriptors)
+                chunk = first_chunk(connection)
                 data.sendall(framed(asked(chunk)))
                 assert until_closed(data) == b""
                 assert isinstance(send.wait(), TransferFailed)
@@ -227,8 +235,7 @@ def test_of_a_send_that_is_over_nothing_but_that_is_sent() -> None:
             with data:
                 introduce(data)
                 send.push([0], ALL)
-                chunk = next(heard(connection))
-                assert isinstance(chunk, ReadDescriptors)
+                chunk = first_chunk(connection)
                 data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
                 word = chunk.send.to_bytes(8, "little")
                 sent = word + bytes(source.blocks(0, 0, BLOCKS)) + word
