@@ -257,6 +257,11 @@ class EngineFleet:
             if member.in_flight == 0 and member.when_idle is not None:
                 member.when_idle()
 
+    @property
+    def answers(self) -> bool:
+        """Whether at least one engine that may be picked answers."""
+        return any(member.reachable for member in self._open)
+
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""
         failed = self._failed or ()

@@ -52,7 +52,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     ):
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
-            config.request_timeout_s,
+            config.request_timeout_s, config.wait_for_engine_s,
         )  # fmt: skip
         scheduling = SchedulingFile(fleet)
         with state_path(config) as path:

@@ -28,13 +28,15 @@ NO_VERSION = 0
 RETURN_AFTER = 5
 PROGRAM_FAILED = "program_failed"
 ON_FAILURE = RetryBudget()
+LOOK_SECONDS = 0.1
 
 
 class Service:
     """The programs of this front door over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
-    ``retries`` is what is done for a sequence whose engine or program fails; ``request_timeout`` is in seconds.
+    ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so is
+    ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class Service:
         return_after: int = RETURN_AFTER,
         retries: RetryBudget = ON_FAILURE,
         request_timeout: float | None = None,
+        wait_for_engine: float = 0.0,
     ) -> None:
         self.fleet = fleet
         self.sequences = RunningSequences()
         self._retries = retries
         self._request_timeout = request_timeout
+        self._wait_for_engine = wait_for_engine
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
         self._metrics = metrics
@@ -109,8 +113,16 @@ class Service:
                     attempts.finish(_last_output(failure))
                     return
                 await asyncio.sleep(retry.pause)
+                await self._until_an_engine_answers()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
+
+    async def _until_an_engine_answers(self) -> None:
+        """An attempt without any engine would fail at once, and the budget with it; the watch says who is back."""
+        for _ in range(int(self._wait_for_engine / LOOK_SECONDS)):
+            if self.fleet.answers:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
     @contextmanager
     def _deadline(self, began: float, stream: OutputStream) -> Generator[None]:

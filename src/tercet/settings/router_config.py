@@ -160,6 +160,10 @@ class FrontDoorConfig(Settings, frozen=True):
             unit="seconds",
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
+    wait_for_engine_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1_000_000_000)],
+        Setting("When no engine answers, how long a sequence waits for one before it is tried again.", unit="seconds"),
+    ] = msgspec.field(default=30.0, name="wait-for-engine")
     limits: Limits = Limits()
     request_timeout_s: Annotated[
         Seconds | None,

@@ -306,3 +306,29 @@ def test_all_engines_dead_is_an_error_soon(metrics: Metrics) -> None:
         assert all(member.in_flight == 0 for member in fleet.members)
 
     run_virtual(check())
+
+
+async def test_while_no_engine_answers_a_sequence_waits_for_one(door: Door, metrics: Metrics) -> None:
+    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+    for name in "pd":
+        door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
+        door.fleet.member(name).reachable = False
+    asking = asyncio.ensure_future(door.ask())
+    while not (door.engine("p").calls or door.engine("d").calls):
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not asking.done()
+    door.engine("d").failures.clear()
+    door.fleet.member("d").reachable = True  # as the watch finds out
+    assert (await asking)[1] == ANSWER
+
+
+async def test_it_does_not_wait_for_ever(door: Door, metrics: Metrics) -> None:
+    door.service = Service(door.fleet, "data_parallel", {}, metrics, wait_for_engine=0.2)
+    for name in "pd":
+        door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
+        door.fleet.member(name).reachable = False
+    with pytest.raises(EngineUnreachable):
+        await door.ask()
+    assert await door.has_everything_back()
