@@ -35,8 +35,8 @@ class Service:
     """The programs of this front door over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
-    ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so is
-    ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again.
+    ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
+    is ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again.
     """
 
     def __init__(
