@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
+from msgspec import structs
+
 from tercet.protocol import (
     EngineStatus,
     KVAddrInfo,
@@ -73,6 +75,11 @@ class FakeEngine:
             yield Reservation(info, matched)
         finally:
             self.leases.discard(lease)
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        await self._enter("extend_recv", end)
+        resolved = request.num_tokens if end is None else end
+        return structs.replace(reservation, kv_addr_info=structs.replace(reservation.kv_addr_info, end=resolved))
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False

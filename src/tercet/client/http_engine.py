@@ -143,6 +143,17 @@ class HttpEngine:
             if self._held.pop(request.seq_id, None) is not None:
                 self._release_soon(request.seq_id, reservation.lease)
 
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        call = PrepRecvCall(
+            prompt=list(request.prompt),
+            seq_id=request.seq_id,
+            end=end,
+            cache_salt=request.cache_salt,
+            lease=reservation.lease,
+        )
+        answer = await self._post("prep_recv", call, PrepRecvAnswer)
+        return Reservation(answer.kv_addr_info, answer.matched_len)
+
     def _release_soon(self, seq_id: str, lease: str) -> None:
         """End a lease beside the way: whoever leaves a reservation never waits for an engine that does not answer."""
         task = self._ending[seq_id] = self._releasing.spawn(self._release(lease))

@@ -114,6 +114,15 @@ class TracedEngine:
             self.note(event, started)
             yield reservation
 
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        """See :meth:`tercet.protocol.Engine.extend_recv`."""
+        started = self.clock()
+        with self._watched():
+            async with until_lost(self.calls):
+                extended = await self._engine.extend_recv(reservation, request, end)
+        self.note(TraceEvent("extend_recv", self.name, end=extended.end, cached=extended.matched_len), started)
+        return extended
+
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:

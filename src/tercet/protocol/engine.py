@@ -61,6 +61,17 @@ class Engine(Protocol):
         """
         ...
 
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        """Extend an open reservation to ``prompt[:end]``, which begins with what it was made for; returns it anew.
+
+        Of the new one, ``matched_len`` tokens are there by now, in whole blocks. No block is given back meanwhile, and
+        the first one's context ends both. If it fails, the lease is as it was.
+
+        Raises :class:`~tercet.protocol.errors.NoSpace`, :class:`~tercet.protocol.errors.UnknownSequence` for a lease
+        that is over, :class:`~tercet.protocol.errors.BadRequest` for other tokens.
+        """
+        ...
+
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:

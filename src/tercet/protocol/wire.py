@@ -27,13 +27,17 @@ Prompt = str | list[TokenId]
 
 
 class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time."""
+    """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time.
+
+    With ``lease``, that open lease of the same sequence is extended: the prompt begins with what it was taken for.
+    """
 
     prompt: Prompt
     seq_id: Name
     end: int | None = None
     cache_salt: str | None = None
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    lease: Name | None = None
 
 
 class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -215,6 +215,20 @@ class Leases:
         self._by_name[name] = self._by_seq[seq_id] = lease
         return lease
 
+    def extend(self, lease: Lease, prompt: Prompt, end: int, margin: int) -> None:
+        """Pin more for an open lease, up to ``end`` of ``prompt``, which begins with its own.
+
+        Raises ``NoSpace``, and then takes nothing.
+        """
+        more = end // self._block_size - lease.end // self._block_size
+        if self._pinned + more > self._max_blocks:
+            raise NoSpace(f"{more} blocks on top of {self._pinned} under lease exceed {self._max_blocks}")
+        if not self._pool.fits([], 0, more + margin):
+            raise NoSpace(f"{more} blocks are needed and {self._pool.free} are free")
+        self._pool.take(lease.holding, more)
+        self._pinned += more
+        lease.prompt, lease.end = prompt, end
+
     def find(self, name: str) -> Lease | None:
         """The lease, while it lasts."""
         return self._by_name.get(name)

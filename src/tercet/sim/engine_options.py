@@ -125,12 +125,12 @@ def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample:
         raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length", "sample")
 
 
-def check_same(lease: Lease, request: Request, output: Sequence[int]) -> None:
+def check_same(lease: Lease, request: Request, output: Sequence[int], end: int | None = None) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence, and its cache salt."""
     reserved = lease.prompt.tokens
     if not lease.prompt.has_salt(request.cache_salt):
         raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
-    if reserved is request.prompt:
+    if reserved is request.prompt and (end is None or end >= lease.end):
         return
-    if (*request.prompt, *output)[: lease.end] != reserved[: lease.end]:
+    if (*request.prompt, *output)[:end][: lease.end] != reserved[: lease.end]:
         raise BadRequest("prompt: differs from what prep_recv reserved", "prompt")

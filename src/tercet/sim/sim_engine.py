@@ -111,13 +111,36 @@ class SimEngine:
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         lease = await self._lease(request, end, self.options.lease_ttl)
         try:
-            yield self._told(lease)
+            yield self._told(lease, lease.matched)
         finally:
             self._end_lease(lease)
 
     async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
         """``prep_recv`` whose lease ends by itself after ``ttl`` seconds, or by :meth:`release`."""
-        return self._told(await self._lease(request, end, ttl))
+        lease = await self._lease(request, end, ttl)
+        return self._told(lease, lease.matched)
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        extended, _ = await self.extend(reservation.lease, request, end)
+        return extended
+
+    async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
+        """As :meth:`extend_recv`, by the lease's name; its time to live (seconds), too."""
+        await self._arrive(request)
+        resolved = resolve_end(request.num_tokens, end)
+        extended = await self._between_steps(lambda: self._extend(lease, request, resolved))
+        there = extended.valid_end // self.profile.block_size * self.profile.block_size
+        return self._told(extended, there), extended.ttl
+
+    def _extend(self, name: str, request: Request, end: int) -> Lease:
+        lease = self._leases.find(name)
+        if lease is None or lease.seq_id != request.seq_id:
+            raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
+        check_same(lease, request, (), end)
+        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        self._leases.extend(lease, prompt, end, self._scheduler.running)
+        self._renew(lease)
+        return lease
 
     async def _lease(self, request: Request, end: int | None, ttl: float) -> Lease:
         await self._arrive(request)
@@ -126,10 +149,10 @@ class SimEngine:
             raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
         return await self._between_steps(lambda: self._reserve(request, resolved, ttl), self._end_lease)
 
-    def _told(self, lease: Lease) -> Reservation:
+    def _told(self, lease: Lease, matched: int) -> Reservation:
         address = RankAddress(0, (self._address,))
         info = KVAddrInfo(lease.name, self.name, lease.matched, lease.end, "sim", (address,), self._layout)
-        return Reservation(info, lease.matched)
+        return Reservation(info, matched)
 
     def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
         if request.seq_id in self._generating:

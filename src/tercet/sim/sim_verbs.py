@@ -160,6 +160,9 @@ class Verbs:
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
         call = decode_call(await http.read(), PrepRecvCall)
+        if call.lease is not None:
+            found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
+            return json_of(PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl))
         longest = self._engine.options.lease_ttl
         ttl = min(call.ttl or longest, longest)
         found = await self._engine.reserve(request_of(call), call.end, ttl)

@@ -50,6 +50,10 @@ class Frozen:
         await self._for_ever()
         yield reservation(self.name)
 
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        await self._for_ever()
+        raise AssertionError
+
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:

@@ -388,6 +388,32 @@ def test_what_a_sender_computes_keeps_a_lease_alive() -> None:
     run_virtual(main())
 
 
+def test_a_lease_is_extended_to_more_of_its_sequence() -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("p", "d", profile=profile_of(blocks=40), max_lease_share=0.5)
+        whole = request_of("s", 192, 5)
+        begun = structs.replace(whole, prompt=whole.prompt[:100])
+        async with receiver.prep_recv(begun) as space:
+            await sender.remote_send(begun, space, 0)
+            more = await receiver.extend_recv(space, whole)
+            assert (more.lease, more.end, more.kv_addr_info.begin) == (space.lease, 192, 0)
+            assert 0 < more.matched_len <= 100
+            too_long = structs.replace(whole, prompt=whole.prompt * 3)
+            with pytest.raises(NoSpace):
+                await receiver.extend_recv(more, too_long)
+            for wrong in (begun, structs.replace(whole, prompt=(1, *whole.prompt[1:]))):
+                with pytest.raises(BadRequest):
+                    await receiver.extend_recv(more, wrong)
+            await sender.remote_send(whole, more, more.matched_len)
+            outputs = [output async for output in receiver.start_generate(whole, 192)]
+        assert outputs[0].usage == Usage(received=191, computed=1)
+        with pytest.raises(UnknownSequence):
+            await receiver.extend_recv(more, whole)
+        assert is_empty(receiver)
+
+    run_virtual(main())
+
+
 def test_release_by_hand() -> None:
     async def main() -> None:
         sender, receiver = engines_of("p", "d")

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, from_wire, packed
-from tercet.transport import GrantLease, LeaseFilled, RevokeLease
+from tercet.transport import ExtendLease, GrantLease, LeaseFilled, RevokeLease
 from tercet.vllm_plugin.engine import agent_calls, core_methods, lease_timers
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.core_calls import CoreCalls
@@ -193,6 +193,55 @@ async def test_each_report_of_a_sender_renews_a_lease(edge: Edge) -> None:
     assert held.timer.when() > first
     await edge.leases.release(held.lease)
     assert held.timer.cancelled()
+    await edge.settled()
+
+
+async def test_an_extended_lease_is_for_more_tokens_and_renewed(edge: Edge, engine: TinyEngine) -> None:
+    held = await edge.reserve(length=40, ttl=30)
+    blocks, due = list(engine.agent.granted[held.lease].blocks), held.timer.when()
+    await asyncio.sleep(0.01)
+    assert await edge.leases.extend(held.lease, "s", tokens_of(100), None) is held
+    assert held.tokens == tokens_of(100)
+    assert held.timer.when() > due
+    grant = engine.agent.granted[held.lease]
+    assert (grant.tokens, grant.end, list(grant.blocks)[:3]) == (packed(tokens_of(100)), 100, blocks)
+    with pytest.raises(BadRequest, match="first at position 40"):
+        await edge.leases.extend(held.lease, "s", tokens_of(40), None)
+    with pytest.raises(BadRequest, match="cache_salt"):
+        await edge.leases.extend(held.lease, "s", tokens_of(120), "salt")
+    for lease, seq_id in ((held.lease, "t"), ("0" * 32, "s")):
+        with pytest.raises(UnknownSequence):
+            await edge.leases.extend(lease, seq_id, tokens_of(120), None)
+    with pytest.raises(NoSpace):
+        await edge.leases.extend(held.lease, "s", tokens_of(900), None)
+    assert held.tokens == tokens_of(100)
+    await edge.leases.release(held.lease)
+    await edge.settled()
+
+
+async def test_what_an_agent_does_not_open_is_not_the_leases(edge: Edge, engine: TinyEngine) -> None:
+    held = await edge.reserve(length=40)
+    engine.agent.fails_at = ExtendLease
+    with pytest.raises(EngineError):
+        await edge.leases.extend(held.lease, "s", tokens_of(100), None)
+    assert held.tokens == tokens_of(40)
+    engine.agent.fails_at = None
+    assert (await edge.leases.extend(held.lease, "s", tokens_of(100), None)).tokens == tokens_of(100)
+    await edge.leases.release(held.lease)
+    await edge.settled()
+
+
+async def test_a_lease_that_ends_while_it_is_extended(edge: Edge, engine: TinyEngine) -> None:
+    held = await edge.reserve(length=40)
+    edge.core.after.clear()
+    extending = asyncio.ensure_future(edge.leases.extend(held.lease, "s", tokens_of(100), None))
+    await asyncio.sleep(0)
+    releasing = asyncio.ensure_future(edge.leases.release(held.lease))
+    await asyncio.sleep(0)
+    edge.core.after.set()
+    with pytest.raises(LeaseEnded):
+        await extending
+    await releasing
     await edge.settled()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from vllm.config import VllmConfig
 
-from tercet.protocol import Conflict, EngineError, NoSpace, UnknownSequence, packed
+from tercet.protocol import BadRequest, Conflict, EngineError, NoSpace, UnknownSequence, packed
 
 from .tiny_engine import BLOCK, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
 
@@ -104,6 +106,70 @@ def test_prompts_under_way_keep_the_blocks_that_they_will_need(engine: TinyEngin
     with pytest.raises(NoSpace, match="promised"):
         engine.reserve(A, tokens_of(20 * BLOCK, start=500))
     engine.run(request)
+
+
+# ---- extend --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 15 * BLOCK), min_size=1, max_size=5), st.integers(0, 3))
+def test_extended_step_by_step_a_lease_is_as_one_reservation(engine: TinyEngine, ends: list[int], cached: int) -> None:
+    steps, salt = sorted(set(ends)), f"{ends} {cached}"
+    tokens = tokens_of(steps[-1])
+    if cached:
+        engine.run(engine.add("before", [*tokens_of(cached * BLOCK), 5], max_tokens=1, salt=salt))
+    free = engine.free_blocks
+    matched = engine.reserve(A, tokens[: steps[0]], salt)
+    found, before = engine.agent.granted[A].blocks, list[int]()
+    for end in steps[1:]:
+        before = list(found)
+        extended = engine.extend(A, tokens[:end], salt)
+        found = extended.blocks
+        assert (extended.matched_len, found[: len(before)]) == (matched, before), "no block is given back or moved"
+    assert len(set(found)) == len(found) == -(-(steps[-1] - matched) // BLOCK)
+    assert free - engine.free_blocks == -(-(steps[-1] + 1) // BLOCK)
+    engine.commit(A, steps[-1], tokens)
+    assert engine.cached(tokens, salt) == steps[-1] // BLOCK * BLOCK
+    engine.agent.received[A] = steps[-1]
+    assert engine.release(A) == steps[-1]
+    engine.agent.ended.clear()
+    engine.agent.received.clear()
+    engine.assert_nothing_held()
+
+
+def test_a_lease_that_cannot_be_extended_is_as_it_was(config: VllmConfig) -> None:
+    engine = TinyEngine(config, {"max_lease_share": 0.25})  # 8 of 33 blocks
+    tokens = tokens_of(12 * BLOCK)
+    engine.reserve(A, tokens[:40])
+    free, grant = engine.free_blocks, engine.agent.granted[A]
+    with pytest.raises(NoSpace, match="max_lease_share"):
+        engine.extend(A, tokens)
+    others = [tokens[:39] + [1, 2], tokens[:30]]
+    for wrong in others:
+        with pytest.raises(BadRequest, match="begin with"):
+            engine.extend(A, wrong)
+    with pytest.raises(BadRequest, match="begin with"):
+        engine.extend(A, tokens[:60], "salt")
+    with pytest.raises(UnknownSequence):
+        engine.extend(B, tokens[:60])
+    assert (engine.free_blocks, engine.agent.granted[A]) == (free, grant)
+    assert engine.extend(A, tokens[:41]).blocks == grant.blocks
+    assert engine.extend(A, tokens[:100]).blocks[:3] == grant.blocks
+    engine.release(A)
+    engine.assert_nothing_held()
+
+
+def test_an_extended_lease_is_adopted_as_any(engine: TinyEngine) -> None:
+    tokens = tokens_of(4 * BLOCK + 5)
+    engine.reserve(A, tokens[: BLOCK + 3])
+    engine.extend(A, tokens)
+    engine.agent.received[A] = 4 * BLOCK
+    request = engine.add("r", tokens, lease=A, valid_end=4 * BLOCK)
+    output, _ = engine.step()
+    assert output.num_scheduled_tokens == {"r": 5}
+    engine.run(request)
+    engine.agent.granted.clear()
+    engine.assert_nothing_held()
 
 
 # ---- commit and release --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import structs
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -24,7 +25,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tercet.protocol import EngineError, content_of, from_wire, packed
-from tercet.transport import CancelSend, GrantLease, HeadSlice, Push, PushCached, RevokeLease, SendDestination
+from tercet.transport import (
+    CancelSend,
+    ExtendLease,
+    GrantLease,
+    HeadSlice,
+    Push,
+    PushCached,
+    RevokeLease,
+    SendDestination,
+)
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.connector_messages import (
@@ -112,6 +122,15 @@ class FakeAgent:
                     raise EngineError("granted before")
                 self.granted[command.lease] = command
                 self.received.setdefault(command.lease, command.begin)
+            case ExtendLease():
+                assert (
+                    list(command.blocks)[: len(self.granted[command.lease].blocks)]
+                    == self.granted[command.lease].blocks
+                )
+                grant = self.granted[command.lease]
+                self.granted[command.lease] = structs.replace(
+                    grant, blocks=command.blocks, end=command.end, tokens=command.tokens
+                )
             case RevokeLease():
                 self.ended.add(command.lease)
                 return self.received[command.lease] if self.granted.pop(command.lease, None) else 0
@@ -171,6 +190,9 @@ class TinyEngine:
         end, size = len(tokens), found.block_size
         self.agent.do(GrantLease(lease, found.blocks, matched, end, size, packed(tokens), salt, "tcp://127.0.0.1:1"))
         return matched
+
+    def extend(self, lease: str, tokens: list[int], salt: str | None = None) -> ReservedBlocks:
+        return msgspec.convert(self.call(core_methods.tercet_extend, lease, tokens, salt), ReservedBlocks)
 
     def commit(self, lease: str, valid_end: int, tokens: list[int] | None = None) -> None:
         """KV of the lease's first tokens, or of others, has arrived."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tercet.protocol import EngineError, TercetError
-from tercet.transport import CancelSend, GrantLease, PushCached, RevokeLease
+from tercet.transport import CancelSend, ExtendLease, GrantLease, PushCached, RevokeLease
 from tercet.vllm_plugin.engine import agent_metrics
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ ANSWER_SECONDS = 3.0
 RETRY_SECONDS = 1.0
 LOGGED_SECONDS = 5.0
 
-Asked = GrantLease | PushCached | RevokeLease | CancelSend
+Asked = GrantLease | ExtendLease | PushCached | RevokeLease | CancelSend
 
 
 class AgentChannel(Protocol):
@@ -40,8 +40,8 @@ class AgentCalls:
     def __init__(self, agents: Sequence[AgentChannel]) -> None:
         self._agents = agents
 
-    async def grant(self, grant: GrantLease) -> None:
-        """Open a lease on every rank.
+    async def grant(self, grant: GrantLease | ExtendLease) -> None:
+        """Open a lease on every rank, or more of it.
 
         Raises :class:`~tercet.protocol.EngineError` if one does not do it: whoever asked must then revoke it on all.
         """

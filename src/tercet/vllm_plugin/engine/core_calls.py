@@ -46,6 +46,14 @@ class CoreCalls:
         """Reserve blocks for ``tokens``. Raises :class:`~tercet.protocol.NoSpace`."""
         return msgspec.convert(await self._call("tercet_reserve", lease, tokens, cache_salt), ReservedBlocks)
 
+    async def extend(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+        """Reserve more blocks for a lease.
+
+        Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
+        :class:`~tercet.protocol.BadRequest`; the lease is as it was then.
+        """
+        return msgspec.convert(await self._call("tercet_extend", lease, tokens, cache_salt), ReservedBlocks)
+
     async def give_up(self, lease: str) -> None:
         """Have :meth:`reserve` raise what keeps it waiting."""
         await self._call("tercet_give_up", lease)

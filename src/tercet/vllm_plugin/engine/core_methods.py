@@ -95,6 +95,13 @@ def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: 
 
 
 @_answers
+def tercet_extend(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Any:
+    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; ``ReservedBlocks``, of all."""
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
+    return msgspec.to_builtins(_side(core).queue.extend(lease, owner, len(tokens)))
+
+
+@_answers
 def tercet_give_up(core: EngineCore, lease: str) -> None:
     """End the wait of a reservation that has not got its blocks yet."""
     _side(core).queue.give_up(lease)
@@ -195,6 +202,7 @@ def _publish_now(scheduler: Scheduler) -> None:
 METHODS: tuple[Callable[..., Any], ...] = (
     tercet_describe,
     tercet_reserve,
+    tercet_extend,
     tercet_give_up,
     tercet_commit,
     tercet_release,

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
-from tercet.transport import GrantLease, LeaseFilled
+from tercet.protocol import BadRequest, Conflict, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
+from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
@@ -40,6 +40,7 @@ class EdgeLease:
     committed: int = 0
     filled: dict[int, Content] = field(default_factory=dict)
     granted: bool = False
+    extending: bool = False
     closing: asyncio.Task[int] | None = None
 
 
@@ -95,6 +96,35 @@ class LeaseTimers:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
         return held
 
+    async def extend(self, lease: str, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease:
+        """Reserve more blocks for a lease, whose first tokens ``tokens`` begin with, and open them on every rank.
+
+        Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it is over,
+        :class:`~tercet.protocol.BadRequest` for other tokens, :class:`~tercet.protocol.NoSpace`, or
+        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is as it was then; what a rank has not
+        opened stays pinned until it ends.
+        """
+        held = self._of_seq.get(seq_id)
+        if held is None or held.lease != lease:
+            raise UnknownSequence(f"lease {lease} is not held here for {seq_id}: released, expired or used", "lease")
+        _require_salt(held, cache_salt)
+        _require_beginning(held, tokens)
+        if not held.granted or held.extending:
+            raise Conflict(f"lease {lease} is being opened already", "lease")
+        self._renew(held)
+        held.extending = True
+        try:
+            reserved = await self._core.extend(lease, tokens, cache_salt)
+            if held.lease in self._leases:  # else it is over: these blocks go back with the others
+                blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
+                await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), cache_salt))
+        finally:
+            held.extending = False
+        if held.lease not in self._leases:
+            raise LeaseEnded(f"{seq_id} was aborted, or its lease ended, while it was being extended", "seq_id")
+        held.tokens = tokens
+        return held
+
     async def _reserved(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
         def give_up() -> None:
             self._tasks.spawn(self._core.give_up(lease))
@@ -114,10 +144,7 @@ class LeaseTimers:
         held = self._of_seq.get(seq_id)
         if held is None:
             return None
-        if tokens[: len(held.tokens)] != held.tokens:
-            pairs = enumerate(held.tokens)
-            differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
-            raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
+        _require_beginning(held, tokens)
         _require_salt(held, cache_salt)
         self._forget(held.lease)
         self._closing(held)
@@ -206,6 +233,13 @@ class LeaseTimers:
             held.timer.cancel()
             del self._of_seq[held.seq_id]
         return held
+
+
+def _require_beginning(held: EdgeLease, tokens: list[int]) -> None:
+    if tokens[: len(held.tokens)] != held.tokens:
+        pairs = enumerate(held.tokens)
+        differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
+        raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
 
 
 def _require_salt(held: EdgeLease, cache_salt: str | None) -> None:

@@ -11,6 +11,7 @@ With vLLM's priority scheduling a reservation counts as a request of priority 0.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -56,6 +57,12 @@ class ReservationQueue:
         self.admit()
         return waiting.answer
 
+    def extend(self, lease: str, owner: VLLMRequest, end: int) -> ReservedBlocks:
+        """As :meth:`Reservations.extend`, with what everybody leaves who waits already."""
+        if self._waiting:
+            raise NoSpace("reservations that came before it wait for blocks")
+        return self._reservations.extend(lease, owner, end, self._needed())
+
     def admit(self) -> None:
         """Give blocks to those that wait, the first ones first; to be called when some may have become free."""
         while self._waiting:
@@ -88,9 +95,14 @@ class ReservationQueue:
         return free < self._blocks_of(request) + self._reservations.blocks_for(first.end)
 
     def _needed_before(self, waiting: Waiting) -> int:
-        queues = (self._scheduler.kv_holding_waiting, self._scheduler.waiting)
-        before = (each for queue in queues for each in queue if self._is_before(each, waiting.owner))
-        return sum(self._blocks_of(each) for each in before)
+        return sum(self._blocks_of(each) for each in self._requests() if self._is_before(each, waiting.owner))
+
+    def _needed(self) -> int:
+        return sum(self._blocks_of(each) for each in self._requests())
+
+    def _requests(self) -> Iterator[VLLMRequest]:
+        for queue in (self._scheduler.kv_holding_waiting, self._scheduler.waiting):
+            yield from queue
 
     def _blocks_of(self, request: VLLMRequest) -> int:
         return max(self._scheduler._request_remaining_blocks(request), 0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from tercet.protocol import Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
+from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ class Reservations:
             num_lookahead_tokens=1,
             num_external_computed_tokens=end - matched,
             delay_cache_blocks=True,
-            reserved_blocks=scheduler._inflight_prefill_reserved_blocks()
-            + _spec_decode_blocks(scheduler)
-            + needed_before,
+            reserved_blocks=self._promised() + needed_before,
             has_scheduled_reqs=bool(scheduler.running),
             **unzeroed,
         )
@@ -128,6 +126,55 @@ class Reservations:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched
+
+    def extend(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
+        """Reserve more blocks for a lease, now or not at all; its own stay where they are. Returns all of them.
+
+        ``owner`` takes the place of the lease's request, whose id and first tokens it has. Raises :class:`NoSpace`,
+        :class:`BadRequest` or :class:`UnknownSequence`; the lease is as it was then.
+        """
+        held = self._held.get(lease)
+        if held is None:
+            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
+        if list(owner.all_token_ids)[:end][: held.end] != held.tokens or owner.cache_salt != held.owner.cache_salt:
+            raise BadRequest("prompt: does not begin with what the lease was taken for", "prompt")
+        more = self.blocks_for(end) - held.num_blocks
+        if more > 0:
+            self._allocate_more(held, owner, end, more, needed_before)
+        held.owner, held.tokens = owner, list(owner.all_token_ids)[:end]
+        blocks, block_size = self._blocks_of(owner), self._manager.coordinator.single_type_managers[0].block_size
+        held.num_blocks = len(blocks)
+        return ReservedBlocks(
+            held.matched_len, blocks[held.matched_len // block_size : -(-end // block_size)], block_size
+        )
+
+    def _allocate_more(self, held: Held, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
+        if self._scheduler.needs_kv_cache_zeroing:
+            raise NoSpace(
+                "this model's new blocks are zeroed before use, so its leases cannot be extended: take a new one"
+            )
+        if self._pinned() + more > self._max_blocks:
+            raise NoSpace(f"{more} blocks on top of {self._pinned()} under lease exceed max_lease_share")
+        # As for a request that runs: what it has is computed, and slots for more tokens are wanted.
+        owner.num_computed_tokens = held.end
+        try:
+            allocated = self._manager.allocate_slots(
+                owner,
+                end - held.end,
+                num_lookahead_tokens=1,
+                delay_cache_blocks=True,
+                reserved_blocks=self._promised() + needed_before,
+                has_scheduled_reqs=bool(self._scheduler.running),
+            )
+        finally:
+            owner.num_computed_tokens = 0
+        if allocated is None:
+            free = self._manager.block_pool.get_num_free_blocks()
+            raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to requests before it")
+
+    def _promised(self) -> int:
+        scheduler = self._scheduler
+        return scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler)
 
     def _blocks_of(self, owner: VLLMRequest) -> list[int]:
         return manager_blocks(self._manager, owner.request_id)

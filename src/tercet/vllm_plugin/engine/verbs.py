@@ -123,18 +123,26 @@ class EngineVerbs:
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
     async def prep_recv(self, call: PrepRecvCall) -> PrepRecvAnswer:
-        """Match the prompt's prefix and reserve blocks for the rest."""
+        """Match the prompt's prefix and reserve blocks for the rest; or extend a lease."""
         tokens = self._tokens(call.prompt)
         end = resolve_end(len(tokens), call.end)
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
+        if call.lease is not None:
+            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt)
+            there = held.committed // self.layout.block_size * self.layout.block_size
+            return self._reserved(held, max(held.matched_len, there))
         if (call.seq_id, None) in self._busy or self._leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
         held = await self._leases.reserve(call.seq_id, tokens[:end], call.cache_salt, ttl, self._reports.address)
+        return self._reserved(held, held.matched_len)
+
+    def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
-        info = KVAddrInfo(held.lease, self._name, held.matched_len, end, "tcp", ranks, self.layout).proved(self._secret)
-        return PrepRecvAnswer(kv_addr_info=info, matched_len=held.matched_len, ttl=ttl)
+        begin, end = held.matched_len, len(held.tokens)
+        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self.layout).proved(self._secret)
+        return PrepRecvAnswer(kv_addr_info=info, matched_len=matched_len, ttl=held.ttl)
 
     async def release(self, lease: str) -> int:
         """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
