@@ -126,6 +126,30 @@ async def test_two_senders_may_fill_one_reservation(prefill: HttpEngine, decode:
     assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
 
 
+async def test_a_lease_is_extended_while_its_sequence_grows(prefill: HttpEngine, decode: HttpEngine) -> None:
+    """As live migration does: what there is is sent, then what was added, under one lease; then the cut-over."""
+    prompt = prompt_of(400)
+    whole = request_of(prompt)
+    begun = msgspec.structs.replace(whole, prompt=tuple(prompt[:200]))
+    async with decode.prep_recv(begun) as space:
+        await prefill.remote_send(begun, space, 0)
+        free = (await decode.status()).free_blocks
+        more = await decode.extend_recv(space, whole, end=-1)
+        assert (more.lease, more.kv_addr_info.begin, more.end) == (space.lease, 0, 399)
+        assert more.matched_len in (0, 200 // BLOCK * BLOCK), "what was committed by then"
+        assert (await decode.status()).free_blocks <= free
+        for end in (150, 10_000):
+            with pytest.raises(BadRequest):
+                await decode.extend_recv(more, whole, end=end)
+        await prefill.remote_send(whole, more, 200 // BLOCK * BLOCK)
+        outputs = [item async for item in decode.start_generate(whole, more.end)]
+    assert outputs[0].usage is not None
+    assert (outputs[0].usage.received, outputs[0].usage.computed) == (399, 1)
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+    with pytest.raises(UnknownSequence):
+        await decode.extend_recv(more, whole)
+
+
 async def test_what_did_not_arrive_is_computed(decode: HttpEngine) -> None:
     """A caller's promise is not trusted: no token comes from KV that is not there."""
     prompt = prompt_of(300)

@@ -144,7 +144,7 @@ def test_a_lease_that_cannot_be_extended_is_as_it_was(config: VllmConfig) -> Non
     free, grant = engine.free_blocks, engine.agent.granted[A]
     with pytest.raises(NoSpace, match="max_lease_share"):
         engine.extend(A, tokens)
-    others = [tokens[:39] + [1, 2], tokens[:30]]
+    others = [[*tokens[:39], 1, 2], tokens[:30]]
     for wrong in others:
         with pytest.raises(BadRequest, match="begin with"):
             engine.extend(A, wrong)

@@ -101,8 +101,8 @@ class LeaseTimers:
 
         Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it is over,
         :class:`~tercet.protocol.BadRequest` for other tokens, :class:`~tercet.protocol.NoSpace`, or
-        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is as it was then; what a rank has not
-        opened stays pinned until it ends.
+        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is as it was then; what a rank has
+        not opened stays pinned until it ends.
         """
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:

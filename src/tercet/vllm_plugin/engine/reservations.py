@@ -142,17 +142,13 @@ class Reservations:
         if more > 0:
             self._allocate_more(held, owner, end, more, needed_before)
         held.owner, held.tokens = owner, list(owner.all_token_ids)[:end]
-        blocks, block_size = self._blocks_of(owner), self._manager.coordinator.single_type_managers[0].block_size
+        blocks, size = self._blocks_of(owner), self._manager.coordinator.single_type_managers[0].block_size
         held.num_blocks = len(blocks)
-        return ReservedBlocks(
-            held.matched_len, blocks[held.matched_len // block_size : -(-end // block_size)], block_size
-        )
+        return ReservedBlocks(held.matched_len, blocks[held.matched_len // size : -(-end // size)], size)
 
     def _allocate_more(self, held: Held, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
         if self._scheduler.needs_kv_cache_zeroing:
-            raise NoSpace(
-                "this model's new blocks are zeroed before use, so its leases cannot be extended: take a new one"
-            )
+            raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
         if self._pinned() + more > self._max_blocks:
             raise NoSpace(f"{more} blocks on top of {self._pinned()} under lease exceed max_lease_share")
         # As for a request that runs: what it has is computed, and slots for more tokens are wanted.
