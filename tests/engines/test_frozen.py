@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from tercet.chaos.engine_processes import RunningProcess, classify
@@ -37,48 +38,86 @@ def engine_of(fleet: Fleet, name: str) -> dict[str, Any]:
     return next(engine for engine in get_json(f"{fleet.url}/tercet/v1/engines") if engine["name"] == name)
 
 
+async def streams(fleet: Fleet, do: Callable[[], object]) -> tuple[list[tuple[str, str]], float]:
+    """Texts and finish reasons of all streams, and the longest gap in one; ``do`` is called once all are under way."""
+    chunks, last = [0] * len(BODIES), dict[int, float]()
+    gap, waits = 0.0, [do]
+
+    def count(index: int) -> None:
+        nonlocal gap
+        chunks[index] += 1
+        now = time.monotonic()
+        gap = max(gap, now - last.get(index, now))
+        last[index] = now
+        if waits and min(chunks) >= 5:
+            waits.pop()()
+
+    async with asyncio.timeout(SECONDS):
+        answers = await asyncio.gather(
+            *(read(fleet.url, body, lambda index=index: count(index)) for index, body in enumerate(BODIES))
+        )
+    assert not waits
+    return [answer[:2] for answer in answers], gap
+
+
+def processes_called(fleet: Fleet, name: str, which: str) -> list[psutil.Process]:
+    found = processes_of(engine_of(fleet, name)["url"])
+    tree = [RunningProcess(each.pid, each.ppid(), " ".join(each.cmdline())) for each in found]
+    kinds: dict[str, Any] = {**classify(found[0].pid, tree)}
+    chosen = [each for each in found if each.pid in kinds[which]]
+    assert chosen, f"{name} has no {which}: {tree}"
+    return chosen
+
+
+async def all_is_back(fleet: Fleet, *names: str) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not all(engine_of(fleet, name)["reachable"] for name in names):
+            await asyncio.sleep(0.5)
+    for name in names:
+        engine = engine_of(fleet, name)
+        assert engine["in_flight"] == 0
+        async with HttpEngine(name, engine["url"]) as client:
+            await settled(client, 60)
+
+
 @pytest.mark.parametrize(
     ("name", "which"),
     [("decode-0", "engine"), ("decode-0", "api"), ("decode-0", "core"), ("decode-0", "agent"), ("prefill-0", "engine")],
 )
 async def test_streams_survive_an_engine_that_stands_still(freezable: Fleet, which: str, name: str) -> None:
-    calm = [await read(freezable.url, body) for body in BODIES]
-    found = processes_of(engine_of(freezable, name)["url"])
-    tree = [RunningProcess(each.pid, each.ppid(), " ".join(each.cmdline())) for each in found]
-    kinds: dict[str, Any] = {**classify(found[0].pid, tree)}
-    pids = set(kinds[which])
-    stopped = [each for each in found if each.pid in pids]
-    assert stopped, f"{name} has no {which}: {tree}"
-    chunks, last = [0] * len(BODIES), dict[int, float]()
-    gap, is_stopped = 0.0, False
-
-    def count(index: int) -> None:
-        nonlocal is_stopped, gap
-        chunks[index] += 1
-        now = time.monotonic()
-        gap = max(gap, now - last.get(index, now))
-        last[index] = now
-        if not is_stopped and min(chunks) >= 5:
-            is_stopped = True
-            send_signal(stopped, signal.SIGSTOP)
-
+    calm, _ = await streams(freezable, lambda: None)
+    stopped = processes_called(freezable, name, which)
     try:
-        async with asyncio.timeout(SECONDS):
-            answers = await asyncio.gather(
-                *(read(freezable.url, body, lambda index=index: count(index)) for index, body in enumerate(BODIES))
-            )
-            # What comes while it is stopped is served by the others.
-            later = await read(freezable.url, {"prompt": prompt_of(300, seed=1), "temperature": 0})
+        answers, gap = await streams(freezable, lambda: send_signal(stopped, signal.SIGSTOP))
+        later = await read(freezable.url, {"prompt": prompt_of(300, seed=1), "temperature": 0})
     finally:
         send_signal(stopped, signal.SIGCONT)
-    assert is_stopped
     print(f"{name}, its {which} stopped: the longest gap of a stream {gap:.1f} s")
-    assert [answer[:2] for answer in answers] == [answer[:2] for answer in calm]
-    assert later[:2] == calm[0][:2]
-    async with asyncio.timeout(SECONDS):
-        while not engine_of(freezable, name)["reachable"]:
-            await asyncio.sleep(0.5)
-    for engine in get_json(f"{freezable.url}/tercet/v1/engines"):
-        assert engine["in_flight"] == 0
-        async with HttpEngine(engine["name"], engine["url"]) as client:
-            await settled(client, 60)
+    assert answers == calm
+    assert later[:2] == calm[0], "what comes meanwhile is served by the others"
+    await all_is_back(freezable, "prefill-0", "decode-0", "decode-1")
+
+
+async def test_one_stopped_for_a_while_one_killed_and_one_stopped_for_good(freezable: Fleet) -> None:
+    calm, _ = await streams(freezable, lambda: None)
+    waking = processes_called(freezable, "decode-1", "engine")
+    killed = processes_called(freezable, "decode-0", "engine")
+    stopped = processes_called(freezable, "prefill-0", "engine")
+
+    def stop_for_a_while() -> None:
+        send_signal(waking, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(20, send_signal, waking, signal.SIGCONT)
+
+    try:
+        for what, do in (
+            ("decode-1 stopped for 20 s", stop_for_a_while),
+            ("decode-0 killed", lambda: send_signal(killed, signal.SIGKILL)),
+            ("prefill-0 stopped for good", lambda: send_signal(stopped, signal.SIGSTOP)),
+            ("with one left", lambda: None),
+        ):
+            answers, gap = await streams(freezable, do)
+            print(f"{what}: the longest gap of a stream {gap:.1f} s")
+            assert answers == calm, what
+        await all_is_back(freezable, "decode-1")
+    finally:
+        send_signal([*waking, *stopped], signal.SIGCONT)
