@@ -60,9 +60,10 @@ def send_signal(processes: list[psutil.Process], number: int) -> None:
             continue
 
 
-def request() -> Request:
+def request(seed: int = 0) -> Request:
+    """One whose prompt is long in computing, and so in being sent, unless it is cached."""
     sampling = {"temperature": 0, "max_tokens": 4}
-    return Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt_of(1800)), sampling_params=sampling)
+    return Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt_of(1800, seed=seed)), sampling_params=sampling)
 
 
 async def sending(prefill: HttpEngine) -> None:
@@ -116,8 +117,9 @@ async def test_stuck_then_killed_receiver(breakable: Fleet) -> None:
         await reservation.__aexit__(None, None, None)
         await settled(decode)
 
-        space = await decode.prep_recv(sequence).__aenter__()
-        send = asyncio.create_task(prefill.remote_send(sequence, space, 0, sample=True))
+        another = request(seed=1)
+        space = await decode.prep_recv(another).__aenter__()
+        send = asyncio.create_task(prefill.remote_send(another, space, 0, sample=True))
         await sending(prefill)
         send_signal(receiver, signal.SIGKILL)
         with pytest.raises(TercetError):
