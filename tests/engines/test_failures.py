@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.protocol import EngineUnreachable, Request, TercetError, TransferFailed
+from tercet.protocol import EngineUnreachable, Request, Sent, TercetError, TransferFailed
 
 from .conftest import Fleet, settled, start_fleet
 from .prompts import complete, prompt_of, tokens_of
@@ -66,8 +66,9 @@ def request(seed: int = 0) -> Request:
     return Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt_of(1800, seed=seed)), sampling_params=sampling)
 
 
-async def sending(prefill: HttpEngine) -> None:
+async def sending(prefill: HttpEngine, send: asyncio.Task[Sent]) -> None:
     while not (await prefill.status()).sends:
+        assert not send.done(), send
         await asyncio.sleep(0.005)
 
 
@@ -80,7 +81,7 @@ async def test_killed_sender(breakable: Fleet) -> None:
         sender, receiver = processes_of(prefill.url), processes_of(decode.url)
         async with decode.prep_recv(sequence) as space:
             send = asyncio.create_task(prefill.remote_send(sequence, space, 0, sample=True))
-            await sending(prefill)
+            await sending(prefill, send)
             send_signal(receiver, signal.SIGSTOP)  # nobody acknowledges now, however late the kill is
             send_signal(sender, signal.SIGKILL)
             with pytest.raises(EngineUnreachable):
@@ -104,7 +105,7 @@ async def test_stuck_then_killed_receiver(breakable: Fleet) -> None:
         reservation = decode.prep_recv(sequence)
         space = await reservation.__aenter__()
         send = asyncio.create_task(prefill.remote_send(sequence, space, 0, sample=True))
-        await sending(prefill)
+        await sending(prefill, send)
         send_signal(receiver, signal.SIGSTOP)
         # The sender's own work goes on while its peer is stuck.
         alone = Request(seq_id="alone", prompt=tuple(prompt_of(60)), sampling_params={"max_tokens": 3})
@@ -118,9 +119,10 @@ async def test_stuck_then_killed_receiver(breakable: Fleet) -> None:
         await settled(decode)
 
         another = request(seed=1)
-        space = await decode.prep_recv(another).__aenter__()
+        reservation = decode.prep_recv(another)  # its lease ends with the last reference to it
+        space = await reservation.__aenter__()
         send = asyncio.create_task(prefill.remote_send(another, space, 0, sample=True))
-        await sending(prefill)
+        await sending(prefill, send)
         send_signal(receiver, signal.SIGKILL)
         with pytest.raises(TercetError):
             await send
