@@ -96,28 +96,3 @@ async def test_streams_survive_an_engine_that_stands_still(freezable: Fleet, whi
     assert answers == calm
     assert later[:2] == calm[0], "what comes meanwhile is served by the others"
     await all_is_back(freezable, "prefill-0", "decode-0", "decode-1")
-
-
-async def test_one_stopped_for_a_while_one_killed_and_one_stopped_for_good(freezable: Fleet) -> None:
-    calm, _ = await streams(freezable, lambda: None)
-    waking = processes_called(freezable, "decode-1", "engine")
-    killed = processes_called(freezable, "decode-0", "engine")
-    stopped = processes_called(freezable, "prefill-0", "engine")
-
-    def stop_for_a_while() -> None:
-        send_signal(waking, signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(20, send_signal, waking, signal.SIGCONT)
-
-    try:
-        for what, do in (
-            ("decode-1 stopped for 20 s", stop_for_a_while),
-            ("decode-0 killed", lambda: send_signal(killed, signal.SIGKILL)),
-            ("prefill-0 stopped for good", lambda: send_signal(stopped, signal.SIGSTOP)),
-            ("with one left", lambda: None),
-        ):
-            answers, gap = await streams(freezable, do)
-            print(f"{what}: the longest gap of a stream {gap:.1f} s")
-            assert answers == calm, what
-        await all_is_back(freezable, "decode-1")
-    finally:
-        send_signal([*waking, *stopped], signal.SIGCONT)

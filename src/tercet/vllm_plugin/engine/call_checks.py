@@ -49,6 +49,8 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
     info = call.kv_addr_info
     check_address(info)
     layout.require_mappable(info.layout, info.engine)
+    if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.tp_size)):
+        raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
     if begin < info.begin:
         raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
     if end > info.end:
@@ -64,8 +66,7 @@ def check_address(info: KVAddrInfo) -> None:
         LEASE.fullmatch(info.lease)
         and 0 <= info.begin < info.end
         and info.begin % info.layout.block_size == 0
-        and len(info.ranks) == info.layout.tp_size
-        and sorted(rank.rank for rank in info.ranks) == list(range(len(info.ranks)))
+        and info.ranks
         and all(rank.addresses for rank in info.ranks)
         and all(map(is_address, addresses))
     )
