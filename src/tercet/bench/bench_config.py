@@ -96,8 +96,8 @@ class BenchConfig(Settings, frozen=True):
     workload: Annotated[
         tuple[str, ...],
         Setting(
-            "`sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure`; `+` mixes kinds. "
-            "Given again, it takes over half-way",
+            "`sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure`, `burstgpt`; `+` mixes "
+            "kinds. Given again, it takes over half-way",
             metavar="KIND[,KEY=VALUE...]",
             default="sonnet",
             panel=WORK,

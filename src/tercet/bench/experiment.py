@@ -87,7 +87,7 @@ class Bench:
         config = self.config
         wanted = config.requests_at(cell.load)
         lengths = f"{config.seed}/{cell.round}"
-        return plan(config.phases, wanted, self.vocabulary, lengths, self._words(cell), config.num_warmups)
+        return list(plan(config.phases, wanted, self.vocabulary, lengths, self._words(cell), config.num_warmups))
 
     def due(self, cell: Cell, conversations: Sequence[Conversation]) -> list[float] | None:
         """When each conversation begins; None in a closed loop."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from tercet.bench.simulated import Simulation, SyntheticWorkload, table
+from tercet.bench.simulated import PlannedWorkload, Simulation, SyntheticWorkload, table
 from tercet.bench.simulated.simulation import HEADINGS
 from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
 from tercet.bench.summary import Slo
@@ -23,6 +23,7 @@ from tercet.settings.declaration import complaint
 sim = typer.Typer(name="sim", rich_markup_mode="markdown")
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
+DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
 Fleet = Annotated[
     str,
@@ -39,13 +40,35 @@ Scheduling = Annotated[
 Option = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of every engine; repeatable. See the docs.")
 ]
-Rates = Annotated[str, typer.Option(metavar="R[,R...]", help="Requests per second; one run for each.")]
-Requests = Annotated[int, typer.Option(help="Requests of each run, warm-up included.")]
+Rates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R[,R...]",
+        help="Requests per second; one run for each. Stretches a trace.",
+        show_default="4; a trace's own",
+    ),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(help="Requests of each run, warm-up included.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
+]
 WarmUp = Annotated[int, typer.Option(help="First requests that count in no metric.")]
 InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
 OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
 Deviation = Annotated[float, typer.Option(help="Its standard deviation.")]
-Arrivals = Annotated[Literal["poisson", "constant", "gamma"], typer.Option(help="How requests arrive.")]
+Workload = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND[,KEY=VALUE...]",
+        help="A workload of `tercet bench`, instead of the lengths and prefixes below; repeatable.",
+    ),
+]
+# What a workload of `tercet bench` says itself.
+LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix")
+Arrivals = Annotated[
+    Literal["poisson", "constant", "gamma", "trace"],
+    typer.Option(help="How requests arrive; `trace`: at the times of the workload's trace."),
+]
 Burstiness = Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")]
 Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")]
 Prefix = Annotated[int, typer.Option(help="Their length, tokens.")]
@@ -63,8 +86,9 @@ def simulate(
     program_arg: ProgramArg = None,
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
-    rate: Rates = "4",
-    requests: Requests = 1000,
+    rate: Rates = None,
+    requests: Requests = None,
+    workload: Workload = None,
     warm_up: WarmUp = 0,
     input_mean: InputMean = 512,
     input_dev: Deviation = 0,
@@ -88,14 +112,16 @@ def simulate(
     Examples:
     - `tercet sim --program disaggregated --fleet 1P1D --rate 2,4,8`
     - `tercet sim --fleet both=1000 --rate 2000 --requests 20000`
+    - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrivals trace`
     - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
     - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
     """
     if context.invoked_subcommand is not None:
         return
     require_folder(json, "--json")
-    simulation = simulation_of(locals())
-    report = simulation.report(rates_of(rate), label or program, note)
+    simulation = simulation_of(context, locals())
+    rates = rates_of(rate or DEFAULT_RATE) if rate or arrivals != "trace" else [None]
+    report = simulation.report(rates, label or program, note)
     _write_out(json, report.to_json())
     if str(json) != "-":
         show_table(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
@@ -103,6 +129,7 @@ def simulate(
 
 @sim.command("sweep")
 def sweep_command(
+    context: typer.Context,
     over: Annotated[
         list[str],
         typer.Option(
@@ -115,7 +142,8 @@ def sweep_command(
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 4,
-    requests: Requests = 1000,
+    requests: Requests = None,
+    workload: Workload = None,
     warm_up: WarmUp = 0,
     input_mean: InputMean = 512,
     input_dev: Deviation = 0,
@@ -143,7 +171,7 @@ def sweep_command(
     if plot is not None:
         require_folder(plot, "--plot")
         require_suffix(plot)
-    simulation = simulation_of(locals())
+    simulation = simulation_of(context, locals())
     axes = [parse_axis(given) for given in over]
     report = sweep(simulation, rate, axes, x, y, note)
     _write_out(json, report.to_json())
@@ -153,21 +181,39 @@ def sweep_command(
         show_table(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
 
 
-def simulation_of(given: Mapping[str, Any]) -> Simulation:
+def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
     """The simulation that a command's parameters describe; those that it does not have are left at their defaults."""
-    traffic: dict[str, Any] = {name: given[name] for name in SyntheticWorkload.__struct_fields__ if name in given}
-    traffic["rate"] = 1.0  # each run has its own
     return Simulation(
         program=given["program"],
         program_args=key_values(given["program_arg"], "--program-arg"),
         fleet=given["fleet"],
         profile=given["profile"],
         options=key_values(given["option"], "--option"),
-        workload=SyntheticWorkload(**traffic),
+        workload=_workload_of(context, given),
         seed=given["seed"],
         slo=slo_of(given.get("slo")),
         scheduling=given["scheduling"],
     )
+
+
+def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticWorkload | PlannedWorkload:
+    kind = PlannedWorkload if given["workload"] else SyntheticWorkload
+    traffic: dict[str, Any] = {name: given[name] for name in kind.__struct_fields__ if name in given}
+    traffic["rate"] = 1.0  # each run has its own
+    requests = DEFAULT_REQUESTS if given["requests"] is None else given["requests"]
+    if kind is SyntheticWorkload:
+        if given.get("arrivals") == "trace":
+            raise BadRequest("--arrivals: trace needs a --workload that is a trace", "--arrivals")
+        traffic["requests"] = requests
+        return SyntheticWorkload(**traffic)
+    for name in LENGTHS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            flag = "--" + name.replace("_", "-")
+            raise BadRequest(f"{flag}: --workload has lengths and prefixes of its own, such as input_len=512", flag)
+    traffic["workload"] = tuple(given["workload"])
+    planned = PlannedWorkload(**traffic)
+    return planned if planned.finite else msgspec.structs.replace(planned, requests=requests)
 
 
 def rates_of(given: str) -> list[float]:

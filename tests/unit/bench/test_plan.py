@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tercet.bench.workloads import Conversation, parse_phases, plan
+from tercet.bench.workloads.hashed_words import HashedWords
 from tercet.protocol import BadRequest
-from tests.unit.bench.hashed_words import HashedWords
 
 WORDS = HashedWords()
 
@@ -18,7 +18,7 @@ WORDS = HashedWords()
 def planned(
     count: int | None, *texts: str, seed: int = 0, content: int | None = None, warmups: int = 0
 ) -> list[Conversation]:
-    return plan(parse_phases(texts), count, WORDS, seed, content, warmups)
+    return list(plan(parse_phases(texts), count, WORDS, seed, content, warmups))
 
 
 def requests(conversations: list[Conversation]) -> int:

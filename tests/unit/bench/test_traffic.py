@@ -16,7 +16,7 @@ from tercet.bench.results import RequestRecord
 from tercet.bench.summary import summarize
 from tercet.bench.traffic import Traffic
 from tercet.bench.workloads import Conversation, ConversationTurn
-from tests.unit.bench.hashed_words import HashedWords
+from tercet.bench.workloads.hashed_words import HashedWords
 from tests.unit.bench.openai_server import MODEL, FakeServer, prompt_length
 
 WORDS = HashedWords()

@@ -13,9 +13,9 @@ import pytest
 from tercet.bench.target import fit_text
 from tercet.bench.workloads import Conversation, Workload, parse_phase
 from tercet.bench.workloads.conversations import Draw
+from tercet.bench.workloads.hashed_words import HashedWords
 from tercet.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 from tercet.protocol import BadRequest
-from tests.unit.bench.hashed_words import HashedWords
 
 WORDS = HashedWords()
 
@@ -230,6 +230,27 @@ def test_azure(tmp_path: Path) -> None:
     assert [(len(c.turns[0].tokens), c.turns[0].output_len) for c in found] == [(300, 44), (80, 20)]
     assert found[0].offset is not None
     assert found[1].offset == found[0].offset + 1.25
+
+
+def test_burstgpt(tmp_path: Path) -> None:
+    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    rows = (
+        "45.5,ChatGPT,472,18,490,API log",
+        "5,GPT-4,1087,230,1317,Conversation log",
+        "118,ChatGPT,417,0,417,API log",
+    )
+    found = some(f"burstgpt,path={write(tmp_path / 't.csv', head, *rows)},max_output_len=100", 9)
+    assert [(c.offset, len(c.turns[0].tokens), c.turns[0].output_len) for c in found] == [
+        (5.0, 1087, 100), (45.5, 472, 18),
+    ]  # fmt: skip
+    assert "line 2" in complaint(f"burstgpt,path={write(tmp_path / 'b', head, 'nan,x,1,1,2,x')}")
+
+
+def test_hashed_blocks_differ_wherever_their_text_begins(tmp_path: Path) -> None:
+    ids = (*range(40_000, 40_300), 2**40, 2**40 + 1)
+    (prompt,) = prompts(some(f"mooncake,block=8,path={write(tmp_path / 't', row(0, 8 * len(ids), 1, *ids))}", 1))
+    assert len({prompt[at : at + 8] for at in range(0, len(prompt), 8)}) == len(ids)
+    assert "block" in complaint(f"mooncake,block=2,path={tmp_path / 't'}")
 
 
 def test_broken_traces_name_the_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
 
+from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
 from tercet.bench.simulated.virtual_run import Outcome, run_once, run_requests
@@ -9,6 +10,7 @@ __all__ = [
     "Fault",
     "FleetSpec",
     "Outcome",
+    "PlannedWorkload",
     "SimulatedPoint",
     "Simulation",
     "SimulationReport",

@@ -155,7 +155,7 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
     when, chance = 0.0, random.Random(f"{seed} lengths")
     text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
-    gaps = _gaps(workload, random.Random(f"{seed} arrivals"))
+    gaps = gaps_of(workload.arrivals, workload.rate, workload.burstiness, random.Random(f"{seed} arrivals"))
     for number in range(workload.requests):
         when += next(gaps)
         length = _length(chance, workload.input_mean, workload.input_dev)
@@ -171,14 +171,14 @@ def _text(seed: int) -> tuple[int, ...]:
     return tuple(chance.randrange(32_000) for _ in range(_TEXT))
 
 
-def _gaps(workload: SyntheticWorkload, chance: random.Random) -> Iterator[float]:
-    """Seconds between arrivals."""
-    mean = 1 / workload.rate
-    if workload.arrivals == "constant":
+def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
+    """Seconds between arrivals, without end; the names are those of :class:`SyntheticWorkload`."""
+    mean = 1 / rate
+    if arrivals == "constant":
         return itertools.repeat(mean)
-    if workload.arrivals == "poisson":
-        return iter(lambda: chance.expovariate(workload.rate), None)
-    shape = 1 / workload.burstiness**2
+    if arrivals == "poisson":
+        return iter(lambda: chance.expovariate(rate), None)
+    shape = 1 / burstiness**2
     return iter(lambda: chance.gammavariate(shape, mean / shape), None)
 
 

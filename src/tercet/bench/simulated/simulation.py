@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from tercet import __version__
 from tercet.bench.results import BenchResult, Point
+from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.virtual_run import Outcome, run_once
 from tercet.bench.summary import Slo, Summary, summarize
@@ -23,11 +24,12 @@ from tercet.sim import EngineOptions, load_profile, options_from
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One run: ``rate`` in requests per second, the figures that ``tercet bench`` has, and what the engines did.
 
+    ``rate`` is None for a trace at its own times.
     ``fallbacks`` counts requests that one engine served after their program had failed, ``busy`` is the share of the
     engines' time in which a step ran, and ``counts`` are sums over all engines.
     """
 
-    rate: float
+    rate: float | None
     summary: Summary
     fallbacks: int
     busy: float
@@ -71,7 +73,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def point_of(rate: float, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
+def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
     """One run's figures."""
     summary = summarize(outcome.samples(), slo)
     return SimulatedPoint(
@@ -90,8 +92,12 @@ def table(report: SimulationReport) -> list[list[str]]:
 
 def _row(point: SimulatedPoint) -> list[str]:
     summary = point.summary
-    counts = [f"{point.rate:g}", str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
+    counts = [_shown(point.rate), str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
     return [*counts, *figures_of(point)]
+
+
+def _shown(rate: float | None) -> str:
+    return "recorded" if rate is None else f"{rate:g}"
 
 
 def figures_of(point: SimulatedPoint) -> list[str]:
@@ -110,12 +116,12 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     profile: str
     options: dict[str, str]
-    workload: SyntheticWorkload
+    workload: SyntheticWorkload | PlannedWorkload
     seed: int = 0
     slo: Slo | None = None
     scheduling: str | None = None
 
-    def point(self, rate: float, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
+    def point(self, rate: float | None, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
         """Run it at a rate; ``note`` is told how fast that went.
 
         Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments, and the program's own
@@ -131,15 +137,17 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
-        note(f"rate {rate:g}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
+        note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
         point = point_of(rate, outcome, self.slo)
         if outcome.first_error is not None:
             if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
                 raise outcome.first_error
-            note(f"rate {rate:g}: {point.summary.failed} failed, the first one: {outcome.first_error}")
+            note(f"rate {_shown(rate)}: {point.summary.failed} failed, the first one: {outcome.first_error}")
         return point
 
-    def report(self, rates: list[float], label: str, note: Callable[[str], None] = lambda _: None) -> SimulationReport:
+    def report(
+        self, rates: Sequence[float | None], label: str, note: Callable[[str], None] = lambda _: None
+    ) -> SimulationReport:
         """Run it at each rate; ``label`` names its line in figures."""
         model = load_profile(self.profile).name
         points = tuple(self.point(rate, note) for rate in rates)

@@ -7,12 +7,14 @@ import gc
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from tercet.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member
@@ -79,6 +81,18 @@ class Outcome:
         )
 
 
+class FollowUps(Protocol):
+    """What is asked after the answers: later turns of conversations."""
+
+    def after(self, request: Request, output: Sequence[int]) -> tuple[float, Request] | None:
+        """What follows the answer to a request: seconds to think, and the next request. None if nothing does."""
+        ...
+
+    def unsent(self, request: Request) -> int:
+        """How many requests are not sent as this one has failed."""
+        ...
+
+
 @dataclass
 class _Fleet:
     fleet: EngineFleet
@@ -92,7 +106,7 @@ def run_once(
     spec: FleetSpec,
     profile: str,
     options: EngineOptions,
-    workload: SyntheticWorkload,
+    workload: SyntheticWorkload | PlannedWorkload,
     seed: int,
     scheduling: Scheduling | None = None,
 ) -> Outcome:
@@ -100,8 +114,12 @@ def run_once(
 
     ``scheduling`` has the profiles that the program's picks go by, as new ones; without it they are the built-in ones.
     """
-    arrivals = requests_of(workload, seed)
-    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling)
+    if isinstance(workload, SyntheticWorkload):
+        arrivals, follow_ups = requests_of(workload, seed), None
+    else:
+        follow_ups = PlannedTraffic(workload, seed)
+        arrivals = follow_ups.arrivals()
+    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups)
 
 
 def run_requests(
@@ -113,10 +131,11 @@ def run_requests(
     warm_up: int = 0,
     seed: int = 0,
     scheduling: Scheduling | None = None,
+    follow_ups: FollowUps | None = None,
 ) -> Outcome:
-    """Simulate requests at given times, in order; the first ``warm_up`` are not measured."""
+    """Simulate requests at given times, in order; the first ``warm_up``, and what follows them, are not measured."""
     with _young_garbage_only():
-        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed, scheduling))
+        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups))
 
 
 @contextmanager
@@ -139,6 +158,7 @@ async def _run(
     warm_up: int,
     seed: int,
     scheduling: Scheduling | None,
+    follow_ups: FollowUps | None,
 ) -> Outcome:
     built = _build(spec, profile, options, seed)
     if scheduling is not None:
@@ -146,7 +166,7 @@ async def _run(
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.fleet)
-    await _serve_all(program, built, arrivals, warm_up, outcome)
+    await _serve_all(program, built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
     return outcome
 
@@ -192,38 +212,71 @@ def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
 
 
 async def _serve_all(
-    program: Program, built: _Fleet, arrivals: Iterable[tuple[float, Request]], warm_up: int, outcome: Outcome
+    program: Program,
+    built: _Fleet,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int,
+    outcome: Outcome,
+    follow_ups: FollowUps | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     # No TaskSet: it would log a mistake in a program, where an exception that nobody takes ends the simulation.
     running: set[asyncio.Task[None]] = set()
     for number, (when, request) in enumerate(arrivals):
         await asyncio.sleep(when - loop.time())
-        task = loop.create_task(_serve(program, built, request, outcome, number >= warm_up))
+        task = loop.create_task(_converse(program, built, request, outcome, number >= warm_up, follow_ups))
         running.add(task)
         task.add_done_callback(running.discard)
     while running:
         await asyncio.wait(running)
 
 
-async def _serve(program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool) -> None:
+async def _converse(
+    program: Program,
+    built: _Fleet,
+    request: Request,
+    outcome: Outcome,
+    measured: bool,
+    follow_ups: FollowUps | None,
+) -> None:
+    while True:
+        said: list[int] = []
+        served = await _serve(program, built, request, outcome, measured, said)
+        if follow_ups is None:
+            return
+        if not served:
+            unsent = follow_ups.unsent(request)
+            if measured:
+                outcome.failures["unsent"] += unsent
+            return
+        following = follow_ups.after(request, said)
+        if following is None:
+            return
+        pause, request = following
+        await asyncio.sleep(pause)
+
+
+async def _serve(
+    program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool, said: list[int]
+) -> bool:
+    """Whether a request was answered; the answer is added to ``said``."""
     loop = asyncio.get_running_loop()
-    began, first, tokens, finished = loop.time(), math.nan, 0, False
+    began, first, finished = loop.time(), math.nan, False
     if built.front_door:
         await asyncio.sleep(built.front_door)
 
     def note(output: Output) -> None:
-        nonlocal first, tokens, finished
-        if not tokens:
+        nonlocal first, finished
+        if not said:
             first = loop.time()
-        tokens += len(output.token_ids)
+        said.extend(output.token_ids)
         finished = output.finished
 
     try:
         try:
             await outputs_of(program(request, built.fleet)).run(note)
         except PATTERN_FAILED:
-            if tokens:
+            if said:
                 raise
             outcome.fallbacks += 1
             await outputs_of(data_parallel(request, built.fleet, pick="least_loaded")).run(note)
@@ -235,7 +288,8 @@ async def _serve(program: Program, built: _Fleet, request: Request, outcome: Out
         if measured:
             outcome.failures[error.code] += 1
     if measured:
-        outcome.add(began, first, loop.time(), request, tokens)
+        outcome.add(began, first, loop.time(), request, len(said))
+    return not math.isnan(first)
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:

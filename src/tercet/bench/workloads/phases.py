@@ -11,11 +11,11 @@ from random import Random
 import msgspec
 
 from tercet.bench.workloads.conversations import Conversation, Draw, Vocabulary, Workload
-from tercet.bench.workloads.recorded import Azure, Mooncake, ShareGPT
+from tercet.bench.workloads.recorded import Azure, BurstGPT, Mooncake, ShareGPT
 from tercet.bench.workloads.synthetic import MultiTurnSessions, RandomTokens, SharedPrefix, Sonnet
 from tercet.protocol import BadRequest
 
-AnyWorkload = Sonnet | RandomTokens | SharedPrefix | MultiTurnSessions | ShareGPT | Mooncake | Azure
+AnyWorkload = Sonnet | RandomTokens | SharedPrefix | MultiTurnSessions | ShareGPT | Mooncake | Azure | BurstGPT
 KINDS: dict[str, type[AnyWorkload]] = {
     "sonnet": Sonnet,
     "random": RandomTokens,
@@ -24,6 +24,7 @@ KINDS: dict[str, type[AnyWorkload]] = {
     "sharegpt": ShareGPT,
     "mooncake": Mooncake,
     "azure": Azure,
+    "burstgpt": BurstGPT,
 }
 
 
@@ -92,7 +93,7 @@ def plan(
     seed: int | str,
     content: int | str | None = None,
     warmups: int = 0,
-) -> list[Conversation]:
+) -> Iterator[Conversation]:
     """``count`` requests, in the order in which they begin; all of a trace when ``count`` is None.
 
     ``seed`` decides lengths, order and pauses; ``content`` (``seed`` if None) decides the words. Phases have equal
@@ -101,18 +102,14 @@ def plan(
     first ones. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than asked for.
     """
     words = seed if content is None else content
-    if count is None:
-        return [
-            replace(conversation, phase=index)
-            for index, phase in enumerate(phases)
-            for conversation in _all_of(phase, _draw(vocabulary, seed, words, f"{index}/0"))
-        ]
-    found: list[Conversation] = []
     for index, phase in enumerate(phases):
-        share = count // len(phases) + (index < count % len(phases)) + (warmups if index == 0 else 0)
-        drawn = _mixed(phase, vocabulary, seed, words, index)
-        found += [replace(conversation, phase=index) for conversation in _take(drawn, share)]
-    return found
+        if count is None:
+            drawn = _all_of(phase, _draw(vocabulary, seed, words, f"{index}/0"))
+        else:
+            share = count // len(phases) + (index < count % len(phases)) + (warmups if index == 0 else 0)
+            drawn = _take(_mixed(phase, vocabulary, seed, words, index), share)
+        for conversation in drawn:
+            yield replace(conversation, phase=index) if index else conversation
 
 
 def _all_of(phase: Phase, draw: Draw) -> Iterator[Conversation]:

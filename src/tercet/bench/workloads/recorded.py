@@ -1,9 +1,10 @@
-"""Recorded traffic: Mooncake's JSON lines and Azure's CSV hold times and lengths, ShareGPT's files what people said."""
+"""Recorded traffic: Mooncake's JSON lines, Azure's and BurstGPT's CSV (times and lengths), ShareGPT's conversations."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,10 @@ from tercet.protocol import BadRequest
 
 T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+HASHED_TEXT = 65_536
+"""Tokens of the text that hashed blocks are cut from."""
+SCATTER = 0x9E3779B97F4A7C15
 PEOPLE = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
 Exchange = tuple[str, str]
@@ -72,23 +77,44 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
     block: Tokens = 512
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
-        for row in sorted(read_mooncake(self.path), key=lambda row: row.timestamp):
+        rows = sorted(read_mooncake(self.path), key=lambda row: row.timestamp)
+        last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
+        text = HashedText(draw.vocabulary, draw.content_seed, self.block, last)
+        for row in rows:
             length = at_most(row.input_length, self.max_input_len)
-            prompt = block_tokens(row.hash_ids, self.block, length, draw.vocabulary, draw.content_seed)
+            prompt = text.of(row.hash_ids, length)
             if len(prompt) < length:
                 prompt += random_ids(draw.vocabulary, length - len(prompt), draw.content)
             answer = at_most(row.output_length, self.max_output_len)
             yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
 
 
-class Azure(RecordedTrace, frozen=True, tag="azure"):
-    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``; prompts are lines of the sonnets."""
+class TraceOfLengths(RecordedTrace, frozen=True):
+    """Times and lengths alone; prompts are lines of the sonnets."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        """Time (seconds), prompt and answer lengths of each request."""
+        raise NotImplementedError
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
-        for at, length, answer in sorted(read_azure(self.path)):
+        for at, length, answer in sorted(self.rows()):
             prompt = lines.draw(at_most(length, self.max_input_len), draw.content)
             yield Conversation((ConversationTurn(prompt, at_most(answer, self.max_output_len)),), offset=at)
+
+
+class Azure(TraceOfLengths, frozen=True, tag="azure"):
+    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "azure", AZURE_COLUMNS, timestamp)
+
+
+class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
+    """BurstGPT's traces: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``, and columns left alone."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "burstgpt", BURSTGPT_COLUMNS, float)
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
@@ -113,24 +139,29 @@ def read_mooncake(path: str) -> list[MooncakeRow]:
     return _some(found, "mooncake", path)
 
 
-def read_azure(path: str) -> list[tuple[float, int, int]]:
-    """Time (seconds), prompt and answer lengths of each row; raises :class:`~tercet.protocol.BadRequest`."""
-    rows = csv.DictReader(read_text(path, "azure").splitlines())
-    missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
+def read_lengths(
+    path: str, kind: str, columns: Sequence[str], seconds: Callable[[str], float]
+) -> list[tuple[float, int, int]]:
+    """Time (``seconds`` of its text), prompt and answer lengths of each row of a CSV file, by its ``columns``.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    rows = csv.DictReader(read_text(path, kind).splitlines())
+    missing = [name for name in columns if name not in (rows.fieldnames or ())]
     if missing:
-        raise broken("azure", path, 1, f"no column {', '.join(missing)}")
+        raise broken(kind, path, 1, f"no column {', '.join(missing)}")
     found: list[tuple[float, int, int]] = []
     for row in rows:
         try:
-            when, prompt, answer = (row[name] for name in AZURE_COLUMNS)
-            lengths = int(prompt), int(answer)
-            if min(lengths) < 0:
-                raise ValueError("a length is negative")
-            found.append((timestamp(when), *lengths))
+            when, prompt, answer = (row[name] for name in columns)
+            at, lengths = seconds(when), (int(prompt), int(answer))
+            if min(lengths) < 0 or not math.isfinite(at):
+                raise ValueError(f"{when}, {prompt}, {answer} are no time and no lengths")
+            found.append((at, *lengths))
         except (TypeError, ValueError) as error:
-            raise broken("azure", path, rows.line_num, str(error)) from error
+            raise broken(kind, path, rows.line_num, str(error)) from error
     # A few rows of the published traces generated nothing: there is nothing to measure about them.
-    return _some([row for row in found if row[1] and row[2]], "azure", path)
+    return _some([row for row in found if row[1] and row[2]], kind, path)
 
 
 def timestamp(text: str) -> float:
@@ -139,16 +170,35 @@ def timestamp(text: str) -> float:
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
-def block_tokens(
-    hash_ids: tuple[int, ...], block: int, length: int, vocabulary: Vocabulary, seed: str
-) -> tuple[int, ...]:
-    """The tokens that the hashed blocks stand for, cut to ``length``."""
-    found: list[int] = []
-    for block_id in hash_ids:
-        if len(found) >= length:
-            break
-        found += random_ids(vocabulary, block, Random(f"{seed}/{block_id}"))
-    return tuple(found[:length])
+class HashedText:
+    """The tokens that hashed blocks stand for: the same ones for an id wherever it stands, others for other ids.
+
+    A block begins with its id in digits of the vocabulary, as many as ``last``, the largest id, needs, and goes on as
+    one random text does somewhere. ``seed`` makes the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
+        self._block = block
+        self._digits = tuple(token for token in range(vocabulary.size) if token not in vocabulary.special)
+        self._places = 1
+        while len(self._digits) ** self._places <= last:
+            self._places += 1
+        self._text = random_ids(vocabulary, HASHED_TEXT, Random(seed))
+        self._text *= 1 + -(-block // HASHED_TEXT)
+        if self._places > block:
+            raise BadRequest(f"block: {block} tokens cannot tell {last + 1} blocks apart", "block")
+
+    def of(self, hash_ids: Sequence[int], length: int) -> tuple[int, ...]:
+        """The blocks of these ids, cut to ``length`` tokens."""
+        found: list[int] = []
+        for block_id in hash_ids[: -(-length // self._block)]:
+            rest, base = block_id, len(self._digits)
+            for _ in range(self._places):
+                rest, digit = divmod(rest, base)
+                found.append(self._digits[digit])
+            begin = block_id * SCATTER % 2**64 % HASHED_TEXT
+            found += self._text[begin : begin + self._block - self._places]
+        return tuple(found[:length])
 
 
 def at_most(value: int, limit: int | None) -> int:

@@ -1,4 +1,4 @@
-"""A vocabulary for tests of workloads."""
+"""A vocabulary without a model, for simulations."""
 
 from __future__ import annotations
 
