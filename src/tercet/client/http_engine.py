@@ -60,6 +60,8 @@ SILENCE_SECONDS = 300.0
 # A verb that only books or frees waits for one engine step at most.
 QUICK = aiohttp.ClientTimeout(total=30.0)
 PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
+# vLLM closes a connection that was idle for 5 s. A call that is on its way then is lost, and looks like a dead engine.
+KEEPALIVE_SECONDS = 2.0
 
 
 Admit = Callable[[EngineStatus], object]
@@ -108,7 +110,7 @@ class HttpEngine:
             self._keeper = StreamKeeper(listener, name, self.url, self._connect, self.status, on_load)
 
     async def __aenter__(self) -> HttpEngine:
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
         headers = bearer(self._secret)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=LONGEST_LINE)
         if self._keeper is not None:

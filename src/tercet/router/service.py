@@ -163,6 +163,8 @@ class Service:
             if chosen.name != ONE_ENGINE:
                 sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
             code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
+            tokens = len(retry.output)
+            logger.info("%s goes on after %d tokens: %s: %s", retry.request.seq_id, tokens, code, _words(error))
             self._metrics.retried(code, sequence.answered)
             if sequence.attempt == 1:
                 self._metrics.fallbacks.labels(chosen.name, code).inc()

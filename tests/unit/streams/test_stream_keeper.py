@@ -13,17 +13,33 @@ from tercet.client import stream_keeper
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable, OutputStream
 from tercet.protocol.wire import Destination, Door, StartGenerateCall
-from tercet.streams import FrontDoors, StreamListener
+from tercet.streams import FrontDoors, StreamListener, engine_connection
 
 URL = "http://127.0.0.1:1"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (
-        ("CHECK_SECONDS", 0.01), ("STALE_AFTER", 0.4), ("STALLED_AFTER", 1.2), ("ANSWER_SECONDS", 0.2),
-    ):  # fmt: skip
-        monkeypatch.setattr(stream_keeper, name, seconds)
+    monkeypatch.setattr(stream_keeper, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(stream_keeper, "ANSWER_SECONDS", 0.2)
+
+
+class Clock:
+    """What keeper and connection take for the time; it passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stream_keeper, "time", clock)
+    monkeypatch.setattr(engine_connection, "time", clock)
+    return clock
 
 
 class FakeEngine:
@@ -127,8 +143,10 @@ async def test_an_engine_that_does_not_answer_is_unreachable_and_not_a_fallback(
         assert await keeper.ready() is keeper.connection
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_a_stream_that_falls_silent_ends_its_sequences(answers: bool) -> None:
+@pytest.mark.parametrize(
+    ("answers", "why"), [(True, r"nothing came for \d+ s$"), (False, r"nothing came for \d+ s, .* does not answer$")]
+)
+async def test_a_stream_that_falls_silent_ends_its_sequences(clock: Clock, answers: bool, why: str) -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
     async with kept(engine) as keeper:
         keeper.start()
@@ -137,19 +155,29 @@ async def test_a_stream_that_falls_silent_ends_its_sequences(answers: bool) -> N
             if not answers:
                 engine.alive = engine.hang
             engine.freeze()
-            with pytest.raises(EngineUnreachable, match="nothing came for"):
-                await asyncio.wait_for(anext(outputs), 20)
+            waiting = asyncio.ensure_future(anext(outputs))
+
+            def has_ended() -> bool:
+                clock.now += 1.0  # what was on its way when the engine froze may still arrive
+                return waiting.done()
+
+            await until(has_ended)
+            with pytest.raises(EngineUnreachable, match=why):
+                await waiting
 
 
-async def test_an_idle_stream_that_reports_is_left_alone() -> None:
+async def test_an_idle_stream_that_reports_is_left_alone(clock: Clock) -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
     engine.alive = engine.hang
     async with kept(engine) as keeper:
         keeper.start()
         await until(lambda: keeper.connection.connected)
         with keeper.connection.sequence(0, outputs):
-            waiting = asyncio.create_task(anext(outputs))
-            await asyncio.sleep(1.0)
+            waiting = asyncio.ensure_future(anext(outputs))
+            for _ in range(20):
+                clock.now += 0.9
+                await until(lambda: keeper.connection.last_heard == clock.now)
+            assert stream_keeper.STALLED_AFTER < 20 * 0.9
             assert not waiting.done()
             assert engine.asked == 1
             waiting.cancel()
