@@ -1,4 +1,8 @@
-"""Two real vLLM engines and a front door, started once for all tests here; float32, so that tokens compare."""
+"""Real vLLM engines and front doors, started once for all tests here; float32, so that tokens compare.
+
+Tests may stop and kill the shared engines: what is dead is started anew, where it was, before the next test that asks
+for a fleet. But `tercet up` ends with the last engine that it started itself, so `prefill-0` is never killed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,8 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
+
+from .processes import EnginePlace
 
 START_SECONDS = 420
 ROUTER_SECONDS = 120
@@ -49,17 +55,39 @@ def get_json(url: str) -> Any:
 
 @dataclass
 class Fleet:
-    """A running `tercet up`."""
+    """Engines behind a front door, by the places that they have; `process` is a running `tercet up`."""
 
-    process: subprocess.Popen[bytes] | None
     url: str
-    log: Path
+    places: Mapping[str, EnginePlace]
+    process: subprocess.Popen[bytes] | None = None
+
+    def engine(self, name: str) -> dict[str, Any]:
+        """What the front door tells about one engine."""
+        return next(engine for engine in get_json(f"{self.url}/tercet/v1/engines") if engine["name"] == name)
 
     def engine_url(self, role: str) -> str:
         return next(engine["url"] for engine in get_json(f"{self.url}/tercet/v1/engines") if engine["role"] == role)
 
+    def engine_urls(self) -> dict[str, str]:
+        return {name: place.url for name, place in self.places.items()}
+
+    def mend(self) -> None:
+        """Start dead engines anew, and wait until the front door picks every one."""
+        for place in self.places.values():
+            if place.is_dead:
+                place.start()
+        deadline = time.monotonic() + START_SECONDS
+        while lost := [name for name in self.places if not self.engine(name)["reachable"]]:
+            died = [name for name in lost if self.places[name].is_dead]
+            if died or time.monotonic() > deadline:
+                pytest.fail(f"{', '.join(died or lost)} did not come back")
+            time.sleep(0.2)
+
     def stop(self) -> None:
-        assert self.process is not None
+        for place in self.places.values():
+            place.stop()
+        if self.process is None:
+            return
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(timeout=60)
@@ -78,28 +106,36 @@ def start_fleet(tmp: Path, *args: str) -> Fleet:
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy())
-    fleet = Fleet(process, f"http://127.0.0.1:{port}", log)
+    url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             pytest.fail(f"tercet up ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         try:
-            get_json(f"{fleet.url}/tercet/v1/engines")
-            return fleet
+            return Fleet(url, places_of(url, tmp), process)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    fleet.stop()
+    Fleet(url, {}, process).stop()
     pytest.fail(f"tercet up was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
+def places_of(url: str, tmp: Path) -> dict[str, EnginePlace]:
+    """The places of the engines behind a front door that answers."""
+    engines = get_json(f"{url}/tercet/v1/engines")
+    return {each["name"]: EnginePlace.of(each["name"], each["url"], tmp / f"{each['name']}.log") for each in engines}
+
+
 @contextmanager
-def front_door_over(fleet: Fleet, tmp: Path, *args: str) -> Generator[str]:
-    """Another front door over the fleet's engines, with `args` of `tercet router`; its URL, once it answers."""
+def front_door_over(engines: Mapping[str, str], tmp: Path, *args: str) -> Generator[str]:
+    """Another front door, with `args` of `tercet router`; its URL, once it answers.
+
+    `engines` are URLs by names that begin with the role.
+    """
     port, log = free_port(), tmp / "router.log"
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tercet.cli", "router", "--model", MODEL, "--port", str(port)]
-    for role in ("prefill", "decode"):
-        command += ["--engine", f"{fleet.engine_url(role)},role={role},name={role}"]
+    for name, engine_url in engines.items():
+        command += ["--engine", f"{engine_url},role={name.partition('-')[0]},name={name}"]
     with log.open("wb") as output, subprocess.Popen([*command, *args], stdout=output, stderr=output) as process:
         try:
             deadline = time.monotonic() + ROUTER_SECONDS
@@ -146,12 +182,36 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
     While working on the tests, TERCET_TEST_FRONT_DOOR=URL takes one that runs already (float32, min_send=1).
     """
+    tmp = tmp_path_factory.mktemp("fleet")
     if given := os.environ.get("TERCET_TEST_FRONT_DOOR"):
-        yield Fleet(None, given, Path(os.devnull))
-        return
-    running = start_fleet(tmp_path_factory.mktemp("fleet"), "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+        running = Fleet(given, places_of(given, tmp))
+    else:
+        running = start_fleet(tmp, "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The shared engines and a third one, decode-1, behind a front door of their own."""
+    tmp = tmp_path_factory.mktemp("breakable")
+    third = fleet.places["decode-0"].beside("decode-1", free_port(), tmp / "decode-1.log")
+    third.start()  # it loads beside the front door
+    places = {**fleet.places, third.name: third}
+    urls = {name: place.url for name, place in places.items()}
+    try:
+        with front_door_over(urls, tmp, "--program-arg", "min_send=1") as url:
+            yield Fleet(url, places)
+    finally:
+        third.stop()
+
+
+@pytest.fixture(autouse=True)
+def mended(request: pytest.FixtureRequest) -> None:
+    """A test finds every engine of its fleet alive, whatever the one before has done to them."""
+    for name in ("fleet", "breakable"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name).mend()
 
 
 # Small enough that a prompt of a few hundred tokens is prefilled in chunks.

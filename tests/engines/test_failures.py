@@ -1,69 +1,29 @@
-"""Engines that are killed or stopped in the middle of a transfer: the other side gets everything back.
-
-These break their engines, so they run on a fleet of their own.
-"""
+"""Engines that are killed or stopped in the middle of a transfer: the other side gets everything back."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import uuid
-from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import EngineUnreachable, Request, Sent, TercetError, TransferFailed
 
-from .conftest import Fleet, settled, start_fleet
+from .conftest import Fleet, settled
+from .processes import processes_of, send_signal
 from .prompts import complete, prompt_of, tokens_of
-
-SEND_TIMEOUT = 5
-
-
-@pytest.fixture
-def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    running = start_fleet(
-        tmp_path_factory.mktemp("breakable"), "--program-arg", "min_send=1", "--",
-        "--max-num-batched-tokens", "128",
-    )  # fmt: skip
-    yield running
-    running.stop()
-
-
-def processes_of(url: str) -> list[psutil.Process]:
-    """The server that listens at `url`, and all its children."""
-    port = int(url.rsplit(":", 1)[1])
-    listening = [
-        process
-        for process in psutil.process_iter()
-        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in _connections(process))
-    ]
-    assert listening, f"nobody listens at {url}"
-    return [listening[0], *listening[0].children(recursive=True)]
-
-
-def _connections(process: psutil.Process) -> list:
-    try:
-        return process.net_connections(kind="tcp")
-    except psutil.Error:
-        return []
-
-
-def send_signal(processes: list[psutil.Process], number: int) -> None:
-    for process in processes:
-        try:
-            os.kill(process.pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def request(seed: int = 0) -> Request:
-    """One whose prompt is long in computing, and so in being sent, unless it is cached."""
-    sampling = {"temperature": 0, "max_tokens": 4}
-    return Request(seq_id=uuid.uuid4().hex, prompt=tuple(prompt_of(1800, seed=seed)), sampling_params=sampling)
+    """One whose prompt is long in computing, and so in being sent: it is in no cache."""
+    return Request(
+        seq_id=uuid.uuid4().hex,
+        prompt=tuple(prompt_of(1800, seed=seed)),
+        sampling_params={"temperature": 0, "max_tokens": 4},
+        cache_salt=uuid.uuid4().hex,
+    )
 
 
 async def sending(prefill: HttpEngine, send: asyncio.Task[Sent]) -> None:
@@ -74,8 +34,8 @@ async def sending(prefill: HttpEngine, send: asyncio.Task[Sent]) -> None:
 
 async def test_killed_sender(breakable: Fleet) -> None:
     async with (
-        HttpEngine("prefill-0", breakable.engine_url("prefill")) as prefill,
-        HttpEngine("decode-0", breakable.engine_url("decode")) as decode,
+        HttpEngine("decode-1", breakable.places["decode-1"].url) as prefill,
+        HttpEngine("decode-0", breakable.places["decode-0"].url) as decode,
     ):
         sequence = request()
         sender, receiver = processes_of(prefill.url), processes_of(decode.url)
@@ -88,7 +48,7 @@ async def test_killed_sender(breakable: Fleet) -> None:
                 await send
             send_signal(receiver, signal.SIGCONT)
         await settled(decode)
-        # The front door serves on: the decode engine can do both.
+        # The front door serves on.
         answer = await complete(breakable.url, prompt_of(300), {"x-tercet-trace": "1"})
         assert len(tokens_of(answer)) == 12
         assert "decode-0" in {event["engine"] for event in answer["tercet"]["events"]}
@@ -97,8 +57,8 @@ async def test_killed_sender(breakable: Fleet) -> None:
 
 async def test_stuck_then_killed_receiver(breakable: Fleet) -> None:
     async with (
-        HttpEngine("prefill-0", breakable.engine_url("prefill")) as prefill,
-        HttpEngine("decode-0", breakable.engine_url("decode")) as decode,
+        HttpEngine("prefill-0", breakable.places["prefill-0"].url) as prefill,
+        HttpEngine("decode-0", breakable.places["decode-0"].url) as decode,
     ):
         sequence = request()
         receiver = processes_of(decode.url)

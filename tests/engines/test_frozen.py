@@ -1,98 +1,124 @@
-"""A decode engine, or one process of it alone, is stopped while clients read its tokens: they get the same answers.
+"""Engines that stop, for a while or for good, and that are killed, while clients read: the answers are the same.
 
-It stops its engines, so it has a fleet of its own.
+Whoever is stopped may be an engine as a whole, or one process of it alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tercet.chaos.engine_processes import RunningProcess, classify
+from tercet.chaos.fault_schedule import ProcessKind
 from tercet.client import HttpEngine
 
-from .conftest import ENGINE_ARGS, Fleet, get_json, settled, start_fleet
-from .prompts import prompt_of
-from .test_failures import processes_of, send_signal
-from .test_killed_decode import BODIES, read
+from .client_streams import BODIES, Answer, Readers, read, read_all
+from .conftest import Fleet, get_json, settled
+from .processes import part_of, send_signal
 
-SECONDS = 180
+SECONDS = 240
+STOPPED_SECONDS = 20
+LONGEST_GAP = 10
+"""What clients are promised while one engine is left that answers."""
 
 
 @pytest.fixture(scope="module")
-def freezable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    running = start_fleet(
-        tmp_path_factory.mktemp("frozen"), "--decode", "2", "--program-arg", "min_send=1", "--", *ENGINE_ARGS
-    )
-    yield running
-    running.stop()
+def calm(breakable: Fleet) -> list[Answer]:
+    """What the front door answers while all is well."""
+    return asyncio.run(read_all(breakable.url))
 
 
-def engine_of(fleet: Fleet, name: str) -> dict[str, Any]:
-    return next(engine for engine in get_json(f"{fleet.url}/tercet/v1/engines") if engine["name"] == name)
-
-
-async def streams(fleet: Fleet, do: Callable[[], object]) -> tuple[list[tuple[str, str]], float]:
-    """Texts and finish reasons of all streams, and the longest gap in one; ``do`` is called once all are under way."""
-    chunks, last = [0] * len(BODIES), dict[int, float]()
-    gap, waits = 0.0, [do]
-
-    def count(index: int) -> None:
-        nonlocal gap
-        chunks[index] += 1
-        now = time.monotonic()
-        gap = max(gap, now - last.get(index, now))
-        last[index] = now
-        if waits and min(chunks) >= 5:
-            waits.pop()()
-
+async def until(true: Callable[[], object]) -> None:
     async with asyncio.timeout(SECONDS):
-        answers = await asyncio.gather(
-            *(read(fleet.url, body, lambda index=index: count(index)) for index, body in enumerate(BODIES))
-        )
-    assert not waits
-    return [answer[:2] for answer in answers], gap
-
-
-def processes_called(fleet: Fleet, name: str, which: str) -> list[psutil.Process]:
-    found = processes_of(engine_of(fleet, name)["url"])
-    tree = [RunningProcess(each.pid, each.ppid(), " ".join(each.cmdline())) for each in found]
-    kinds: dict[str, Any] = {**classify(found[0].pid, tree)}
-    chosen = [each for each in found if each.pid in kinds[which]]
-    assert chosen, f"{name} has no {which}: {tree}"
-    return chosen
+        while not true():
+            await asyncio.sleep(0.2)
 
 
 async def all_is_back(fleet: Fleet, *names: str) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not all(engine_of(fleet, name)["reachable"] for name in names):
-            await asyncio.sleep(0.5)
+    """These engines are picked again, and neither they nor the front door hold anything for anybody."""
+    await until(lambda: all(fleet.engine(name)["reachable"] for name in names))
+    await until(lambda: not get_json(f"{fleet.url}/tercet/v1/sequences"))
+    assert {engine["in_flight"] for engine in get_json(f"{fleet.url}/tercet/v1/engines")} == {0}
     for name in names:
-        engine = engine_of(fleet, name)
-        assert engine["in_flight"] == 0
-        async with HttpEngine(name, engine["url"]) as client:
+        async with HttpEngine(name, fleet.places[name].url) as client:
             await settled(client, 60)
 
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [("decode-0", "engine"), ("decode-0", "api"), ("decode-0", "core"), ("decode-0", "agent"), ("prefill-0", "engine")],
+    [
+        ("decode-0", "engine"),
+        ("decode-0", "api"),
+        ("decode-0", "core"),
+        ("decode-0", "worker"),
+        ("decode-0", "agent"),
+        ("prefill-0", "engine"),
+    ],
 )
-async def test_streams_survive_an_engine_that_stands_still(freezable: Fleet, which: str, name: str) -> None:
-    calm, _ = await streams(freezable, lambda: None)
-    stopped = processes_called(freezable, name, which)
+async def test_streams_survive_an_engine_that_stands_still(
+    breakable: Fleet, calm: list[Answer], which: ProcessKind, name: str
+) -> None:
+    stopped = part_of(breakable.places[name].url, which)
+    readers = Readers(breakable.url, calm)
     try:
-        answers, gap = await streams(freezable, lambda: send_signal(stopped, signal.SIGSTOP))
-        later = await read(freezable.url, {"prompt": prompt_of(300, seed=1), "temperature": 0})
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            readers.start(group)
+            await readers.more(5)
+            send_signal(stopped, signal.SIGSTOP)
+            readers.over = True  # what is under way is read to its end
+        async with asyncio.timeout(SECONDS):
+            later = await read(breakable.url, BODIES[0])
     finally:
         send_signal(stopped, signal.SIGCONT)
-    print(f"{name}, its {which} stopped: the longest gap of a stream {gap:.1f} s")
-    assert answers == calm
-    assert later[:2] == calm[0], "what comes meanwhile is served by the others"
-    await all_is_back(freezable, "prefill-0", "decode-0", "decode-1")
+    print(f"{name}, its {which} stopped: the longest gap of a stream {readers.gap:.1f} s")
+    assert readers.answers >= len(BODIES)
+    assert readers.gap < LONGEST_GAP
+    assert later == calm[0], "what comes meanwhile is served by the others"
+    await all_is_back(breakable, *breakable.places)
+
+
+async def test_one_stopped_for_a_while_one_killed_and_one_stopped_for_good(
+    breakable: Fleet, calm: list[Answer]
+) -> None:
+    """At each moment one of the three is left: the second while the first stands still, then the first again."""
+    assert await read_all(breakable.places["prefill-0"].url) == calm, "what one engine alone answers"
+    waking, killed, stopped = (
+        part_of(breakable.places[name].url, "engine") for name in ("decode-1", "decode-0", "prefill-0")
+    )
+    readers = Readers(breakable.url, calm)
+
+    def said(event: str) -> None:
+        print(f"{event}: {readers.answers} answers; gaps of up to {readers.gap:.1f} s; "
+              f"up to {readers.first:.1f} s to the first token")  # fmt: skip
+
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            readers.start(group)
+            await readers.more(5)
+            send_signal(waking, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(STOPPED_SECONDS, send_signal, waking, signal.SIGCONT)
+            await readers.more(10)
+            said("decode-1 stopped")
+            send_signal(killed, signal.SIGKILL)
+            assert waking[0].status() == psutil.STATUS_STOPPED, "two are gone at once"
+            await readers.more(10)
+            said("decode-0 killed meanwhile")
+            await until(lambda: breakable.engine("decode-1")["in_flight"])
+            await readers.more(10)
+            said("decode-1 goes on")
+            send_signal(stopped, signal.SIGSTOP)
+            await readers.more(10)
+            said("prefill-0 stopped for good")
+            readers.over = True
+        async with asyncio.timeout(SECONDS):
+            assert await read(breakable.url, BODIES[0]) == calm[0], "what comes later is served by who is left"
+        await all_is_back(breakable, "decode-1")
+        assert [breakable.engine(name)["reachable"] for name in ("decode-0", "prefill-0")] == [False, False]
+    finally:
+        send_signal([*waking, *stopped], signal.SIGCONT)
+    said("at the end")
+    assert readers.gap < LONGEST_GAP
+    await all_is_back(breakable, "decode-1", "prefill-0")

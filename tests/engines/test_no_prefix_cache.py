@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.protocol import EngineUnreachable, Request
+from tercet.protocol import Request
 
-from .conftest import START_SECONDS, free_port, settled
+from .conftest import running_engine, settled
 from .prompts import BLOCK, alone, prompt_of
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine of its own, with the shared fleet's model and data type."""
-    port, log = free_port(), tmp_path_factory.mktemp("uncached") / "engine.log"
-    command = [
-        sys.executable, "-m", "tercet.cli", "engine", "--model", "smollm2", "--port", str(port), "--name", "uncached",
-        "--dtype", "float32", "--", "--no-enable-prefix-caching", "--max-num-batched-tokens", "256",
-    ]  # fmt: skip
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            asyncio.run(until_up(f"http://127.0.0.1:{port}", process, log))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
-async def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    async with HttpEngine("uncached", url) as engine:
-        while True:
-            try:
-                await engine.status()
-            except EngineUnreachable:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(log.read_text()[-4000:])
-                await asyncio.sleep(0.5)
-            else:
-                return
+    flags = ("--no-enable-prefix-caching", "--max-num-batched-tokens", "256")
+    with running_engine(tmp_path_factory.mktemp("uncached"), "uncached", *flags) as found:
+        yield found
 
 
 @pytest.mark.usefixtures("nothing_leaks")

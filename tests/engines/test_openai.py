@@ -271,7 +271,7 @@ async def test_refusals(fleet: Fleet, case: str) -> None:
 def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Another front door over the same engines, whose vLLM layer parses tool calls."""
     flags = ("--program-arg", "min_send=1", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with front_door_over(fleet, tmp_path_factory.mktemp("with_tools"), *flags) as url:
+    with front_door_over(fleet.engine_urls(), tmp_path_factory.mktemp("with_tools"), *flags) as url:
         yield url
 
 

@@ -7,6 +7,8 @@ import itertools
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tercet.programs import BUILT_IN
 
 from .conftest import Fleet, front_door_over, get_json
+from .processes import processes_of
 from .prompts import complete, prompt_of
-from .test_failures import processes_of
 
 SWAPS = 50
 CLIENTS = 6
@@ -40,11 +42,32 @@ PROMPTS = [prompt_of(length, seed=70) for length in (20, 90, 200, 330, 450)]
 SAMPLING: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
-@pytest.fixture
-def door(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@dataclass
+class FrontDoor:
     """A front door of this test's own: its versions and counters begin at nothing."""
-    with front_door_over(fleet, tmp_path_factory.mktemp("swaps")) as url:
-        yield url
+
+    url: str
+    log: Path
+
+    def samples(self) -> dict[str, dict[str, float]]:
+        """Of each of its metrics, the values by the values of their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        found: dict[str, dict[str, float]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            found.setdefault(sample.name, {})[", ".join(sample.labels.values())] = sample.value
+        return found
+
+    def failures(self) -> list[str]:
+        """What its log says of sequences that were tried again."""
+        return [line for line in self.log.read_text().splitlines() if " goes on after " in line]
+
+
+@pytest.fixture
+def door(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontDoor]:
+    tmp = tmp_path_factory.mktemp("swaps")
+    with front_door_over(fleet.engine_urls(), tmp) as url:
+        yield FrontDoor(url, tmp / "router.log")
 
 
 class Load:
@@ -101,46 +124,36 @@ async def put(url: str, plan: dict[str, Any]) -> dict[str, Any]:
         return await response.json()
 
 
-def samples_of(url: str) -> dict[str, dict[str, float]]:
-    """Of each of the front door's metrics, the values by the value of their first label."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    found: dict[str, dict[str, float]] = {}
-    for sample in (sample for family in families for sample in family.samples):
-        found.setdefault(sample.name, {})[next(iter(sample.labels.values()), "")] = sample.value
-    return found
-
-
 def engine_processes(fleet: Fleet) -> set[tuple[int, float]]:
-    return {(p.pid, p.create_time()) for role in ("prefill", "decode") for p in processes_of(fleet.engine_url(role))}
+    return {(each.pid, each.create_time()) for url in fleet.engine_urls().values() for each in processes_of(url)}
 
 
-async def test_fifty_swaps_under_load(fleet: Fleet, door: str, nothing_leaks: None) -> None:
+async def test_fifty_swaps_under_load(fleet: Fleet, door: FrontDoor, nothing_leaks: None) -> None:
     answers = [
         await complete(fleet.engine_url("prefill"), prompt, cache_salt=uuid.uuid4().hex, **SAMPLING)
         for prompt in PROMPTS
     ]
     processes = engine_processes(fleet)
-    load = Load(door, [answer["choices"][0]["text"] for answer in answers])
+    load = Load(door.url, [answer["choices"][0]["text"] for answer in answers])
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
             group.create_task(load.client(number))
         await load.more(SERVED_BETWEEN_SWAPS)
         for swap, plan in enumerate(itertools.islice(itertools.cycle(PLANS), SWAPS)):
             assert load.under_way, "nothing is under way"
-            assert (await put(door, plan))["version"] == 2 + swap
+            assert (await put(door.url, plan))["version"] == 2 + swap
             await load.more(SERVED_BETWEEN_SWAPS)
         load.over = True
 
     assert processes <= engine_processes(fleet), "a process of an engine ended"
-    program = get_json(f"{door}/tercet/v1/program")
+    program = get_json(f"{door.url}/tercet/v1/program")
     assert (program["version"], program["returned"], program["failures_in_a_row"]) == (1 + SWAPS, None, {})
-    samples = samples_of(door)
+    samples = door.samples()
+    for trouble in ("fallbacks", "retries", "errors", "program_failures", "program_returns"):
+        assert not samples.get(f"tercet_{trouble}_total"), door.failures()
     served = samples["tercet_sequences_total"]
     # Every built-in program, and none of them with another one in its place.
     assert set(served) == set(BUILT_IN)
     assert sum(served.values()) == load.served
-    for trouble in ("fallbacks", "retries", "errors", "program_failures", "program_returns"):
-        assert not samples.get(f"tercet_{trouble}_total"), trouble
     assert set(samples["tercet_sequences_running"].values()) == {0}
-    assert [engine["in_flight"] for engine in get_json(f"{door}/tercet/v1/engines")] == [0, 0]
+    assert [engine["in_flight"] for engine in get_json(f"{door.url}/tercet/v1/engines")] == [0, 0]
