@@ -41,7 +41,7 @@ from tercet.streams import FrontDoors, OutputBatch, StreamListener
 from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ReadCounters
-from tercet.transport.agent.control_channel import ControlClient, ControlServer
+from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.backends.reading import BackendUnavailable
 from tercet.transport.backends.registered import understood
 from tercet.vllm_plugin.engine.agent_reports import AgentReports
@@ -49,6 +49,7 @@ from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import Engine
 from tests.unit.streams.test_streams import connected, until
+from tests.unit.transport.agents import BlockingClient
 
 DEEP = 100_000
 DEEP_JSON = b"[" * DEEP + b"]" * DEEP
@@ -77,8 +78,8 @@ def test_the_control_channel_outlives_what_strangers_say(said: bytes) -> None:
         stranger = context.socket(zmq.DEALER)
         stranger.connect(server.address)
         stranger.send(said)
-        with closing(ControlClient([(server.address, server.secret)], answer_seconds=10.0)) as client:
-            assert client.call_all(ReadCounters()) == [{"here": 1}]
+        with closing(BlockingClient(server.address, server.secret)) as client:
+            assert client.call(ReadCounters()) == {"here": 1}
         context.destroy(linger=0)
 
 

@@ -54,10 +54,6 @@ class Member:
     in_flight_tokens: int = 0
     calls: CallsInFlight = field(default_factory=CallsInFlight)
 
-    def can(self, role: Role) -> bool:
-        """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
-        return role == "both" or self.role in (role, "both")
-
 
 class EngineFleet:
     """The engines of this process, as :class:`~tercet.protocol.Fleet` shows them to programs.
@@ -85,7 +81,7 @@ class EngineFleet:
     ) -> None:
         self.liveness = Liveness(stuck_after_s)
         self._clock = clock
-        self._members = list(members)
+        self._members = {member.name: member for member in members}
         self._open = list[Member]()
         self._trace = trace or Trace()
         self._failed: set[str] | None = None
@@ -94,14 +90,14 @@ class EngineFleet:
         self.knowledge = FleetKnowledge(clock, stale_after)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
         self.costs = Costs(clock, random)
-        for member in self._members:
-            self.knowledge.add(member.name)
+        for name in self._members:
+            self.knowledge.add(name)
         self._reopen()
 
     @property
     def members(self) -> Sequence[Member]:
         """Every engine, those that are being drained included."""
-        return self._members
+        return list(self._members.values())
 
     def traced(self, trace: Trace, on_generate: Callable[[str], object] = lambda _: None) -> EngineFleet:
         """A view of this fleet whose engines note in ``trace`` what they do.
@@ -144,20 +140,17 @@ class EngineFleet:
 
     def member(self, name: str) -> Member:
         """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
-        found = self._find(name)
+        found = self._members.get(name)
         if found is None:
-            known = ", ".join(member.name for member in self._members) or "none"
+            known = ", ".join(self._members) or "none"
             raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known}", "name")
         return found
 
-    def _find(self, name: str) -> Member | None:
-        return next((member for member in self._members if member.name == name), None)
-
     def add(self, member: Member) -> None:
         """From now on it may be picked; raises :class:`~tercet.protocol.Conflict` if its name is taken."""
-        if any(other.name == member.name for other in self._members):
+        if member.name in self._members:
             raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
-        self._members.append(member)
+        self._members[member.name] = member
         self.knowledge.add(member.name)
         self._reopen()
 
@@ -167,29 +160,21 @@ class EngineFleet:
         Raises :class:`~tercet.protocol.UnknownEngine`.
         """
         member = self.member(name)
-        self._members.remove(member)
+        del self._members[name]
         self.knowledge.remove(name)
         self.liveness.forget(name)
         self.costs.forget(name)
         self._reopen()
         return member
 
-    def drain(self, name: str, draining: bool = True) -> Member:
+    def drain(self, name: str, draining: bool = True) -> None:
         """No new picks of it, or picks again; what it runs goes on. Raises :class:`~tercet.protocol.UnknownEngine`."""
-        member = self.member(name)
-        member.draining = draining
+        self.member(name).draining = draining
         self._reopen()
-        return member
-
-    def set_role(self, name: str, role: Role) -> Member:
-        """Picks from now on go by ``role``. Raises :class:`~tercet.protocol.UnknownEngine`."""
-        member = self.member(name)
-        member.role = role
-        return member
 
     def _reopen(self) -> None:
         # In place: views hold the same list.
-        self._open[:] = [member for member in self._members if not member.draining]
+        self._open[:] = [member for member in self._members.values() if not member.draining]
         self._picking.reopen(self._open)
 
     @contextmanager
@@ -265,22 +250,23 @@ class EngineFleet:
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""
         failed = self._failed or ()
-        return any(member.can(role) and member.reachable and member.name not in failed for member in self._open)
+        able = (member for member in self._open if role == "both" or member.role in (role, "both"))
+        return any(member.reachable and member.name not in failed for member in able)
 
     def _note_failure(self, name: str, error: TercetError) -> None:
-        member = self._find(name)
+        member = self._members.get(name)
         if member is not None and isinstance(error, EngineUnreachable):
             member.reachable = False
         if self._failed is not None and not isinstance(error, BadRequest):
             self._failed.add(name)
 
     def _calls_of(self, name: str) -> CallsInFlight:
-        member = self._find(name)
+        member = self._members.get(name)
         return member.calls if member is not None else CallsInFlight()  # it has been removed, and is not watched
 
     def lose(self, name: str, why: str) -> None:
         """An engine stands still: what waits for it fails now, and it is not picked until it is reachable again."""
-        member = self._find(name)
+        member = self._members.get(name)
         if member is not None:
             member.reachable = False
             error = EngineUnreachable(f"{name} is stuck: {why}")

@@ -174,7 +174,7 @@ class FleetKnowledge:
             self._stored_in(block_size).store(row, blocks, parent, tokens, salt)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
-        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.scheduling.hashing`)."""
+        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.protocol.block_hashes`)."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).hold(row, hashes)

@@ -59,25 +59,21 @@ class KVInbox:
     """Applies each numbered batch once and in order.
 
     vLLM numbers batches from 0 at each start of an engine, publishes without waiting for anybody, and repeats the last
-    ones when asked. ``name`` is the engine's in the fleet.
+    ones when asked. ``name`` is the engine's in the fleet. ``expected`` is the number of the batch that is due, where a
+    replay must begin.
     """
 
     def __init__(self, name: str, knowledge: FleetKnowledge) -> None:
         self._name = name
         self._knowledge = knowledge
-        self._next = 0
+        self.expected = 0
         self._last_live = -1
         self._block_size: int | None = None
-
-    @property
-    def expected(self) -> int:
-        """The number of the batch that is due: a replay must begin there."""
-        return self._next
 
     def reset(self) -> None:
         """The engine was started anew: nothing that was known of its cache holds."""
         self._knowledge.cleared(self._name)
-        self._next, self._last_live, self._block_size = 0, -1, None
+        self.expected, self._last_live, self._block_size = 0, -1, None
 
     def take(self, number: int, payload: bytes) -> bool:
         """A batch as it was published; whether batches before it are missing, so that a replay is needed.
@@ -88,7 +84,7 @@ class KVInbox:
         if number <= self._last_live:
             self.reset()  # a publisher's numbers only grow, so this is another one
         self._last_live = number
-        if number > self._next:
+        if number > self.expected:
             return True
         self._apply(number, batch)
         return False
@@ -99,15 +95,15 @@ class KVInbox:
         If even the replay lacks batches, blocks may have been dropped unheard: then nothing of before is believed.
         """
         batch = decode_batch(payload)
-        if number > self._next:
+        if number > self.expected:
             self._knowledge.cleared(self._name)
-            self._next = number
+            self.expected = number
         self._apply(number, batch)
 
     def _apply(self, number: int, batch: EventBatch) -> None:
-        if number != self._next:
+        if number != self.expected:
             return  # it was applied already
-        self._next += 1
+        self.expected += 1
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._store(event)

@@ -61,16 +61,13 @@ class Liveness:
         if slept > interval:
             for times in (self._progressed_at, self._heard_at):
                 times.update({engine: at + slept for engine, at in times.items()})
-        return [
-            self._found(engine, now) for engine, at in self._progressed_at.items() if self._is_new(engine, now - at)
-        ]
+        standing = [engine for engine, at in self._progressed_at.items() if now - at > self.stuck_after_s]
+        new = [Stuck(engine, self._why(engine, now)) for engine in standing if engine not in self._stuck]
+        self._stuck.update(standing)
+        return new
 
-    def _is_new(self, engine: str, stood: float) -> bool:
-        return stood > self.stuck_after_s and engine not in self._stuck
-
-    def _found(self, engine: str, now: float) -> Stuck:
-        self._stuck.add(engine)
+    def _why(self, engine: str, now: float) -> str:
         silence = now - self._heard_at[engine]
         if silence > self.stuck_after_s / 2:
-            return Stuck(engine, f"nothing was heard of it for {silence:.1f} s")
-        return Stuck(engine, f"it answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s")
+            return f"nothing was heard of it for {silence:.1f} s"
+        return f"it answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s"

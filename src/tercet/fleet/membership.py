@@ -17,7 +17,7 @@ from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.fleet.watch import LOOK_SECONDS, Watch
-from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, Role, TercetError
+from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, TercetError
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
@@ -141,14 +141,10 @@ class Membership:
         Returns what all that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
         within ``seconds``.
         """
-        statuses = await self._ask_all(seconds)
+        statuses = await self.look(seconds)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
         return Promise.of(statuses)
-
-    async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> None:
-        """Find out which of ``members``, or of all, answer now; the others are asked later."""
-        await self._ask_all(seconds, members)
 
     def remove(self, name: str) -> Member:
         """Forget an engine at once; its connection is closed when the last sequence on it has ended.
@@ -163,25 +159,13 @@ class Membership:
         logger.warning("engines: %s removed, %d sequences on it go on", name, member.in_flight)
         return member
 
-    def drain(self, name: str, draining: bool = True) -> Member:
-        """No new picks of an engine, or picks again. Raises :class:`~tercet.protocol.UnknownEngine`."""
-        member = self._fleet.drain(name, draining)
-        logger.warning("engines: %s is %s", name, "drained" if draining else "picked again")
-        return member
-
-    def set_role(self, name: str, role: Role) -> Member:
-        """Give an engine another role. Raises :class:`~tercet.protocol.UnknownEngine`."""
-        member = self._fleet.set_role(name, role)
-        logger.warning("engines: %s has the role %s", name, role)
-        return member
-
     async def watch(self) -> None:
         """Notice engines that stand still, and those that are back, until cancelled."""
         await self._watch.run()
 
-    async def _ask_all(self, seconds: float, members: Sequence[Member] | None = None) -> list[EngineStatus]:
-        """The statuses of the members that answer within ``seconds``; the others are unreachable from now on."""
-        members = list(self._fleet.members) if members is None else members
+    async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
+        """Ask ``members``, or all, for their status; those that do not answer in time are unreachable from now on."""
+        members = self._fleet.members if members is None else members
         if not members:
             return []
         asked = [asyncio.ensure_future(_first_status(member.engine)) for member in members]

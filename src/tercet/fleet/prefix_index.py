@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.scheduling.hashing import next_hash, root_of
+from tercet.protocol.block_hashes import chain, root_of
 from tercet.scheduling.plugin import Integers
 
 MANY = 24
 
 
 class Holders:
-    """For each block hash, the rows that have it."""
+    """For each block hash, the rows that have it; ``rows`` gives the number of rows."""
 
     def __init__(self, rows: Callable[[], int]) -> None:
         self._rows = rows
@@ -40,7 +40,7 @@ class Holders:
             self._holders.pop(block, None)
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """By row: how many of the first blocks it has, without a gap."""
+        """See :class:`tercet.scheduling.plugin.PrefixIndex`."""
         size = self._rows()
         matched = np.zeros(size, dtype=np.int64)
         holding, depth = -1, 0
@@ -69,24 +69,17 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-class RoutingHistory:
-    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
-
-    ``rows`` gives the number of rows.
-    """
+class RoutingHistory(Holders):
+    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each."""
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
-        self._holders = Holders(rows)
+        super().__init__(rows)
         self._capacity = capacity
         # Not plain dicts: finding the first key of one that loses its first keys walks over all that were lost.
         self._recent: dict[int, OrderedDict[int, None]] = {}
 
-    def matched(self, hashes: Sequence[int]) -> Integers:
-        """See :class:`tercet.scheduling.hashing.PrefixIndex`."""
-        return self._holders.matched(hashes)
-
     def note(self, row: int, hashes: Sequence[int]) -> None:
-        """See :class:`tercet.scheduling.hashing.RoutedPrefixes`."""
+        """See :class:`tercet.scheduling.plugin.RoutedPrefixes`."""
         recent = self._recent.setdefault(row, OrderedDict())
         # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
         for block in reversed(hashes):
@@ -94,17 +87,17 @@ class RoutingHistory:
                 recent.move_to_end(block)
             else:
                 recent[block] = None
-                self._holders.add(row, block)
+                self.add(row, block)
         while len(recent) > self._capacity:
-            self._holders.discard(row, recent.popitem(last=False)[0])
+            self.discard(row, recent.popitem(last=False)[0])
 
     def forget(self, row: int) -> None:
         """The engine in ``row`` is gone, or has lost its cache."""
         for block in self._recent.pop(row, ()):
-            self._holders.discard(row, block)
+            self.discard(row, block)
 
 
-class StoredBlocks:
+class StoredBlocks(Holders):
     """What engines say they hold, in blocks of one size: fed with their KV events.
 
     Engines name blocks by hashes of their own, which mean nothing elsewhere; the tokens that come with them are hashed
@@ -112,18 +105,11 @@ class StoredBlocks:
     """
 
     def __init__(self, rows: Callable[[], int], block_size: int) -> None:
-        self._holders = Holders(rows)
+        super().__init__(rows)
         self._block_size = block_size
         self._places: dict[int, dict[Hashable, int]] = {}
         self._copies: dict[tuple[int, int], int] = {}
         self.orphans = 0
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def matched(self, hashes: Sequence[int]) -> Integers:
-        """See :class:`tercet.scheduling.hashing.PrefixIndex`."""
-        return self._holders.matched(hashes)
 
     def store(
         self,
@@ -142,10 +128,8 @@ class StoredBlocks:
         if place is None:
             self.orphans += len(names)
             return
-        for index, name in enumerate(names):
-            begin = index * self._block_size
-            place = next_hash(place, tuple(tokens[begin : begin + self._block_size]))
-            self._put(row, places, name, place)
+        for name, block in zip(names, chain(place, tuple(tokens), self._block_size), strict=False):
+            self._put(row, places, name, block)
 
     def hold(self, row: int, hashes: Sequence[int]) -> None:
         """The engine stored blocks that it calls by the hashes that are used here."""
@@ -157,7 +141,7 @@ class StoredBlocks:
         if name not in places:
             places[name] = place
             self._copies[row, place] = self._copies.get((row, place), 0) + 1
-            self._holders.add(row, place)
+            self.add(row, place)
 
     def remove(self, row: int, names: Sequence[Hashable]) -> None:
         """The engine dropped blocks; names that it never announced are ignored."""
@@ -171,7 +155,7 @@ class StoredBlocks:
             if left:
                 self._copies[row, place] = left
             else:
-                self._holders.discard(row, place)
+                self.discard(row, place)
 
     def forget(self, row: int) -> None:
         """The engine dropped everything, or is gone."""

@@ -33,16 +33,7 @@ class RunningSequence:
     """
 
     __slots__ = (
-        "_budget",
-        "_first_at",
-        "_in_vain",
-        "_last_at",
-        "attempt",
-        "began",
-        "ended",
-        "engine",
-        "program",
-        "request",
+        "_budget", "_first_at", "_in_vain", "_last_at", "attempt", "began", "ended", "engine", "program", "request",
         "tokens",
     )  # fmt: skip
 
@@ -98,9 +89,9 @@ class RunningSequence:
         """The attempt that runs has failed: the next one, or None if the budget is spent.
 
         The budget counts attempts without a new token: each token refills it. The first of these retries begins at
-        once, since it goes to another engine; later ones wait twice as long each time. Each
-        has an id of its own, so that nothing late of an earlier one is taken for it, and asks for no log probabilities
-        of the prompt that came with the first token.
+        once, since it goes to another engine; later ones wait twice as long each time. Each has an id of its own, so
+        that nothing late of an earlier one is taken for it, and asks for no log probabilities of the prompt that came
+        with the first token.
         """
         pause = FIRST_PAUSE * 2 ** (self._in_vain - 1) if self._in_vain else 0.0
         if self.ended or self._in_vain >= self._budget.retries or now + pause - self._last_at > self._budget.within_s:
@@ -126,10 +117,6 @@ class RunningSequences:
 
     def __iter__(self) -> Iterator[RunningSequence]:
         return iter(tuple(self._running))
-
-    def find(self, seq_id: str) -> RunningSequence | None:
-        """The one whose request has this id, if it runs."""
-        return next((sequence for sequence in self._running if sequence.request.seq_id == seq_id), None)
 
     def on(self, engine: str) -> list[RunningSequence]:
         """Those that this engine generates."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +17,6 @@ from tercet.programs import migrate_context
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
 from tercet.router.routing import Plan, Version
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
@@ -47,24 +45,14 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True)
-class State:
-    """What the routes work on."""
-
-    service: Service
-    shared: SharedState
-    scheduling: SchedulingFile
-
-
-def install(app: FastAPI, state: State) -> None:
-    """Give ``app`` the routes."""
-    app.state.tercet = state.service
-    app.state.tercet_admin = state
+def install(app: FastAPI, shared: SharedState) -> None:
+    """Give ``app`` the routes, which show and change what is shared."""
+    app.state.tercet = shared
     app.include_router(router)
 
 
-def _state(request: Request) -> State:
-    return request.app.state.tercet_admin
+def _shared(request: Request) -> SharedState:
+    return request.app.state.tercet
 
 
 class _Route(APIRoute):
@@ -103,15 +91,15 @@ def _one_line(text: str) -> str:
 @router.get("/program")
 async def program(request: Request) -> Response:
     """The programs that requests run under, unless they name another one."""
-    return _json(_programs(_state(request).service))
+    return _json(_programs(_shared(request).service))
 
 
 @router.put("/program")
 async def set_program(request: Request) -> Response:
     """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
-    state = _state(request)
-    behind = await state.shared.use_program(decode_call(await request.body(), Plan))
-    return _json(_programs(state.service), behind=behind)
+    shared = _shared(request)
+    behind = await shared.use_program(decode_call(await request.body(), Plan))
+    return _json(_programs(shared.service), behind=behind)
 
 
 def _programs(service: Service) -> dict[str, Any]:
@@ -136,15 +124,15 @@ def _version(version: Version) -> dict[str, Any]:
 @router.get("/scheduling")
 async def scheduling(request: Request) -> Response:
     """The scheduling file in use, and the profiles in it."""
-    return _json(_state(request).scheduling.describe())
+    return _json(_shared(request).scheduling.describe())
 
 
 @router.put("/scheduling")
 async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one anew."""
-    state = _state(request)
-    behind = await state.shared.use_scheduling(decode_call(await request.body(), SchedulingCall).file)
-    return _json(state.scheduling.describe(), behind=behind)
+    shared = _shared(request)
+    behind = await shared.use_scheduling(decode_call(await request.body(), SchedulingCall).file)
+    return _json(shared.scheduling.describe(), behind=behind)
 
 
 # ---- contexts ------------------------------------------------------------------------------------------------
@@ -167,7 +155,7 @@ async def move_context(request: Request) -> Response:
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """What this process runs now; with ``?engine=NAME`` only what that engine generates."""
-    running, engine = _state(request).service.sequences, request.query_params.get("engine")
+    running, engine = _shared(request).service.sequences, request.query_params.get("engine")
     now = time.monotonic()
     return _json([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
 
@@ -191,56 +179,56 @@ def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
 @router.get("/engines")
 async def engines(request: Request) -> Response:
     """Every engine: name, url, role, what runs on it, and its last report with the age in seconds."""
-    return _json([_engine(member, _state(request)) for member in _fleet(request).members])
+    return _json([_engine(member, _shared(request)) for member in _fleet(request).members])
 
 
 @router.post("/engines")
 async def add_engine(request: Request) -> Response:
     """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
-    behind = await _state(request).shared.add(address)
+    behind = await _shared(request).add(address)
     return _one(request, address.name, behind, 201)
 
 
 @router.delete("/engines/{name}")
 async def remove_engine(request: Request, name: str) -> Response:
     """Forget an engine; what runs on it finishes."""
-    state = _state(request)
-    gone = _engine(_fleet(request).member(name), state)
-    return _json(gone, behind=await state.shared.remove(name))
+    shared = _shared(request)
+    gone = _engine(_fleet(request).member(name), shared)
+    return _json(gone, behind=await shared.change(lambda state: state.without_member(name)))
 
 
 @router.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
     """Pick it for nothing new; what runs on it finishes."""
-    return _one(request, name, await _state(request).shared.drain(name, True))
+    return _one(request, name, await _shared(request).change(lambda state: state.with_draining(name, True)))
 
 
 @router.delete("/engines/{name}/drain")
 async def undrain_engine(request: Request, name: str) -> Response:
     """Pick it again."""
-    return _one(request, name, await _state(request).shared.drain(name, False))
+    return _one(request, name, await _shared(request).change(lambda state: state.with_draining(name, False)))
 
 
 @router.put("/engines/{name}/role")
 async def set_role(request: Request, name: str) -> Response:
     """Another role for an engine."""
     role = decode_call(await request.body(), RoleCall).role
-    return _one(request, name, await _state(request).shared.set_role(name, role))
+    return _one(request, name, await _shared(request).change(lambda state: state.with_role(name, role)))
 
 
 def _fleet(request: Request) -> EngineFleet:
-    return _state(request).service.fleet
+    return _shared(request).service.fleet
 
 
 def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) -> Response:
-    return _json(_engine(_fleet(request).member(name), _state(request)), status, behind)
+    return _json(_engine(_fleet(request).member(name), _shared(request)), status, behind)
 
 
-def _engine(member: Member, state: State) -> dict[str, Any]:
+def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
     """An engine as this process knows it; what runs on it, as all do that share the fleet."""
-    last = state.service.fleet.knowledge.loads.last(member.name)
-    everywhere = state.shared.engines()[member.name]
+    last = shared.service.fleet.knowledge.loads.last(member.name)
+    everywhere = shared.engines()[member.name]
     return {
         "name": member.name,
         "url": member.url,

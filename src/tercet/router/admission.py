@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tercet.fleet import EngineFleet
+from tercet.fleet.watch import LOOK_SECONDS
 from tercet.protocol import Saturated
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
 
 # What Retry-After is while nothing has finished yet, and its bounds, in seconds.
 SOON, LATEST = 1, 60
-# Engines join and tokens go without telling the gate; those that wait look again so often, in seconds.
-LOOK_SECONDS = 0.5
 # How much of the average gap between two ends is made of the last one.
 NEWEST = 0.1
 
@@ -176,6 +175,7 @@ class Gate:
                 if seconds <= 0:
                     seconds = self._admission.limits.queue_timeout_s
                     raise self._refusal("queue_timeout", f"no place came free within {seconds:g} s")
+                # Engines join and tokens go without telling the gate.
                 await asyncio.wait({waking, left}, timeout=min(seconds, LOOK_SECONDS), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":
                     self._metrics.refused.labels("client_left").inc()

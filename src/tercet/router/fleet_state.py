@@ -22,7 +22,7 @@ from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RouterConfig
 
 LOCK_SECONDS = 10.0
-LOOK_SECONDS = 0.01
+AGAIN_SECONDS = 0.01
 
 
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +192,7 @@ def _lock_within(lock: int, seconds: float, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
-            time.sleep(LOOK_SECONDS)
+            time.sleep(AGAIN_SECONDS)
 
 
 def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:

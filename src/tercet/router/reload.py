@@ -10,12 +10,10 @@ from pathlib import Path
 from tercet.protocol import TercetError
 from tercet.router.fleet_state import stamp_of
 from tercet.router.routing import Plan
-from tercet.router.scheduling_file import SchedulingFile
-from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
-LOOK_SECONDS = 0.3
+EVERY_SECONDS = 0.3
 
 
 class FileWatch:
@@ -44,13 +42,12 @@ def files_of(plan: Plan) -> list[Path]:
     return [Path(path).expanduser() for path in dict.fromkeys(paths) if path]
 
 
-async def reload_on_change(
-    shared: SharedState, service: Service, scheduling: SchedulingFile, every: float = LOOK_SECONDS
-) -> None:
+async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) -> None:
     """Use the plan and the scheduling file that were asked for last anew, each time that a file of theirs changes.
 
     Until cancelled. What does not load is reported, and what runs goes on as it is.
     """
+    service, scheduling = shared.service, shared.scheduling
     programs, plugins = FileWatch(), FileWatch()
     programs.changed(files_of(service.wanted))
     plugins.changed(scheduling.files)

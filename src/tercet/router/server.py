@@ -23,7 +23,6 @@ from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
 from tercet.router.reload import reload_on_change
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
@@ -44,19 +43,18 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     tls = engine_tls(config.engine_ca, config.engine_cert, config.engine_key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
-    metrics, background = Metrics(), TaskSet()
     export(fleet)
+    background = TaskSet()
     async with (
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
     ):
         service = Service(
-            fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
+            fleet, config.program, config.program_args, Metrics(), config.return_after, config.retries,
             config.request_timeout_s, config.wait_for_engine_s,
         )  # fmt: skip
-        scheduling = SchedulingFile(fleet)
         with state_path(config) as path:
-            state = SharedState(path, fleet, membership, service, scheduling, metrics)
+            state = SharedState(path, membership, service)
             try:
                 if shared is not None:
                     background.spawn(shared.until_supervisor_ends(), "supervisor")
@@ -66,9 +64,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 background.spawn(membership.watch(), "membership")
                 background.spawn(state.follow(), "state")
                 if config.dev:
-                    background.spawn(reload_on_change(state, service, scheduling), "reload")
-                gate = Gate(config.limits, fleet, metrics)
-                await _serve_openai(config, service, scheduling, state, gate, promise.max_model_len, shared, metrics)
+                    background.spawn(reload_on_change(state), "reload")
+                await _serve_openai(config, state, promise.max_model_len, shared)
             finally:
                 await background.close()
                 state.close()
@@ -99,32 +96,23 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-async def _serve_openai(
-    config: RouterConfig,
-    service: Service,
-    scheduling: SchedulingFile,
-    state: SharedState,
-    gate: Gate,
-    max_model_len: int,
-    shared: Shared | None,
-    metrics: Metrics,
-) -> None:  # fmt: skip
+async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len: int, shared: Shared | None) -> None:
     from tercet.vllm_plugin.frontend import openai_server as vllm
 
+    service = state.service
     names = [config.public_name, *config.model_aliases]
     args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         server = await vllm.openai_server(args, engine_client)
-        admin.install(server.app, admin.State(service, state, scheduling))
+        admin.install(server.app, state)
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, gate, vllm.api_keys(args), service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args),
+            layers, server.fast, Gate(config.limits, service.fleet, service.metrics), vllm.api_keys(args),
+            service.program_called, config.max_request_bytes, lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
         await state.serving()
-        metrics.serving()
         if shared is not None:
             shared.serving()
         await vllm.accept(server.app, args, sock, None if shared is None else (shared.loads, shared.index))

@@ -57,8 +57,8 @@ class Service:
         self._wait_for_engine = wait_for_engine
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
-        self._metrics = metrics
-        self._metrics.program_version(self.routing.current.number)
+        self.metrics = metrics
+        metrics.program_version(self.routing.current.number)
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Service:
         """Requests from now on are served under ``plan``; those under way end as they began."""
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
-        self._metrics.program_version(number)
+        self.metrics.program_version(number)
         logger.warning("programs: version %d from now on: %s", number, ", ".join(programs))
 
     def program_called(self, name: str) -> Chosen:
@@ -106,7 +106,7 @@ class Service:
         fleet = self.fleet.traced(trace, sequence.runs_on)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace))
-        with self.sequences.running(sequence), self._metrics.sequence(), self._deadline(began, stream):
+        with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence)
                 if retry is None:
@@ -152,7 +152,7 @@ class Service:
         if not sequence.attempt:
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
-        self._metrics.finished(trace)
+        self.metrics.finished(trace)
 
     def _next_attempt(self, chosen: Chosen, error: BaseException, sequence: RunningSequence) -> Retry | None:
         """What is tried next after ``error``, or None if nothing is."""
@@ -165,14 +165,10 @@ class Service:
             code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
             tokens = len(retry.output)
             logger.info("%s goes on after %d tokens: %s: %s", retry.request.seq_id, tokens, code, _words(error))
-            self._metrics.retried(code, sequence.answered)
+            self.metrics.retried(code, sequence.answered)
             if sequence.attempt == 1:
-                self._metrics.fallbacks.labels(chosen.name, code).inc()
+                self.metrics.fallbacks.labels(chosen.name, code).inc()
         return retry
-
-    def failed(self, error: TercetError) -> None:
-        """A sequence ended in an error."""
-        self._metrics.errors.labels(error.code).inc()
 
     def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
@@ -186,12 +182,12 @@ class Service:
     def _failed(self, chosen: Chosen, error: BaseException) -> None:
         if not _is_own_fault(chosen, error):
             return
-        self._metrics.failures.labels(chosen.name).inc()
+        self.metrics.failures.labels(chosen.name).inc()
         first = not self.routing.failures.get(chosen.name)
         logger.error("the program %s failed: %s", chosen.name, _words(error), exc_info=error if first else None)
         returned = self.routing.failed(chosen, _words(error))
         if returned is not None:
-            self._metrics.returned(chosen.name, returned.to_version)
+            self.metrics.returned(chosen.name, returned.to_version)
             logger.error(
                 "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
                 returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,

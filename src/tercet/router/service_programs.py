@@ -20,7 +20,7 @@ class ServicePrograms:
 
     def failed(self, error: TercetError) -> None:
         """A sequence has ended in an error."""
-        self._service.failed(error)
+        self._service.metrics.errors.labels(error.code).inc()
 
 
 class TracedRun:

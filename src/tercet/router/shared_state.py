@@ -14,20 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tercet.aio import TaskSet, run_in_thread
-from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
-from tercet.protocol import BadRequest, Role, TercetError
+from tercet.protocol import BadRequest, TercetError
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
-from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
 from tercet.router.scheduling_file import LoadedScheduling, SchedulingFile, load_scheduling_file
-from tercet.router.service import Service
+from tercet.router.service import LOOK_SECONDS, Service
 from tercet.settings import EngineAddress
 
 logger = logging.getLogger("tercet.router")
-LOOK_SECONDS = 0.1
 FOLLOW_SECONDS = 30.0
 
 
@@ -40,18 +37,15 @@ class Loaded:
 
 
 class SharedState:
-    """Use as an async context manager, around :meth:`start` and :meth:`follow`. ``state`` is the one in use here."""
+    """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed."""
 
-    def __init__(
-        self, path: Path, fleet: EngineFleet, membership: Membership, service: Service, scheduling: SchedulingFile,
-        metrics: Metrics,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: Path, membership: Membership, service: Service) -> None:
+        self.service = service
+        self.scheduling = SchedulingFile(service.fleet)
         self._file = StateFile(path)
-        self._fleet = fleet
+        self._fleet = service.fleet
         self._membership = membership
-        self._service = service
-        self._scheduling = scheduling
-        self._metrics = metrics
+        self._metrics = service.metrics
         self._followers = Followers(path)
         self._turn = asyncio.Lock()
         self._stamp: object = None
@@ -95,6 +89,7 @@ class SharedState:
         self._serving = True
         self._report()
         await self._catch_up(Loaded())
+        self._metrics.serving()
 
     async def follow(self) -> None:
         """Apply what others write, and report what runs here, until cancelled."""
@@ -138,12 +133,12 @@ class SharedState:
         is_first = from_scratch and not self._number_at_start(state)
         for used in (state.before, state.program):
             if used is not None and used.number in loaded.programs:
-                self._service.use(used.number, used.plan, loaded.programs[used.number])
+                self.service.use(used.number, used.plan, loaded.programs[used.number])
                 if is_first:  # the command's own programs were never in use here
-                    self._service.routing.forget()
+                    self.service.routing.forget()
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
-            self._scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
+            self.scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
         await self._apply_members(state, from_scratch)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
@@ -154,7 +149,7 @@ class SharedState:
         if state.before is not None and state.before.number > in_use:
             await self._load_one_before(state.before, loaded)
         if state.program.number > in_use and state.program.number not in loaded.programs:
-            loaded.programs[state.program.number] = await self._service.load(state.program.plan)
+            loaded.programs[state.program.number] = await self.service.load(state.program.plan)
         file = state.scheduling
         if (
             file is not None
@@ -166,13 +161,13 @@ class SharedState:
     def _number_at_start(self, state: FleetState) -> int:
         """The number under which the service's first plan is in the state; 0 if it is not."""
         oldest = state.before or state.program
-        same = oldest.number == self._service.routing.current.number and oldest.plan == self._service.wanted
+        same = oldest.number == self.service.routing.current.number and oldest.plan == self.service.wanted
         return oldest.number if same else 0
 
     async def _load_one_before(self, program: ProgramInUse, loaded: Loaded) -> None:
         """The programs to return to; not having them is no reason to refuse the ones that are asked for."""
         try:
-            loaded.programs[program.number] = await self._service.load(program.plan)
+            loaded.programs[program.number] = await self.service.load(program.plan)
         except BadRequest as error:
             logger.warning("programs: version %d cannot be returned to: %s", program.number, error.message)
 
@@ -188,9 +183,11 @@ class SharedState:
                 here[name] = await self._membership.enter(found.address)
                 here[name].reachable = from_scratch
             if here[name].role != found.address.role:
-                self._membership.set_role(name, found.address.role)
+                here[name].role = found.address.role
+                logger.warning("engines: %s has the role %s", name, found.address.role)
             if here[name].draining != found.draining:
-                self._membership.drain(name, found.draining)
+                self._fleet.drain(name, found.draining)
+                logger.warning("engines: %s is %s", name, "drained" if found.draining else "picked again")
         away = [member for member in here.values() if not member.reachable]
         if away and not from_scratch:
             await self._membership.look(members=away)
@@ -203,7 +200,7 @@ class SharedState:
         This and the other changes return what to say of processes that have not followed. They raise
         :class:`~tercet.protocol.TercetError`, and then nothing changes.
         """
-        programs, loaded = await self._service.load(plan), Loaded()
+        programs, loaded = await self.service.load(plan), Loaded()
 
         def change(state: FleetState) -> FleetState:
             if unless_after is not None and state.program.number > unless_after:
@@ -211,7 +208,7 @@ class SharedState:
             loaded.programs[state.program.number + 1] = programs
             return state.with_program(plan)
 
-        return await self._change(change, loaded)
+        return await self.change(change, loaded)
 
     async def use_scheduling(self, file: str) -> Sequence[str]:
         """Go by a scheduling file, as it is now."""
@@ -223,27 +220,16 @@ class SharedState:
                 loaded.scheduling[after.scheduling.number] = scheduling
             return after
 
-        return await self._change(change, loaded)
+        return await self.change(change, loaded)
 
     async def add(self, address: EngineAddress) -> Sequence[str]:
         """One more engine, once it has answered and turned out to fit."""
         self.state.with_member(address)
         await self._membership.check(address)
-        return await self._change(lambda state: state.with_member(address))
+        return await self.change(lambda state: state.with_member(address))
 
-    async def remove(self, name: str) -> Sequence[str]:
-        """Forget an engine; what runs on it finishes."""
-        return await self._change(lambda state: state.without_member(name))
-
-    async def drain(self, name: str, draining: bool) -> Sequence[str]:
-        """Pick an engine for nothing new, or again."""
-        return await self._change(lambda state: state.with_draining(name, draining))
-
-    async def set_role(self, name: str, role: Role) -> Sequence[str]:
-        """Another role for an engine."""
-        return await self._change(lambda state: state.with_role(name, role))
-
-    async def _change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
+    async def change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
+        """Another state, made of the newest one; ``loaded`` is what it needs and has been loaded already."""
         state = await self._update(change)
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)

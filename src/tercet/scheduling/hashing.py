@@ -1,37 +1,19 @@
-"""Prompts as chains of block hashes, and sessions by consistent hashing."""
+"""A prompt's block hashes, and sessions by consistent hashing."""
 
 from __future__ import annotations
 
-import zlib
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import Request
-
-ROOT = 0
-
-
-def next_hash(parent: int, tokens: tuple[int, ...]) -> int:
-    """The hash of a block that follows the block with hash ``parent``."""
-    return hash((parent, tokens))
-
-
-def root_of(salt: str | None) -> int:
-    """What a chain starts from: prompts with different cache salts share nothing."""
-    return ROOT if salt is None else zlib.crc32(salt.encode()) + 1
+from tercet.protocol.block_hashes import chain, root_of
 
 
 def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
     """The hashes of a prompt's full blocks, at most ``limit`` of them."""
-    prompt, parent = request.prompt, root_of(request.cache_salt)
-    full = len(prompt) // block_size
-    hashes: list[int] = []
-    for begin in range(0, block_size * (full if limit is None else min(full, limit)), block_size):
-        parent = next_hash(parent, prompt[begin : begin + block_size])
-        hashes.append(parent)
-    return hashes
+    return chain(root_of(request.cache_salt), request.prompt, block_size, limit)
 
 
 def key_of(name: str) -> int:

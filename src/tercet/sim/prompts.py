@@ -5,11 +5,11 @@ So two engines agree on a sequence's tokens wherever it runs, as real ones do at
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Sequence
 
 from tercet.protocol import Content, content_of, packed
+from tercet.protocol.block_hashes import chain, root_of
 
 # Output tokens are a walk through one fixed table: a batch of them is a slice, made only when somebody reads it.
 _CYCLE = 8192
@@ -30,13 +30,13 @@ _TOKENS = _table() * 2
 class Prompt:
     """A prompt's token ids with what engines derive from them, computed once and shared by all of them."""
 
-    __slots__ = ("_cache_salt", "_contents", "_hashes", "_salt", "_start", "tokens")
+    __slots__ = ("_cache_salt", "_contents", "_hashes", "_root", "_start", "tokens")
 
     def __init__(self, tokens: tuple[int, ...], cache_salt: str | None) -> None:
         self.tokens = tokens
         self._cache_salt = cache_salt
         self._contents: dict[int, Content] = {}
-        self._salt = 0 if cache_salt is None else zlib.crc32(cache_salt.encode()) + 1
+        self._root = root_of(cache_salt)
         self._start: int | None = None
         self._hashes: dict[int, list[int]] = {}
 
@@ -64,7 +64,7 @@ class Prompt:
         """One hash for each full block of the prompt; each covers everything before it and the cache salt."""
         found = self._hashes.get(block_size)
         if found is None:
-            found = self._hashes[block_size] = chain(self._salt, self.tokens, block_size)
+            found = self._hashes[block_size] = chain(self._root, self.tokens, block_size)
         return found
 
     def hashes_with(self, output: Sequence[int], block_size: int) -> list[int]:
@@ -73,17 +73,7 @@ class Prompt:
         if not output:
             return known
         rest = (*self.tokens[len(known) * block_size :], *output)
-        return known + chain(known[-1] if known else self._salt, rest, block_size)
-
-
-def chain(parent: int, tokens: tuple[int, ...], block_size: int) -> list[int]:
-    """The chained hashes of the full blocks of ``tokens``, which follow ``parent``."""
-    hashes: list[int] = []
-    for begin in range(0, len(tokens) - block_size + 1, block_size):
-        # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
-        parent = hash((parent, tokens[begin : begin + block_size]))
-        hashes.append(parent)
-    return hashes
+        return known + chain(known[-1] if known else self._root, rest, block_size)
 
 
 class Prompts:

@@ -25,7 +25,7 @@ from tercet.transport.agent.agent_messages import (
     StepEnds,
 )
 from tercet.transport.agent.agent_process import AgentProcess
-from tercet.transport.agent.control_channel import AsyncControlClient, ControlClient, ControlServer
+from tercet.transport.agent.control_channel import AsyncControlClient, ControlServer
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
@@ -49,7 +49,6 @@ __all__ = [
     "AsyncControlClient",
     "BlockShape",
     "CancelSend",
-    "ControlClient",
     "ControlServer",
     "ExtendLease",
     "Grant",

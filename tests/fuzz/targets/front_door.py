@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from operator import methodcaller
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -100,12 +101,12 @@ class AdminRoom:
         door = self._door
         for member in list(door.fleet.members):
             if member.name not in "pd":
-                await door.shared.remove(member.name)
+                await door.shared.change(methodcaller("without_member", member.name))
         for name, role in (("p", "prefill"), ("d", "decode")):
             if name not in {member.name for member in door.fleet.members}:
                 await door.shared.add(EngineAddress(name, f"http://{name}", role))  # type: ignore[arg-type]
-            await door.shared.drain(name, False)
-            await door.shared.set_role(name, role)  # type: ignore[arg-type]
+            await door.shared.change(methodcaller("with_draining", name, False))
+            await door.shared.change(methodcaller("with_role", name, role))
         await door.use(Plan(program="disaggregated"))
         assert await door.has_everything_back()
 

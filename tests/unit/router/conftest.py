@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
@@ -119,11 +118,8 @@ class Door:
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, program, {}, metrics, return_after)
         self.metrics = metrics
-        self.scheduling = SchedulingFile(self.fleet)
         self.directory = Path(tempfile.mkdtemp(prefix="tercet-test-", dir=IN_MEMORY))
-        self.shared = SharedState(
-            self.directory / "state.json", self.fleet, self.membership, self.service, self.scheduling, metrics
-        )
+        self.shared = SharedState(self.directory / "state.json", self.membership, self.service)
         self.number = 0
 
     @asynccontextmanager
@@ -168,7 +164,7 @@ class Door:
 
     def application(self, *keys: str, **options: Any) -> FrontDoor:
         app = FastAPI(**options)
-        admin.install(app, admin.State(self.service, self.shared, self.scheduling))
+        admin.install(app, self.shared)
         gate = Gate(Limits(), self.fleet, self.metrics)
         return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000)
 
@@ -187,11 +183,15 @@ class Door:
         return False
 
 
-def shared_over(service: Service, membership: Membership, metrics: Metrics) -> SharedState:
+def shared_over(service: Service, membership: Membership) -> SharedState:
     """Of a fleet that nothing changes."""
     path = Path(tempfile.mkdtemp(prefix="tercet-test-")) / "state.json"
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-    return SharedState(path, service.fleet, membership, service, SchedulingFile(service.fleet), metrics)
+    return SharedState(path, membership, service)
+
+
+def draining(name: str, draining: bool) -> Callable[[FleetState], FleetState]:
+    return lambda state: state.with_draining(name, draining)
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ async def test_a_fleet_that_grows_lets_those_in_who_wait(door: Door, metrics: Me
     house = House(door, metrics, Limits(in_flight_per_engine=1))
     _, waiting = tasks = await house.fill(2)
     assert house.app.running == 1  # of both engines only one decodes
-    door.fleet.set_role("p", "both")
+    door.fleet.member("p").role = "both"
     async with asyncio.timeout(5):
         while house.app.running < 2:
             await asyncio.sleep(0.01)

@@ -10,7 +10,7 @@ from tercet.fleet import watch
 from tercet.fleet.membership import Promise
 from tercet.protocol import EngineStatus, EngineUnreachable
 
-from .conftest import Door
+from .conftest import Door, draining
 
 
 async def test_engines_that_do_not_answer_are_asked_later(door: Door) -> None:
@@ -85,5 +85,5 @@ async def test_no_engine_holds_up_or_ends_the_watch_over_others(door: Door, monk
 async def test_a_change_asks_only_engines_that_are_away(door: Door) -> None:
     door.engine("p").gone = True  # too busy to answer in time
     door.fleet.member("d").reachable = False
-    await door.shared.drain("d", True)
+    await door.shared.change(draining("d", True))
     assert [member.reachable for member in door.fleet.members] == [True, True]

@@ -109,7 +109,7 @@ def test_times_to_the_first_token_and_between_two() -> None:
     assert (sequence.ttft, sequence.tpot) == (2.0, 0.5)
 
 
-def test_running_sequences_are_found_by_id_and_by_engine_until_they_end() -> None:
+def test_running_sequences_are_found_by_engine_until_they_end() -> None:
     sequences = RunningSequences()
     a, b = (RunningSequence(Request(seq_id=name, prompt=(1,)), "p", RetryBudget(), 0.0) for name in "ab")
     with sequences.running(a), sequences.running(b):
@@ -118,7 +118,6 @@ def test_running_sequences_are_found_by_id_and_by_engine_until_they_end() -> Non
         assert (sequences.on("x"), sequences.on("y")) == ([a], [])
         a.runs_on("y")  # another attempt
         assert (sequences.on("x"), sequences.on("y")) == ([], [a])
-        assert (sequences.find("b"), sequences.find("c")) == (b, None)
     assert len(sequences) == 0
 
 
@@ -166,7 +165,7 @@ async def test_an_engine_that_breaks_off(door: Door, tokens: tuple[int, ...]) ->
     door.engine("d").breaks_off = Output(tokens, "abort")
     door.engine("p").failures["remote_send"] = TransferFailed("lost")
     door.engine("p").failures["prep_recv"] = NoSpace("full")
-    door.fleet.set_role("p", "prefill")
+    door.fleet.member("p").role = "prefill"
     door.fleet.drain("p")
     asking = asyncio.ensure_future(door.ask({"x-tercet-program": "data_parallel"}))
     while not door.engine("d").calls:

@@ -42,7 +42,7 @@ async def file(door: Door, tmp_path: Path) -> AsyncIterator[Path]:
     file = tmp_path / "mine.py"
     file.write_text(TEXT.format(1))
     await door.use(Plan(program=f"{file}:main"))
-    watching = asyncio.ensure_future(reload_on_change(door.shared, door.service, door.scheduling, every=0.01))
+    watching = asyncio.ensure_future(reload_on_change(door.shared, every=0.01))
     await asyncio.sleep(0)  # it has looked once
     yield file
     watching.cancel()
@@ -130,7 +130,7 @@ async def test_a_changed_scheduling_file_is_used_and_so_is_a_changed_plugin(
     file.write_text(SCHEDULING.format("first"))
     plugin.write_text(PLUGIN.format(0.5))
     await door.shared.use_scheduling(str(file))
-    watching = asyncio.ensure_future(reload_on_change(door.shared, door.service, door.scheduling, every=0.01))
+    watching = asyncio.ensure_future(reload_on_change(door.shared, every=0.01))
     await asyncio.sleep(0)
     try:
         file.write_text(SCHEDULING.format("another"))

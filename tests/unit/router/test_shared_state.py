@@ -18,12 +18,11 @@ from tercet.router import shared_state
 from tercet.router.fleet_state import FleetState
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
 
-from .conftest import Door, Engine
+from .conftest import Door, Engine, draining
 
 
 class Other:
@@ -33,10 +32,7 @@ class Other:
         self.fleet = EngineFleet(())
         self.membership = Membership(self.fleet, door._connect)
         self.service = Service(self.fleet, "disaggregated", {}, metrics, return_after=3)
-        self.scheduling = SchedulingFile(self.fleet)
-        self.shared = SharedState(
-            door.directory / "state.json", self.fleet, self.membership, self.service, self.scheduling, metrics
-        )
+        self.shared = SharedState(door.directory / "state.json", self.membership, self.service)
 
     @property
     def program(self) -> tuple[int, str | None]:
@@ -72,10 +68,10 @@ async def test_a_change_is_made_by_all_before_it_is_answered(door: Door, other: 
     assert await door.shared.add(EngineAddress("late", "http://late", "decode", {"zone": "a"})) == []
     late = other.fleet.member("late")
     assert (late.role, late.labels, late.reachable) == ("decode", {"zone": "a"}, True)
-    assert await door.shared.drain("late", True) == []
-    assert await door.shared.set_role("late", "both") == []
+    assert await door.shared.change(draining("late", True)) == []
+    assert await door.shared.change(lambda state: state.with_role("late", "both")) == []
     assert (late.draining, late.role) == (True, "both")
-    assert await door.shared.remove("late") == []
+    assert await door.shared.change(lambda state: state.without_member("late")) == []
     assert [member.name for member in other.fleet.members] == ["p", "d"]
 
 
@@ -100,7 +96,7 @@ async def test_who_comes_late_reads_one_state(door: Door, metrics: Metrics, prog
     for name in ("good", "marked", "good"):
         await door.use(Plan(program=f"{programs}:{name}"))
     await door.shared.use_scheduling(str(tmp_path / "s.yaml"))
-    await door.shared.drain("d", True)
+    await door.shared.change(draining("d", True))
     async with joined(door, metrics) as late:
         assert late.program == (4, f"{programs}:good")
         assert late.service.routing.previous is not None
@@ -141,7 +137,7 @@ async def test_who_does_not_follow_is_named(door: Door, other: Other, monkeypatc
         await asyncio.sleep(60)
 
     monkeypatch.setattr(other.shared, "_apply", hang)
-    (said,) = await door.shared.drain("d", True)
+    (said,) = await door.shared.change(draining("d", True))
     # It has begun with the version, and says so once it is done with it.
     assert "has not applied it within" in said
 
@@ -155,9 +151,9 @@ async def test_garbage_in_the_file_changes_nothing(door: Door, other: Other, cap
             await asyncio.sleep(0.01)
     assert other.shared.state is before
     with pytest.raises(BadRequest, match="is not the state of a fleet"):
-        await door.shared.drain("d", True)
+        await door.shared.change(draining("d", True))
     file.write_text(whole)
-    assert await door.shared.drain("d", True) == []
+    assert await door.shared.change(draining("d", True)) == []
     assert other.fleet.member("d").draining
 
 
@@ -187,7 +183,7 @@ async def test_those_who_have_not_followed_are_in_the_answer(
 
 
 async def test_the_file_is_for_people_too(door: Door) -> None:
-    await door.shared.drain("d", True)
+    await door.shared.change(draining("d", True))
     found = json.loads((door.directory / "state.json").read_text())
     assert (found["version"], found["members"][1]["draining"]) == (3, True)
 
@@ -198,7 +194,7 @@ async def test_reports_that_cannot_be_written_end_nothing(
     directory = door.directory / "state.json.followers"
     shutil.rmtree(directory)
     directory.write_text("in the way")
-    assert await door.shared.drain("d", True) == []
+    assert await door.shared.change(draining("d", True)) == []
     async with asyncio.timeout(10):
         while not other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
@@ -208,7 +204,7 @@ async def test_reports_that_cannot_be_written_end_nothing(
     async with asyncio.timeout(10):
         while len(door.shared._followers.others()) != 1:
             await asyncio.sleep(0.01)
-    assert await door.shared.drain("d", False) == []
+    assert await door.shared.change(draining("d", False)) == []
     assert not other.fleet.member("d").draining
 
 
@@ -224,7 +220,7 @@ async def test_a_change_whose_client_has_gone_is_made_to_its_end(
         await apply(state, from_scratch)
 
     monkeypatch.setattr(door.shared, "_apply_members", wait)
-    request = asyncio.ensure_future(door.shared.drain("d", True))
+    request = asyncio.ensure_future(door.shared.change(draining("d", True)))
     await reached.wait()
     assert door.shared._own_report().version == door.shared.state.version, "not applied yet"
     request.cancel()
@@ -237,14 +233,14 @@ async def test_a_change_whose_client_has_gone_is_made_to_its_end(
 
 
 async def test_a_state_that_is_gone_is_written_again(door: Door, other: Other) -> None:
-    await door.shared.drain("d", True)
+    await door.shared.change(draining("d", True))
     before, file = other.shared.state, door.directory / "state.json"
     file.unlink()
     async with asyncio.timeout(10):
         while not file.exists():
             await asyncio.sleep(0.01)
     assert json.loads(file.read_text())["version"] == before.version
-    assert await door.shared.drain("d", False) == []
+    assert await door.shared.change(draining("d", False)) == []
     assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
 
 
@@ -253,7 +249,7 @@ async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(door: Door
     file = door.directory / "state.json"
     old = file.read_text()
     await door.use(Plan(program="data_parallel"))
-    await door.shared.drain("d", True)
+    await door.shared.change(draining("d", True))
     if edited:
         old = (
             file.read_text().replace('"draining": true', '"draining": false').replace("data_parallel", "disaggregated")
@@ -267,7 +263,7 @@ async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(door: Door
     assert json.loads(file.read_text())["version"] == door.shared.state.version == other.shared.state.version == 5
     assert other.program == (3, "disaggregated")
     assert door.service.routing.current.plan.program == "disaggregated"
-    assert await door.shared.drain("d", True) == []
+    assert await door.shared.change(draining("d", True)) == []
     assert (other.shared.state.version, other.fleet.member("d").draining) == (6, True)
 
 

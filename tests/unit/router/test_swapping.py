@@ -198,7 +198,7 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
         ]
         await door.use(plans[number % 3])
         if number % 10 == 0:
-            door.membership.drain("d", draining=number % 20 == 0)
+            door.fleet.drain("d", draining=number % 20 == 0)
         before = served
         while served < before + 5:
             await asyncio.sleep(0)

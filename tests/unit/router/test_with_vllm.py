@@ -20,7 +20,6 @@ from tercet.router import admin
 from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
@@ -57,10 +56,7 @@ class House:
         server = await vllm.openai_server(args, client)
         self.app = server.app
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
-        admin.install(
-            self.app,
-            admin.State(self.service, shared_over(self.service, membership, self.metrics), SchedulingFile(self.fleet)),
-        )
+        admin.install(self.app, shared_over(self.service, membership))
         self.app.middleware_stack = FrontDoor(
             server.layers, server.fast, self.gate, vllm.api_keys(args), self.service.program_called, 10_000
         )

@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from tercet.protocol import packed
+from tercet.protocol import EngineError, packed
 from tercet.transport import (
     AgentProcess,
     AgentSetup,
-    ControlClient,
     HeadSlice,
     KVRegion,
     SendDestination,
@@ -37,6 +36,7 @@ from tercet.transport.agent.agent_messages import (
     StepBegins,
     StepEnds,
 )
+from tercet.transport.agent.control_channel import ControlAnswer, Envelope
 from tests.unit.transport.ranks import SECONDS, TOKENS, filled, new_lease, of_lease
 
 LAYERS, BLOCKS, BYTES = 3, 16, 8 * 1024
@@ -75,16 +75,42 @@ def edge() -> Generator[Edge]:
         context.destroy(linger=0)
 
 
+class BlockingClient:
+    """One agent's orders, one at a time; raises :class:`EngineError` for one that fails or is not answered."""
+
+    def __init__(self, address: str, secret: str, answer_seconds: float = 10.0) -> None:
+        self._secret, self._answer_seconds = secret, answer_seconds
+        self._serial = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    def call(self, command: Command) -> Any:
+        self._serial += 1
+        self._socket.send(msgspec.msgpack.encode(Envelope(self._secret, self._serial, command)))
+        while self._socket.poll(int(self._answer_seconds * 1000)):
+            answer = msgspec.msgpack.decode(self._socket.recv(), type=ControlAnswer)
+            if answer.serial != self._serial:
+                continue  # it came too late
+            if answer.error is not None:
+                raise EngineError(answer.error)
+            return answer.value
+        raise EngineError(f"no answer within {self._answer_seconds:g} s")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 class Rank:
     """One agent, the KV that it shares with this process, and its control channel."""
 
     def __init__(self, region: KVRegion, agent: AgentProcess) -> None:
         self.region, self.agent = region, agent
         self.addresses = agent.ready.addresses
-        self._control = ControlClient([(agent.ready.control, agent.ready.secret)])
+        self._control = BlockingClient(agent.ready.control, agent.ready.secret)
 
     def order(self, command: Command) -> Any:
-        return self._control.call_all(command)[0]
+        return self._control.call(command)
 
     def counters(self) -> dict[str, int]:
         return self.order(ReadCounters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +20,6 @@ from tercet.aio import TaskSet
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.agent.agent_messages import Command
-
-ANSWER_SECONDS = 10.0
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -85,49 +83,6 @@ class ControlServer:
         """Stop answering and join the thread."""
         self._context.term()
         self._thread.join()
-
-
-class ControlClient:
-    """Sends a command to every agent and blocks until it has the answers, in rank order.
-
-    ``agents`` are their addresses and secrets.
-    """
-
-    def __init__(self, agents: Sequence[tuple[str, str]], answer_seconds: float = ANSWER_SECONDS) -> None:
-        self._answer_seconds = answer_seconds
-        self._serial = 0
-        self._context = zmq.Context()
-        self._agents: list[tuple[zmq.Socket[bytes], str]] = []
-        for address, secret in agents:
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.connect(address)
-            self._agents.append((socket, secret))
-
-    def call_each(self, commands: Sequence[Command]) -> list[Any]:
-        """Send ``commands[rank]`` to each agent; raises :class:`EngineError` if one fails or does not answer."""
-        self._serial += 1
-        for (socket, secret), command in zip(self._agents, commands, strict=True):
-            socket.send(msgspec.msgpack.encode(Envelope(secret, self._serial, command)))
-        return [self._await(rank, socket) for rank, (socket, _) in enumerate(self._agents)]
-
-    def call_all(self, command: Command) -> list[Any]:
-        """Send one command to every agent."""
-        return self.call_each([command] * len(self._agents))
-
-    def _await(self, rank: int, socket: zmq.Socket[bytes]) -> Any:
-        while socket.poll(int(self._answer_seconds * 1000)):
-            answer = msgspec.msgpack.decode(socket.recv(), type=ControlAnswer)
-            if answer.serial != self._serial:
-                continue
-            if answer.error is not None:
-                raise EngineError(f"KV agent {rank}: {answer.error}")
-            return answer.value
-        raise EngineError(f"KV agent {rank} did not answer on its control channel within {self._answer_seconds:g} s")
-
-    def close(self) -> None:
-        """Close the sockets."""
-        self._context.destroy(linger=0)
 
 
 class AsyncControlClient:

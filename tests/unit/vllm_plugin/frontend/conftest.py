@@ -22,7 +22,6 @@ from tercet.router import admin
 from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
-from tercet.router.scheduling_file import SchedulingFile
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
@@ -141,12 +140,7 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(ServicePrograms(doors.service), args)
     server = await vllm.openai_server(args, client)
-    admin.install(
-        server.app,
-        admin.State(
-            doors.service, shared_over(doors.service, membership, doors.metrics), SchedulingFile(doors.service.fleet)
-        ),
-    )
+    admin.install(server.app, shared_over(doors.service, membership))
     assert server.fast is not None
     gate = Gate(Limits(), doors.service.fleet, doors.metrics)
     doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor

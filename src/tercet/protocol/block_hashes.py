@@ -1,0 +1,24 @@
+"""Prompts as chains of block hashes: names of simulated engines' blocks, and what front doors remember of prompts."""
+
+from __future__ import annotations
+
+import zlib
+
+
+def root_of(salt: str | None) -> int:
+    """What a chain starts from: prompts with different cache salts share nothing."""
+    return 0 if salt is None else zlib.crc32(salt.encode()) + 1
+
+
+def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None) -> list[int]:
+    """The hashes of the full blocks of ``tokens``, at most ``limit`` of them, which follow the one called ``parent``.
+
+    Each covers everything before it.
+    """
+    hashes: list[int] = []
+    end = len(tokens) if limit is None else min(len(tokens), limit * block_size)
+    for begin in range(0, end - block_size + 1, block_size):
+        # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
+        parent = hash((parent, tokens[begin : begin + block_size]))
+        hashes.append(parent)
+    return hashes
