@@ -34,7 +34,7 @@ from tercet.protocol.wire import RemoteSendCall, StartGenerateCall, decode_call
 from tercet.router.fleet_state import StateFile
 from tercet.router.followers import ALIVE, REPORT, Followers
 from tercet.router.front_door import parsed
-from tercet.router.scheduling_file import load_scheduling_file
+from tercet.router.shared_state import load_scheduling_file
 from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
 from tercet.streams import FrontDoors, OutputBatch, StreamListener

@@ -227,12 +227,7 @@ class EngineFleet:
         member.in_flight_tokens += tokens
         try:
             yield TracedEngine(
-                member.engine,
-                self._trace,
-                self.costs,
-                self._on_generate,
-                self._note_failure,
-                self._calls_of,
+                member.engine, self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of
             )
         finally:
             member.in_flight -= 1
@@ -274,7 +269,6 @@ class EngineFleet:
             member.calls.lose(error)
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
-        """See :meth:`tercet.protocol.Fleet.disaggregates`."""
         return self._picking.disaggregates(request, decode.name, by)
 
     def _without(self, other_than: Engine | None) -> Sequence[str]:

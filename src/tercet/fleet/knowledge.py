@@ -6,7 +6,7 @@ What engines report of themselves is kept as columns, so that a thousand can be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ STALE_AFTER = 1.0
 class LoadTable:
     """The last report of each engine; every engine has a row from :meth:`add` to :meth:`remove`.
 
-    ``clock`` gives seconds that never go back.
+    Plugins see :class:`~tercet.scheduling.plugin.Reports`. ``clock`` gives seconds that never go back.
     """
 
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
@@ -87,14 +87,12 @@ class LoadTable:
         return load, self._clock() - float(self._at[row])
 
     def column(self, name: str, rows: Integers) -> Floats:
-        """See :class:`tercet.scheduling.plugin.Reports`."""
         age = self._clock() - self._at[rows]
         if name == "age":
             return np.where(np.isfinite(age), age, np.nan)
         return np.where(age <= self._stale_after, self._columns[name][rows], np.nan)
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
-        """See :class:`tercet.scheduling.plugin.Reports`."""
         return self._keys[rows]
 
     def _grow(self) -> None:
@@ -108,7 +106,7 @@ class LoadTable:
 
 
 class FleetKnowledge:
-    """Reports, prefixes and turns of every engine, by its row.
+    """Reports, prefixes and turns of every engine, by its row; plugins see :class:`~tercet.scheduling.Knowledge`.
 
     ``clock`` gives seconds that never go back; reports older than ``stale_after`` seconds count as unknown.
     """
@@ -116,7 +114,7 @@ class FleetKnowledge:
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
         self.loads = LoadTable(clock, stale_after)
         self._routed: dict[tuple[int, int], RoutingHistory] = {}
-        self._stored: dict[int, StoredBlocks] = {}
+        self.stored: dict[int, StoredBlocks] = {}
         self._cold: dict[int, int] = {}
         self._turn = 0
         self._begin: Callable[[], None] | None = None
@@ -154,11 +152,6 @@ class FleetKnowledge:
             history = self._routed[block_size, capacity] = RoutingHistory(lambda: self.loads.size, capacity)
         return history
 
-    @property
-    def stored(self) -> Mapping[int, StoredBlocks]:
-        """See :class:`tercet.scheduling.Knowledge`."""
-        return self._stored
-
     def store(
         self,
         name: str,
@@ -180,16 +173,16 @@ class FleetKnowledge:
             self._stored_in(block_size).hold(row, hashes)
 
     def _stored_in(self, block_size: int) -> StoredBlocks:
-        index = self._stored.get(block_size)
+        index = self.stored.get(block_size)
         if index is None:
-            index = self._stored[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
+            index = self.stored[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
         return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
         """An engine's KV event: it dropped these blocks."""
         row = self.loads.row(name)
         if row is not None:
-            for index in self._stored.values():
+            for index in self.stored.values():
                 index.remove(row, blocks)
 
     def cleared(self, name: str) -> None:
@@ -204,21 +197,20 @@ class FleetKnowledge:
         row = self.loads.row(name)
         if row is None:
             return 0
-        indexes = [*((size, index) for (size, _), index in self._routed.items()), *self._stored.items()]
+        indexes = [*((size, index) for (size, _), index in self._routed.items()), *self.stored.items()]
         return max((size * int(index.matched(block_hashes(request, size))[row]) for size, index in indexes), default=0)
 
     def _forget_cache(self, row: int) -> None:
         for history in self._routed.values():
             history.forget(row)
-        for size, index in list(self._stored.items()):
+        for size, index in list(self.stored.items()):
             index.forget(row)
             if not index:
-                del self._stored[size]
+                del self.stored[size]
 
     # ---- turns with new prompts ------------------------------------------------------------------------------
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
-        """See :class:`tercet.scheduling.Knowledge`."""
         # Kept in the order of turns: the last ones are the latest.
         known = list(self._cold.items())[-size:]
         turns = np.zeros(self.loads.size)
@@ -227,7 +219,6 @@ class FleetKnowledge:
         return turns[rows]
 
     def note_cold(self, row: int) -> None:
-        """See :class:`tercet.scheduling.Knowledge`."""
         self._turn += 1
         self._cold.pop(row, None)
         self._cold[row] = self._turn

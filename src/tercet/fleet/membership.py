@@ -17,7 +17,7 @@ from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.fleet.watch import LOOK_SECONDS, Watch
-from tercet.protocol import BadRequest, Engine, EngineLoad, EngineStatus, EngineUnreachable, TercetError
+from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, TercetError
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
@@ -39,12 +39,7 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        def report(load: EngineLoad) -> None:
-            fleet.report(name, load)
-
-        def started_anew() -> None:
-            fleet.knowledge.cleared(name)
-
+        report, started_anew = partial(fleet.report, name), partial(fleet.knowledge.cleared, name)
         async with HttpEngine(name, url, listener, report, admit, started_anew, secret, tls) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
             try:
@@ -133,7 +128,13 @@ class Membership:
         :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than was promised.
         """
         async with self._connect(address.name, address.url, lambda _: None) as engine:
-            self._admit(address.url, await _status_of(address.url, engine))
+            try:
+                status = await engine.status()
+            except EngineUnreachable:
+                raise
+            except TercetError as error:
+                raise BadRequest(f"url: {address.url} does not answer as a Tercet engine: {error}", "url") from error
+            self._admit(address.url, status)
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
         """Wait for the first status of every member; those that stay away are asked later.
@@ -210,15 +211,6 @@ class Membership:
         self._refused.pop(id(member), None)
         if found is not None:  # at the front door's end all are closed, those with sequences on them too
             self._closing.spawn(found[1].aclose())
-
-
-async def _status_of(url: str, engine: Engine) -> EngineStatus:
-    try:
-        return await engine.status()
-    except EngineUnreachable:
-        raise
-    except TercetError as error:
-        raise BadRequest(f"url: {url} does not answer as a Tercet engine: {error}", "url") from error
 
 
 async def _first_status(engine: Engine) -> EngineStatus:

@@ -134,7 +134,6 @@ class Picking(Generic[ViewT]):
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
     def disaggregates(self, request: Request, decode: str, by: str | PrefillRule | None) -> bool:
-        """See :meth:`tercet.protocol.Fleet.disaggregates`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill")
         prefill = prefill.where([engine.name != decode for engine in prefill])

@@ -18,7 +18,10 @@ MANY = 24
 
 
 class Holders:
-    """For each block hash, the rows that have it; ``rows`` gives the number of rows."""
+    """For each block hash, the rows that have it: a :class:`~tercet.scheduling.plugin.PrefixIndex`.
+
+    ``rows`` gives the number of rows.
+    """
 
     def __init__(self, rows: Callable[[], int]) -> None:
         self._rows = rows
@@ -40,7 +43,6 @@ class Holders:
             self._holders.pop(block, None)
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """See :class:`tercet.scheduling.plugin.PrefixIndex`."""
         size = self._rows()
         matched = np.zeros(size, dtype=np.int64)
         holding, depth = -1, 0
@@ -70,7 +72,10 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class RoutingHistory(Holders):
-    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each."""
+    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
+
+    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`.
+    """
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
         super().__init__(rows)
@@ -79,7 +84,6 @@ class RoutingHistory(Holders):
         self._recent: dict[int, OrderedDict[int, None]] = {}
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
-        """See :class:`tercet.scheduling.plugin.RoutedPrefixes`."""
         recent = self._recent.setdefault(row, OrderedDict())
         # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
         for block in reversed(hashes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -55,39 +56,30 @@ class Trace(msgspec.Struct):
     decision: RouteDecision | None = None
 
 
+@dataclass(eq=False)
 class TracedEngine:
-    """An engine that notes in ``trace`` what it is asked to do, lets ``costs`` learn from it, and tells of failures.
+    """An :class:`~tercet.protocol.Engine` that notes in ``trace`` what it is asked for, from which ``costs`` learn.
 
     ``on_failure`` is told which engine is to blame for an error. ``calls_of`` are the calls in flight of an engine by
     its name: what is asked of an engine here fails once it, or the engine that it works for, is lost.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        trace: Trace,
-        costs: Costs,
-        on_generate: Callable[[str], object],
-        on_failure: Callable[[str, TercetError], None],
-        calls_of: Callable[[str], CallsInFlight],
-    ) -> None:
-        self._engine = engine
-        self._trace = trace
-        self._costs = costs
-        self.clock = costs.clock
-        self.on_generate = on_generate
-        self._on_failure = on_failure
-        self._calls_of = calls_of
+    engine: Engine
+    trace: Trace
+    costs: Costs
+    on_generate: Callable[[str], object]
+    on_failure: Callable[[str, TercetError], None]
+    calls_of: Callable[[str], CallsInFlight]
 
     @property
     def calls(self) -> CallsInFlight:
         """What waits for this engine."""
-        return self._calls_of(self.name)
+        return self.calls_of(self.name)
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
         """Blame who is at fault for an error of a call here: a push that ``receiver`` does not take is its failure."""
         by_receiver = receiver if error.param == "kv_addr_info" else None
-        self._on_failure(error.blames or by_receiver or self.name, error)
+        self.on_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
     def _watched(self, receiver: str | None = None) -> Generator[None]:
@@ -100,39 +92,36 @@ class TracedEngine:
     @property
     def name(self) -> str:
         """The engine's name."""
-        return self._engine.name
+        return self.engine.name
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
-        started = self.clock()
+        started = self.costs.clock()
         async with AsyncExitStack() as stack:
             with self._watched():
                 async with until_lost(self.calls):
-                    reservation = await stack.enter_async_context(self._engine.prep_recv(request, end))
+                    reservation = await stack.enter_async_context(self.engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
             self.note(event, started)
             yield reservation
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
-        """See :meth:`tercet.protocol.Engine.extend_recv`."""
-        started = self.clock()
+        started = self.costs.clock()
         with self._watched():
             async with until_lost(self.calls):
-                extended = await self._engine.extend_recv(reservation, request, end)
+                extended = await self.engine.extend_recv(reservation, request, end)
         self.note(TraceEvent("extend_recv", self.name, end=extended.end, cached=extended.matched_len), started)
         return extended
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        """See :meth:`tercet.protocol.Engine.remote_send`."""
-        started = self.clock()
+        started = self.costs.clock()
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
-        with self._watched(receiver), self._costs.sending(self.name, request, begin, stop) as done:
-            async with until_lost(self.calls, self._calls_of(receiver)):
-                sent = await self._engine.remote_send(request, to, begin, end, sample)
+        with self._watched(receiver), self.costs.sending(self.name, request, begin, stop) as done:
+            async with until_lost(self.calls, self.calls_of(receiver)):
+                sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
         event = TraceEvent(
             "remote_send",
@@ -150,25 +139,22 @@ class TracedEngine:
         return sent
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        """See :meth:`tercet.protocol.Engine.start_generate`."""
-        stream = self._engine.start_generate(request, begin, output)
-        stream.subscribe(self._costs.generating(self.name, request, begin, len(output)))
+        stream = self.engine.start_generate(request, begin, output)
+        stream.subscribe(self.costs.generating(self.name, request, begin, len(output)))
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
         stream.subscribe(_GenerationTrace(self, event, stream))
         return stream
 
     def note(self, event: TraceEvent, started: float) -> None:
         """Add an event that began then."""
-        event.seconds = self.clock() - started
-        self._trace.events.append(event)
+        event.seconds = self.costs.clock() - started
+        self.trace.events.append(event)
 
     async def abort(self, seq_id: str) -> None:
-        """See :meth:`tercet.protocol.Engine.abort`."""
-        await self._engine.abort(seq_id)
+        await self.engine.abort(seq_id)
 
     async def status(self) -> EngineStatus:
-        """See :meth:`tercet.protocol.Engine.status`."""
-        return await self._engine.status()
+        return await self.engine.status()
 
 
 class _GenerationTrace:
@@ -181,7 +167,7 @@ class _GenerationTrace:
         self._noted = ExitStack()
 
     def on_start(self) -> None:
-        self._started = self._engine.clock()
+        self._started = self._engine.costs.clock()
         self._noted.enter_context(self._engine.calls.noted(self._stream.give_up))
         self._engine.on_generate(self._engine.name)
 

@@ -1,6 +1,6 @@
 """Programs: serving patterns as async generators over a request and a fleet."""
 
-from tercet.programs.answer import Answer, OutputSink, outputs_of, run_program
+from tercet.programs.answer import Answer, outputs_of, run_program
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
 from tercet.programs.cache_bypass import cache_bypass
@@ -13,7 +13,6 @@ from tercet.programs.migrate_context import migrate_context
 __all__ = [
     "BUILT_IN",
     "Answer",
-    "OutputSink",
     "Program",
     "auto",
     "balanced",

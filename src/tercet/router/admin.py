@@ -124,7 +124,7 @@ def _version(version: Version) -> dict[str, Any]:
 @router.get("/scheduling")
 async def scheduling(request: Request) -> Response:
     """The scheduling file in use, and the profiles in it."""
-    return _json(_shared(request).scheduling.describe())
+    return _json(_scheduling(_shared(request)))
 
 
 @router.put("/scheduling")
@@ -132,7 +132,24 @@ async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one anew."""
     shared = _shared(request)
     behind = await shared.use_scheduling(decode_call(await request.body(), SchedulingCall).file)
-    return _json(shared.scheduling.describe(), behind=behind)
+    return _json(_scheduling(shared), behind=behind)
+
+
+def _scheduling(shared: SharedState) -> dict[str, Any]:
+    scheduling, in_use = shared.service.fleet.scheduling, shared.state.scheduling
+    return {
+        "file": None if in_use is None else in_use.file,
+        "profiles": {
+            name: {
+                "filters": [type(plugin).__name__ for plugin in profile.filters],
+                "scorers": {type(scorer).__name__: weight for scorer, weight in profile.scorers},
+                "picker": type(profile.picker).__name__,
+            }
+            for name, profile in scheduling.profiles.items()
+        },
+        "by_role": dict(scheduling.by_role),
+        "deciders": list(scheduling.deciders),
+    }
 
 
 # ---- contexts ------------------------------------------------------------------------------------------------

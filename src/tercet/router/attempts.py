@@ -86,7 +86,6 @@ class Attempts:
             self._stream.put(output)
 
     async def until_asked(self) -> None:
-        """See :meth:`tercet.protocol.OutputStream.until_asked`."""
         await self._stream.until_asked()
 
 

@@ -63,35 +63,26 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         context = context_of(scope)
-        held: AsyncExitStack | None = None
-        try:
-            body = await self._enter(context, scope, receive)
-            if body is not None and context.path in GENERATING and not self._gate.is_open:
-                held = await self._place(context, body)
-        except TercetError as error:
-            await self._refusals({**scope, ERROR: error}, receive, send)
-            return
-        except ClientLeft:
-            return
-        receive = receive if body is None else body.receive
-        if held is None:
-            await self._serve(context, scope, receive, send)
-            return
-        async with held:
-            await self._serve(context, scope, receive, send)
+        async with AsyncExitStack() as held:
+            try:
+                body = await self._enter(context, scope, receive)
+                if body is not None and context.path in GENERATING and not self._gate.is_open:
+                    held.callback(body.close)
+                    await held.enter_async_context(self._gate.place(context.asked.priority, body.left))
+            except TercetError as error:
+                await self._refusals({**scope, ERROR: error}, receive, send)
+            except ClientLeft:
+                pass
+            else:
+                await self._serve(context, scope, receive if body is None else body.receive, send)
 
     async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
-        self._require_key(context)
+        if context.path not in OPEN:
+            refusal = "this front door asks for its API key: Authorization: Bearer KEY"
+            self._keys.require(context.headers.get("authorization"), refusal)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
-
-    async def _place(self, context: RequestContext, body: ReceivedBody) -> AsyncExitStack:
-        """The request's place, and what watches its client meanwhile: given back when the stack is left."""
-        async with AsyncExitStack() as taken:
-            taken.callback(body.close)
-            await taken.enter_async_context(self._gate.place(context.asked.priority, body.left))
-            return taken.pop_all()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         with serving(context):
@@ -101,11 +92,6 @@ class FrontDoor:
             if context.headers.get(TRACE_HEADER) == "1":
                 send = TracingSend(send, context.traces)
             await self._app(scope, receive, send)
-
-    def _require_key(self, context: RequestContext) -> None:
-        if context.path not in OPEN:
-            refusal = "this front door asks for its API key: Authorization: Bearer KEY"
-            self._keys.require(context.headers.get("authorization"), refusal)
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -185,11 +171,8 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    await refuse(scope[ERROR], send)
-
-
-async def refuse(error: TercetError, send: Send) -> None:
     """Answer with an error."""
+    error: TercetError = scope[ERROR]
     body = msgspec.json.encode(error.to_wire())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, Saturated):

@@ -58,7 +58,7 @@ class Metrics:
         self._returns = Counter(
             "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
         )
-        self._version = Gauge(
+        self.version = Gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
         self._state = Gauge(
@@ -67,16 +67,12 @@ class Metrics:
         self._state_failed = Gauge(
             "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
         )
-        self._workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
+        self.workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
         self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
         self._ratio = Histogram(
             "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
         )
-
-    def serving(self) -> None:
-        """This process accepts requests from now on."""
-        self._workers.set(1)
 
     def fleet_state(self, version: int, failed: bool) -> None:
         """The version of the fleet's state in use here, and whether a later one cannot be applied."""
@@ -112,14 +108,10 @@ class Metrics:
         self._admitted.set(in_flight)
         self._queued.set(queued)
 
-    def program_version(self, number: int) -> None:
-        """New requests are served by this version."""
-        self._version.set(number)
-
     def returned(self, program: str, to_version: int) -> None:
         """The front door went back to a version because a program kept failing."""
         self._returns.labels(program).inc()
-        self._version.set(to_version)
+        self.version.set(to_version)
 
     def _routed(self, trace: Trace) -> None:
         """How its route was chosen, and how far off the prediction was; one without a decision counts nowhere."""
@@ -142,7 +134,6 @@ class EngineCollector(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        """See ``prometheus_client``'s ``Collector``."""
         found = {member.name: self._fleet.knowledge.loads.last(member.name) for member in self._fleet.members}
         reports = {name: report for name, report in found.items() if report is not None}
         ages = GaugeMetricFamily(

@@ -47,17 +47,18 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
 
     Until cancelled. What does not load is reported, and what runs goes on as it is.
     """
-    service, scheduling = shared.service, shared.scheduling
+    service, fleet = shared.service, shared.service.fleet
     programs, plugins = FileWatch(), FileWatch()
     programs.changed(files_of(service.wanted))
-    plugins.changed(scheduling.files)
+    plugins.changed(fleet.scheduling.files)
     while True:
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):
             # Other workers see the same change: the first one's is everybody's.
             await _use("programs", files, shared.use_program(service.wanted, shared.state.program.number))
-        if scheduling.path and (files := plugins.changed(scheduling.files)):
-            await _use("scheduling", files, shared.use_scheduling(scheduling.path))
+        in_use = shared.state.scheduling
+        if in_use is not None and (files := plugins.changed(fleet.scheduling.files)):
+            await _use("scheduling", files, shared.use_scheduling(in_use.file))
 
 
 async def _use(what: str, files: Sequence[Path], using: Awaitable[object]) -> None:

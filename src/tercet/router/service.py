@@ -58,7 +58,7 @@ class Service:
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
         self.metrics = metrics
-        metrics.program_version(self.routing.current.number)
+        metrics.version.set(self.routing.current.number)
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Service:
         """Requests from now on are served under ``plan``; those under way end as they began."""
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
-        self.metrics.program_version(number)
+        self.metrics.version.set(number)
         logger.warning("programs: version %d from now on: %s", number, ", ".join(programs))
 
     def program_called(self, name: str) -> Chosen:
@@ -156,9 +156,12 @@ class Service:
 
     def _next_attempt(self, chosen: Chosen, error: BaseException, sequence: RunningSequence) -> Retry | None:
         """What is tried next after ``error``, or None if nothing is."""
-        if not sequence.attempt:
+        is_own_fault = _is_own_fault(chosen, error)
+        if is_own_fault and not sequence.attempt:
             self._failed(chosen, error)
-        retry = sequence.next_attempt(time.monotonic()) if _one_engine_may_help(chosen, error) else None
+        if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
+            return None
+        retry = sequence.next_attempt(time.monotonic())
         if retry is not None:
             if chosen.name != ONE_ENGINE:
                 sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
@@ -180,8 +183,6 @@ class Service:
         return self.routing.choose(request.headers, model, random.random())
 
     def _failed(self, chosen: Chosen, error: BaseException) -> None:
-        if not _is_own_fault(chosen, error):
-            return
         self.metrics.failures.labels(chosen.name).inc()
         first = not self.routing.failures.get(chosen.name)
         logger.error("the program %s failed: %s", chosen.name, _words(error), exc_info=error if first else None)
@@ -211,11 +212,6 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     if isinstance(error, BadRequest):
         return error.param in {"pick", *inspect.signature(chosen.program).parameters}
     return not isinstance(error, TercetError)
-
-
-def _one_engine_may_help(chosen: Chosen, error: BaseException) -> bool:
-    """What the client did wrong is not tried again."""
-    return not isinstance(error, BadRequest) or _is_own_fault(chosen, error)
 
 
 def _last_output(error: BaseException) -> Output:

@@ -15,7 +15,6 @@ class ServicePrograms:
         self._service = service
 
     def run(self, request: Request, context: RequestContext) -> TracedRun:
-        """See :class:`~tercet.vllm_plugin.frontend.program_client.Programs`."""
         return TracedRun(self._service, request, context)
 
     def failed(self, error: TercetError) -> None:

@@ -20,8 +20,9 @@ from tercet.protocol import BadRequest, TercetError
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan
-from tercet.router.scheduling_file import LoadedScheduling, SchedulingFile, load_scheduling_file
 from tercet.router.service import LOOK_SECONDS, Service
+from tercet.scheduling import Scheduling, load_scheduling
+from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress
 
 logger = logging.getLogger("tercet.router")
@@ -33,7 +34,13 @@ class Loaded:
     """What a state needs, loaded: programs by the number of their plan, a scheduling file by its number."""
 
     programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
-    scheduling: dict[int, LoadedScheduling] = field(default_factory=dict[int, LoadedScheduling])
+    scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
+
+
+async def load_scheduling_file(path: str) -> Scheduling:
+    """What a file says; raises :class:`~tercet.protocol.BadRequest` for one that cannot be used."""
+    # It runs the user's modules, however long that takes.
+    return await run_in_thread(lambda: load_scheduling(user_file(path, "scheduling")))
 
 
 class SharedState:
@@ -41,7 +48,6 @@ class SharedState:
 
     def __init__(self, path: Path, membership: Membership, service: Service) -> None:
         self.service = service
-        self.scheduling = SchedulingFile(service.fleet)
         self._file = StateFile(path)
         self._fleet = service.fleet
         self._membership = membership
@@ -89,7 +95,7 @@ class SharedState:
         self._serving = True
         self._report()
         await self._catch_up(Loaded())
-        self._metrics.serving()
+        self._metrics.workers.set(1)
 
     async def follow(self) -> None:
         """Apply what others write, and report what runs here, until cancelled."""
@@ -138,7 +144,9 @@ class SharedState:
                     self.service.routing.forget()
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
-            self.scheduling.use(state.scheduling.file, loaded.scheduling[state.scheduling.number])
+            self._fleet.scheduling = scheduling = loaded.scheduling[state.scheduling.number]
+            profiles = ", ".join(scheduling.profiles)
+            logger.warning("scheduling: %s is in use, with the profiles %s", state.scheduling.file, profiles)
         await self._apply_members(state, from_scratch)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
@@ -173,7 +181,7 @@ class SharedState:
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
         wanted = {member.address.name: member for member in state.members}
-        for member in list(self._fleet.members):
+        for member in self._fleet.members:
             found = wanted.get(member.name)
             if found is None or found.address.url != member.url:
                 self._membership.remove(member.name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -60,12 +61,6 @@ class SchedulingConfig(_Strict, frozen=True):
     kind: Literal["EndpointPickerConfig"] | None = None
 
 
-def read_config(path: Path) -> SchedulingConfig:
-    """The file's content. Raises :class:`~tercet.protocol.BadRequest`, which names the field that is wrong."""
-    content = load_yaml(path, f"scheduling: {path}", "scheduling")
-    return convert(content, SchedulingConfig, "")
-
-
 def convert(content: object, to: type[T], at: str) -> T:
     """``content`` as a record; ``at`` is its place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
     try:
@@ -79,24 +74,20 @@ def convert(content: object, to: type[T], at: str) -> T:
 
 
 def load_scheduling(path: Path) -> Scheduling:
-    """The profiles of a scheduling file; plugins of the user's are found from its folder.
+    """What a scheduling file says; plugins of the user's are found from its folder.
 
     Raises :class:`~tercet.protocol.BadRequest` that names the field that is wrong.
     """
-    config = read_config(path)
+    config = convert(load_yaml(path, f"scheduling: {path}", "scheduling"), SchedulingConfig, "")
     plugins = _plugins(config.plugins, path.parent)
     profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
         profiles[given.name] = _profile(given, plugins, at)
-    return _scheduling(plugins, profiles)
-
-
-def files_of(path: Path) -> list[Path]:
-    """The scheduling file and the files of the user's own plugins in it. Raises as :func:`load_scheduling` does."""
-    kinds = (plugin.type.rpartition(":")[0] for plugin in read_config(path).plugins)
-    return [path, *dict.fromkeys(path.parent / Path(kind).expanduser() for kind in kinds if kind)]
+    own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
+    files = (path, *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file))
+    return replace(_scheduling(plugins, profiles), files=files)
 
 
 def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:

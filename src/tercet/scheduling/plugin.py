@@ -39,11 +39,25 @@ class Reports(Protocol):
         ...
 
 
+def _said(name: str) -> cached_property[Floats]:
+    """A column, looked up when it is asked for first."""
+    return cached_property(lambda engines: engines._reports.column(name, engines.rows))
+
+
 class Engines:
     """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
 
-    Iterating gives :class:`EngineView` objects. Columns of what engines report have NaN where nothing is known.
+    Iterating gives :class:`EngineView` objects. Columns of what engines said have NaN where nothing is known:
+    requests ``waiting`` and ``running``, ``tokens`` still to work on, the share (0 to 1) of the KV cache in use
+    (``kv_usage``), the seconds of recent steps (``step_time``), and of the last report, however old, its ``age``.
     """
+
+    waiting = _said("waiting")
+    running = _said("running")
+    tokens = _said("tokens")
+    kv_usage = _said("kv_usage")
+    step_time = _said("step_time")
+    age = _said("age")
 
     def __init__(self, views: Sequence[EngineView], rows: Integers, reports: Reports) -> None:
         self.views = views
@@ -75,36 +89,6 @@ class Engines:
     def in_flight_tokens(self) -> Floats:
         """Prompt tokens of the sequences that this front door runs on each."""
         return np.array([view.in_flight_tokens for view in self.views], dtype=np.float64)
-
-    @cached_property
-    def waiting(self) -> Floats:
-        """Requests in each engine's queue, as it said."""
-        return self._reports.column("waiting", self.rows)
-
-    @cached_property
-    def running(self) -> Floats:
-        """Requests in each engine's batch, as it said."""
-        return self._reports.column("running", self.rows)
-
-    @cached_property
-    def tokens(self) -> Floats:
-        """Tokens that each engine has still to work on, as it said."""
-        return self._reports.column("tokens", self.rows)
-
-    @cached_property
-    def kv_usage(self) -> Floats:
-        """Share of each engine's KV cache that is in use, from 0 to 1, as it said."""
-        return self._reports.column("kv_usage", self.rows)
-
-    @cached_property
-    def step_time(self) -> Floats:
-        """Seconds of each engine's recent steps, as it said."""
-        return self._reports.column("step_time", self.rows)
-
-    @cached_property
-    def age(self) -> Floats:
-        """Seconds since each engine said something, however long ago; NaN if it never did."""
-        return self._reports.column("age", self.rows)
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -97,13 +98,15 @@ class SchedulingProfile:
 class Scheduling:
     """How a fleet picks engines.
 
-    ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill.
+    ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill. ``files`` are the
+    file that all of it was read from, and those of the user's own plugins.
     """
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
     by_role: Mapping[Role, str] = field(default_factory=dict[Role, str])
     deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
     decider: Decider = field(default_factory=AlwaysDisaggregate)
+    files: Sequence[Path] = ()
 
     def profile(self, by: str, role: Role) -> SchedulingProfile | None:
         """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""

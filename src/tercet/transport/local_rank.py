@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from tercet.protocol import BadRequest
+from msgspec import Meta
+
+from tercet.settings import Settings
 from tercet.transport.backends import AUTO, Backend
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import KVRegion
 
-MAX_PORT = 65535
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-@dataclass(frozen=True)
-class TransportSettings:
+class TransportSettings(Settings, frozen=True, rename=lambda name: name):
     """How a rank sends and receives.
 
     ``transport``: ``auto`` or a backend's name. ``hosts``: addresses to listen on; a sender spreads its connections
@@ -26,25 +28,12 @@ class TransportSettings:
     """
 
     transport: str = AUTO
-    hosts: tuple[str, ...] = ("127.0.0.1",)
-    ports: tuple[int, ...] = ()
-    streams: int = 2
+    hosts: Annotated[tuple[str, ...], Meta(min_length=1)] = ("127.0.0.1",)
+    ports: tuple[Port, ...] = ()
+    streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 2
     secret: str = ""
-    timeout: float = 30.0
-    receive_limit: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` naming the setting that is wrong."""
-        if not self.hosts:
-            raise BadRequest("hosts: give one address to listen on at least", "hosts")
-        if not all(0 < port <= MAX_PORT for port in self.ports):
-            raise BadRequest(f"ports: give ports from 1 to {MAX_PORT}, or none at all", "ports")
-        if not 0 < self.streams <= MAX_STREAMS:
-            raise BadRequest(f"streams: {self.streams} is not from 1 to {MAX_STREAMS}", "streams")
-        if not self.timeout > 0:
-            raise BadRequest(f"timeout: {self.timeout} s must be greater than 0", "timeout")
-        if not self.receive_limit >= 0:
-            raise BadRequest(f"receive_limit: {self.receive_limit} bytes/s must be 0 or greater", "receive_limit")
+    timeout: Annotated[float, Meta(gt=0)] = 30.0
+    receive_limit: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class TransportCounters:

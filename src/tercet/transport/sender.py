@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -68,11 +69,6 @@ class KVSender:
         """Sessions with receivers, and sends."""
         return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
 
-    def transport_to(self, addresses: Sequence[str]) -> str | None:
-        """How KV travels to a receiver, once a session with it is agreed on."""
-        peer = self._peers.get(tuple(addresses))
-        return peer.transport if peer is not None else None
-
     def open(
         self, send_id: str, lease: str, content: Content, destinations: Sequence[SendDestination], on_done: OnDone
     ) -> None:
@@ -89,7 +85,9 @@ class KVSender:
             refusal = self._refusal(send_id, lease, destinations)
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
-                send.legs = [self._leg(send_id, send, lease, content, each, started) for each in destinations]
+                for to in destinations:
+                    leg = Leg(lease, content, to.head_slice, partial(self._ended, send_id, send))
+                    send.legs.append((self._session(to.addresses, leg, started), leg))
                 if not send.legs:  # other ranks hold the same heads, and send them
                     del self._sends[send_id]
         for peer in started:
@@ -140,23 +138,14 @@ class KVSender:
                 )
         return None
 
-    def _leg(
-        self,
-        send_id: str,
-        send: _Send,
-        lease: str,
-        content: Content,
-        to: SendDestination,
-        started: list[TransferPeer],
-    ) -> tuple[TransferPeer, Leg]:
-        """A leg on the session with its receiver; one that is new is to be started once the lock is free."""
-        leg = Leg(lease, content, to.head_slice, lambda outcome: self._ended(send_id, send, outcome))
-        peer = self._peers.get(to.addresses)
+    def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
+        """The session that a leg is opened on; one that is new is to be started once the lock is free."""
+        peer = self._peers.get(addresses)
         if peer is None or not peer.open(leg):
-            peer = self._peers[to.addresses] = TransferPeer(to.addresses, self._rank, self._forget)
+            peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
             started.append(peer)
             peer.open(leg)
-        return peer, leg
+        return peer
 
     def _ended(self, send_id: str, send: _Send, outcome: SendReport | TercetError) -> None:
         with self._lock:

@@ -63,11 +63,6 @@ class Vector:
         self._message = _Message()
         self.left = nbytes
 
-    @property
-    def rest(self) -> Places:
-        """The places that are left."""
-        return self._places[self._first :]
-
     def send(self, connection: socket.socket) -> int | None:
         """Send some; the number of bytes, or ``None`` if nothing goes within ``SO_SNDTIMEO``. Raises ``OSError``."""
         return self._move(_sendmsg, connection, socket.MSG_NOSIGNAL)

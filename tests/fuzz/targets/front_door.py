@@ -24,7 +24,8 @@ from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, Sta
 from tercet.router.followers import EngineReport, FollowerReport, _report
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
-from tercet.router.scheduling_file import _load
+from tercet.scheduling import load_scheduling
+from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.decoding import decode_settings, read_yaml
 from tests.fuzz.fuzzing import Outcome, Target
@@ -253,7 +254,7 @@ class FilesRoom:
             b"state": lambda file: StateFile(file).read(),
             b"report": _report,
             b"config": lambda file: decode_settings(RouterConfig, read_yaml(file)),
-            b"scheduling": lambda file: _load(str(file)),
+            b"scheduling": lambda file: load_scheduling(user_file(str(file), "scheduling")),
             b"program": lambda file: load_program(f"{file}:good", {"limit": "5"}),
         }
         kind = word if word in readers else list(readers)[len(item) % len(readers)]

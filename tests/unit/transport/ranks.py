@@ -132,6 +132,12 @@ class Send:
         return self._done.get(timeout=SECONDS)
 
 
+def transport_to(sender: RankTransport, addresses: Sequence[str]) -> str | None:
+    """How KV travels to a receiver, once a session with it is agreed on."""
+    peer = sender.sends._peers.get(tuple(addresses))
+    return peer.transport if peer is not None else None
+
+
 def whole(region: KVRegion) -> HeadSlice:
     """All of each block."""
     return HeadSlice(0, region.shape.block_bytes)

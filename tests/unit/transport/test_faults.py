@@ -24,6 +24,7 @@ from tests.unit.transport.ranks import (
     rank_process,
     settle,
     transfer,
+    transport_to,
     whole,
 )
 
@@ -207,7 +208,7 @@ def test_a_stopped_receiver_fails_its_own_sends_and_writes_nothing_under_a_revok
     ):
         lease = child.call("grant", ALL)
         send = Send(ours, child.addresses, lease, whole(region))
-        settle(lambda: ours.sends.transport_to(child.addresses) == backend)
+        settle(lambda: transport_to(ours, child.addresses) == backend)
         child.stop()
         send.push(range(LAYERS), ALL)
         send.finish(END)
@@ -254,7 +255,7 @@ def test_a_cancel_towards_a_stopped_receiver_is_bounded_and_a_fence(backend: str
     with rank(region, settings(backend)) as ours, rank_process(settings(backend), LAYERS, BLOCKS, LARGE) as child:
         lease, old = child.call("grant", ALL), child.call("content")
         send = Send(ours, child.addresses, lease, whole(region))
-        settle(lambda: ours.sends.transport_to(child.addresses) == backend)
+        settle(lambda: transport_to(ours, child.addresses) == backend)
         child.stop()
         send.push(range(LAYERS), ALL)
         canceller = threading.Thread(target=send.cancel)

@@ -16,6 +16,7 @@ from tercet.transport import HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
 from tests.unit.transport.models import a_grant
+from tests.unit.transport.ranks import transport_to
 
 pytest.importorskip("mooncake.engine", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
 LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
@@ -30,7 +31,7 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[
     with rank("mooncake", ours) as sender, rank("mooncake", theirs) as receiver:
         report = send(sender, receiver, LAYERS, sources, targets, HeadSlice(0, BYTES))
         assert isinstance(report, SendReport)
-        assert sender.sends.transport_to(receiver.addresses) == "mooncake"
+        assert transport_to(sender, receiver.addresses) == "mooncake"
         assert receiver.counters()["chunks_received"] == report.chunks == 1
         for layer in range(LAYERS):
             expected = bytearray(before[layer])

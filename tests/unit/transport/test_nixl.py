@@ -17,6 +17,7 @@ from tercet.transport import HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for, nixl
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
 from tests.unit.transport.models import a_grant
+from tests.unit.transport.ranks import transport_to
 
 pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
 LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
@@ -36,7 +37,7 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[
     with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
         report = send(sender, receiver, LAYERS, sources, targets, HeadSlice(0, BYTES))
         assert isinstance(report, SendReport)
-        assert sender.sends.transport_to(receiver.addresses) == "nixl"
+        assert transport_to(sender, receiver.addresses) == "nixl"
         assert receiver.counters()["chunks_received"] == report.chunks == 1
         for layer in range(LAYERS):
             expected = bytearray(before[layer])

@@ -33,6 +33,7 @@ from tests.unit.transport.ranks import (
     new_lease,
     rank,
     transfer,
+    transport_to,
     whole,
 )
 
@@ -67,7 +68,7 @@ def test_kv_arrives_byte_for_byte_and_nothing_else_changes(
         report = transfer(sender, ours, receiver, sources, targets, tokens)
         assert content(theirs) == expected
         assert report.bytes == layers * len(sources) * size
-        assert sender.sends.transport_to(receiver.addresses) == backend
+        assert transport_to(sender, receiver.addresses) == backend
         assert report.transport == backend
         assert receiver.counters()["chunks_received"] == report.chunks
         idle(sender, receiver)
@@ -240,7 +241,7 @@ def test_blocks_of_another_size_arrive_token_for_token(sizes: tuple[int, int], s
         send.push(range(2), sources)
         send.finish(total)
         assert isinstance(send.wait(), SendReport)
-        assert sender.sends.transport_to(receiver.addresses) == backend
+        assert transport_to(sender, receiver.addresses) == backend
         assert receiver.grants.revoke(lease) == total
         for layer in range(2):
             assert tokens_of(theirs, there, layer, targets) == tokens_of(ours, here, layer, sources)

@@ -29,6 +29,7 @@ from tests.unit.transport.ranks import (
     rank,
     settle,
     transfer,
+    transport_to,
     whole,
 )
 
@@ -164,7 +165,7 @@ def test_a_callback_may_cancel_another_send_of_the_session(backend: str) -> None
     with rank(ours, settings(backend)) as sender, rank(theirs, settings(backend)) as receiver:
         before = Send(sender, receiver.addresses, grant(receiver, (4, 5)), whole(ours))
         before.push([0], (0, 1))
-        settle(lambda: sender.sends.transport_to(receiver.addresses) == backend)
+        settle(lambda: transport_to(sender, receiver.addresses) == backend)
         other = Send(sender, receiver.addresses, grant(receiver, (2, 3)), whole(ours))
         to = SendDestination(receiver.addresses, whole(ours))
         sender.sends.open("first", grant(receiver, (0, 1)), whose(2 * TOKENS), [to], lambda _: other.cancel())

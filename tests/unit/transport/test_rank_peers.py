@@ -30,6 +30,7 @@ from tests.unit.transport.ranks import (
     rank,
     settle,
     transfer,
+    transport_to,
     whole,
 )
 
@@ -171,7 +172,7 @@ def test_a_transport_that_only_one_side_allows_is_refused_with_the_reason() -> N
         outcome = outcome_between(sender, ours, receiver)
         assert isinstance(outcome, TransferFailed)
         assert "host: the sender does not offer it" in outcome.message
-        assert sender.sends.transport_to(receiver.addresses) is None
+        assert transport_to(sender, receiver.addresses) is None
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:1", "http://127.0.0.1:1", "tcp://:1", "tcp://127.0.0.1:65536"])

@@ -27,6 +27,7 @@ from tests.unit.transport.ranks import (
     rank,
     settle,
     transfer,
+    transport_to,
     whole,
 )
 
@@ -231,7 +232,7 @@ def test_a_session_that_loses_one_connection_fails_its_sends_at_once(which: int)
             addresses = [ours.addresses[0]] * 3
             addresses[which] = by_proxy
             send = Send(sender, addresses, grant(ours, ALL), whole(source))
-            settle(lambda: sender.sends.transport_to(addresses) == "tcp" and ours.counters()["connections"] == 3)
+            settle(lambda: transport_to(sender, addresses) == "tcp" and ours.counters()["connections"] == 3)
             send.push([0], ALL)
             settle(lambda: ours.counters()["chunks_received"] == 1)
             cut()

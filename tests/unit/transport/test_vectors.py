@@ -17,7 +17,8 @@ from tercet.transport.vectors import Vector, address_of, nowhere
 
 def gather(vector: Vector) -> bytes:
     """What is in the places that are left."""
-    return b"".join(ctypes.string_at(address, length) for address, length in vector.rest.tolist())
+    left = vector._places[vector._first :]
+    return b"".join(ctypes.string_at(address, length) for address, length in left.tolist())
 
 
 def in_one_place(buffer: bytearray) -> Vector:
