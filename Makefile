@@ -47,8 +47,8 @@ lint: setup
 check: lint ## style, types and the fast tests
 	$(BIN)/pytest tests/unit tests/fuzz
 
-test: lint ## style, types and all tests, those with real engines included
-	$(BIN)/pytest tests
+test: check ## check, then the tests with real engines, and what took longest
+	$(BIN)/pytest --durations 20 tests/engines
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

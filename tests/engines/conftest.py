@@ -72,16 +72,19 @@ class Fleet:
         return {name: place.url for name, place in self.places.items()}
 
     def mend(self) -> None:
-        """Start dead engines anew, and wait until the front door picks every one."""
+        """Start dead engines anew, and wait until every one answers and the front door picks it."""
         for place in self.places.values():
             if place.is_dead:
                 place.start()
         deadline = time.monotonic() + START_SECONDS
-        while lost := [name for name in self.places if not self.engine(name)["reachable"]]:
+        while lost := [name for name in self.places if not self._serves(name)]:
             died = [name for name in lost if self.places[name].is_dead]
             if died or time.monotonic() > deadline:
                 pytest.fail(f"{', '.join(died or lost)} did not come back")
             time.sleep(0.2)
+
+    def _serves(self, name: str) -> bool:
+        return _answers(f"{self.places[name].url}/health") and self.engine(name)["reachable"]
 
     def stop(self) -> None:
         for place in self.places.values():

@@ -85,13 +85,17 @@ class EnginePlace:
     @property
     def is_dead(self) -> bool:
         """Whether the engine that was started here last has ended."""
-        if self._guard is not None:
-            return self._guard.poll() is not None
-        server = self._server
-        return server is None or not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+        if self._server is None and self._guard is not None and self._guard.poll() is None:
+            self._server = next(iter(psutil.Process(self._guard.pid).children()), None)
+            return False  # it has only just been started
+        try:
+            return self._server is None or self._server.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def start(self) -> None:
         """Start an engine here, and return at once. It ends at the latest when this process does."""
+        self.stop()
         command = [sys.executable, guard.__file__, str(GRACE_SECONDS), *self._argv]
         with self._log.open("ab") as log:
             self._guard = subprocess.Popen(
@@ -103,4 +107,4 @@ class EnginePlace:
         if self._guard is not None:
             self._guard.terminate()
             self._guard.communicate(timeout=6 * GRACE_SECONDS)
-            self._guard = None
+        self._guard = self._server = None
