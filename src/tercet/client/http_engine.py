@@ -20,6 +20,7 @@ from tercet.protocol import (
     Conflict,
     EngineError,
     EngineLoad,
+    EngineNotReached,
     EngineStatus,
     EngineUnreachable,
     LeaseEnded,
@@ -47,7 +48,7 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
 )
-from tercet.streams import StreamListener
+from tercet.streams import EngineConnection, StreamListener
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,7 +59,7 @@ JSON = {"content-type": "application/json"}
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
 SILENCE_SECONDS = 300.0
 # A verb that only books or frees waits for one engine step at most.
-QUICK = aiohttp.ClientTimeout(total=30.0)
+QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
 # vLLM closes a connection that was idle for 5 s. A call that is on its way then is lost, and looks like a dead engine.
 KEEPALIVE_SECONDS = 2.0
@@ -213,7 +214,7 @@ class HttpEngine:
                 self._held.pop(call.seq_id, None)  # the running sequence had the blocks by then
 
     async def _receive(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        connection = await self._keeper.ready() if self._keeper is not None else None
+        connection = await self._connection()
         if connection is None:
             await self._receive_events(call, stream)
             return
@@ -221,6 +222,12 @@ class HttpEngine:
             door = Destination(address=connection.address, key=connection.key, number=number)
             connection.start(msgspec.structs.replace(call, door=door))
             await stream.until_over()
+
+    async def _connection(self) -> EngineConnection | None:
+        try:
+            return await self._keeper.ready() if self._keeper is not None else None
+        except EngineUnreachable as error:
+            raise EngineNotReached(error.message) from error
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
         """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
@@ -267,9 +274,12 @@ class HttpEngine:
     async def _addressed(self) -> dict[str, str]:
         """The headers of a call: it is meant for that start of the engine which was met."""
         if not self._is_known:
-            await self.status()
+            try:
+                await self.status()
+            except EngineUnreachable as error:
+                raise EngineNotReached(error.message) from error
         if self._refusal is not None:
-            raise EngineUnreachable(f"{self.name} is not asked for anything: {self._refusal.message}")
+            raise EngineNotReached(f"{self.name} is not asked for anything: {self._refusal.message}")
         return {INCARNATION_HEADER: self._incarnation} if self._incarnation else {}
 
     async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:
@@ -299,6 +309,8 @@ class HttpEngine:
         body = None if call is None else msgspec.json.encode(call)
         try:
             response = await self._client.request(method, url, data=body, headers=JSON | headers, timeout=timeout)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise EngineNotReached(f"{self.name} at {self.url} cannot be reached: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self.name} at {self.url} does not answer: {error}") from error
         try:

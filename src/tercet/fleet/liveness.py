@@ -50,6 +50,10 @@ class Liveness:
         """Whether it was found to stand still, and has shown no progress since."""
         return engine in self._stuck
 
+    def progressed_since(self, engine: str, then: float) -> bool:
+        """Whether it has made progress after that, for all that is known."""
+        return self._progressed_at.get(engine, then) >= then
+
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
         """Whether it has said anything lately."""
         return now - self._heard_at.get(engine, -float("inf")) <= seconds

@@ -103,6 +103,10 @@ class EngineUnreachable(TercetError, status=503):
     """The engine's process does not answer."""
 
 
+class EngineNotReached(EngineUnreachable):
+    """It did not even get the call, so nothing that was asked for has been begun. Its code is its base's."""
+
+
 _BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetError, *TercetError.__subclasses__())}
 
 

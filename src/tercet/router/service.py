@@ -14,7 +14,17 @@ from functools import partial
 from tercet.aio import run_in_thread
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.programs import BUILT_IN, Program, load_program
-from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError
+from tercet.protocol import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineError,
+    EngineNotReached,
+    EngineUnreachable,
+    Output,
+    OutputStream,
+    Request,
+    TercetError,
+)
 from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
@@ -36,7 +46,8 @@ class Service:
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
-    is ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again.
+    is ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again, and
+    for so long attempts that no engine took cost it nothing.
     """
 
     def __init__(
@@ -102,18 +113,20 @@ class Service:
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        sequence = RunningSequence(request, chosen.name, self._retries, time.monotonic())
+        tried_at = time.monotonic()
+        sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
         fleet = self.fleet.traced(trace, sequence.runs_on)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace))
         with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
             while (failure := await attempts.run(program)) is not None:
-                retry = self._next_attempt(chosen, failure, sequence)
+                retry = self._next_attempt(chosen, failure, sequence, self._was_taken(failure, tried_at))
                 if retry is None:
                     attempts.finish(_last_output(failure))
                     return
                 await asyncio.sleep(retry.pause)
                 await self._until_an_engine_answers()
+                tried_at = time.monotonic()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
 
@@ -154,14 +167,22 @@ class Service:
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
 
-    def _next_attempt(self, chosen: Chosen, error: BaseException, sequence: RunningSequence) -> Retry | None:
+    def _was_taken(self, error: BaseException, tried_at: float) -> bool:
+        """Whether an engine may have begun with the attempt that failed: not one that has stood still since before."""
+        if isinstance(error, EngineUnreachable) and error.blames is not None:
+            return self.fleet.liveness.progressed_since(error.blames, tried_at)
+        return not isinstance(error, EngineNotReached)
+
+    def _next_attempt(
+        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, was_taken: bool
+    ) -> Retry | None:
         """What is tried next after ``error``, or None if nothing is."""
         is_own_fault = _is_own_fault(chosen, error)
         if is_own_fault and not sequence.attempt:
             self._failed(chosen, error)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
             return None
-        retry = sequence.next_attempt(time.monotonic())
+        retry = sequence.next_attempt(time.monotonic(), was_taken)
         if retry is not None:
             if chosen.name != ONE_ENGINE:
                 sequence.program = f"{chosen.name} -> {ONE_ENGINE}"

@@ -62,6 +62,15 @@ def test_time_in_which_nobody_looked_is_not_held_against_engines() -> None:
     assert [stuck.engine for stuck in looked(liveness, 101, 110)] == ["a"]
 
 
+def test_whether_it_has_done_anything_since() -> None:
+    liveness = Liveness(5)
+    liveness.heard("a", 10.0)
+    liveness.heard("a", 12.0, stalled_s=1.5)
+    assert liveness.progressed_since("a", 10.5)
+    assert not liveness.progressed_since("a", 11.0)
+    assert liveness.progressed_since("unheard of", 11.0)
+
+
 def test_a_member_that_went_is_forgotten() -> None:
     liveness = Liveness(5)
     liveness.heard("a", 0)

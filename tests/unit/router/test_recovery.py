@@ -12,6 +12,7 @@ from tercet.fleet import EngineFleet, Member, RunningSequence, RunningSequences,
 from tercet.protocol import (
     BadRequest,
     EngineError,
+    EngineNotReached,
     EngineUnreachable,
     LayoutMismatch,
     LeaseEnded,
@@ -98,6 +99,29 @@ def test_what_has_ended_is_not_tried_again() -> None:
     sequence.record(Output((1,), "stop"), 0.5)
     assert sequence.ended
     assert sequence.next_attempt(0.5) is None
+
+
+def test_attempts_that_no_engine_took_are_free_while_one_may_come_back() -> None:
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=1), 0.0, wait_s=30.0)
+    for now in (0.0, 10.0, 29.0):
+        assert sequence.next_attempt(now, taken=False) is not None
+    assert sequence.next_attempt(29.5) is not None  # the one that is counted
+    assert sequence.next_attempt(40.0, taken=False) is not None  # the time has begun anew
+    assert sequence.next_attempt(71.0, taken=False) is None
+    assert sequence.next_attempt(71.0) is None
+
+
+def test_no_attempt_is_free_where_none_is_wanted_or_nobody_waits() -> None:
+    assert RunningSequence(REQUEST, "p", RetryBudget(retries=0), 0.0, wait_s=30.0).next_attempt(0.0, False) is None
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=1), 0.0)
+    assert sequence.next_attempt(0.0, taken=False) is not None
+    assert sequence.next_attempt(0.0, taken=False) is None
+
+
+def test_free_attempts_are_not_made_without_a_pause() -> None:
+    sequence = RunningSequence(REQUEST, "p", RetryBudget(retries=1), 0.0, wait_s=30.0)
+    retries = [sequence.next_attempt(0.0, taken=False) for _ in range(6)]
+    assert [retry and retry.pause for retry in retries] == [0.0, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_times_to_the_first_token_and_between_two() -> None:
@@ -321,6 +345,40 @@ async def test_while_no_engine_answers_a_sequence_waits_for_one(door: Door, metr
     door.engine("d").failures.clear()
     door.fleet.member("d").reachable = True  # as the watch finds out
     assert (await asking)[1] == ANSWER
+
+
+async def test_engines_that_were_not_reached_do_not_spend_the_budget(door: Door, metrics: Metrics) -> None:
+    """Four of six are gone, and nobody knows it yet."""
+    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+    for name in "efgh":
+        door.engines[f"http://{name}"] = Engine(name)
+        await door.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
+    for name in "dpefg":
+        door.engine(name).failures["start_generate"] = EngineNotReached("nobody listens there")
+    door.fleet.member("h").in_flight = 9  # so it is asked last
+    assert (await door.ask())[1] == ANSWER
+
+
+async def test_an_engine_that_stood_still_before_it_was_asked_does_not_spend_the_budget(
+    door: Door, metrics: Metrics
+) -> None:
+    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+    standing = ["d", "e", "f"]
+    assert (await door.ask())[1] == ANSWER  # by p, whose turn comes last now
+    for name in "ef":
+        door.engines[f"http://{name}"] = Engine(name)
+        await door.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
+    for name in standing:
+        door.fleet.heard(name, stalled_s=3.0)
+        door.engine(name).pause.clear()
+    asking = asyncio.ensure_future(door.ask())
+    while standing:
+        while not (stuck := next((name for name in standing if door.engine(name).running), "")):
+            await asyncio.sleep(0.001)
+        standing.remove(stuck)
+        door.fleet.lose(stuck, "no progress")
+    assert (await asking)[1] == ANSWER
+    assert door.engine("p").verbs == ["start_generate"] * 2
 
 
 async def test_it_does_not_wait_for_ever(door: Door, metrics: Metrics) -> None:
