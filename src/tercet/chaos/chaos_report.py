@@ -43,7 +43,6 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     left: Sequence[Leftover]
     patience: float
     complaints: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
     @property
     def violations(self) -> list[Violation]:
@@ -86,15 +85,7 @@ def figures(result: ChaosResult) -> list[str]:
         f"their clients, {outcomes['failed']} failed{failed}, {outcomes['pending']} never ended",
         f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
-        *_first_failures(result.records),
-        *result.notes,
     ]
-
-
-def _first_failures(records: Sequence[ClientRecord]) -> list[str]:
-    """What the first client was told with each error."""
-    first = {record.error: record for record in reversed(records) if record.outcome == "failed"}
-    return [f"{code}: {record.name} ({record.program}) {record.message}" for code, record in first.items()]
 
 
 def violation_lines(violations: Sequence[Violation], seed: int, replay: str) -> list[str]:

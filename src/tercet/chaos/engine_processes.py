@@ -14,6 +14,8 @@ from tercet.chaos.fault_schedule import ProcessKind
 
 AGENT_MODULE = "tercet.transport.agent"
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
+# Below the server, which is the first.
+BY_DEPTH: tuple[ProcessKind, ...] = ("api", "core", "worker", "agent")
 
 
 class RunningProcess(NamedTuple):
@@ -30,26 +32,18 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
     The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes
     stand beside them and are no part of the engine.
     """
-    real = [each for each in tree if not any(helper in each.command for helper in HELPERS)]
+    parents = {
+        each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
+    }  # fmt: skip
+    agents = {each.pid for each in tree if AGENT_MODULE in each.command}
     found: defaultdict[ProcessKind, list[int]] = defaultdict(list)
-    kinds: dict[int, ProcessKind] = {server: "api"}
-    below: dict[ProcessKind, ProcessKind] = {"api": "core", "core": "worker", "worker": "agent"}
-    found["api"].append(server)
-    for each in sorted(real):  # a child is younger than its parent, but ids may have wrapped around
-        if AGENT_MODULE in each.command:
-            kinds[each.pid] = "agent"
-    waiting = [each for each in real if each.pid != server and each.pid not in kinds]
-    while waiting:
-        known = [each for each in waiting if each.parent in kinds]
-        if not known:
-            break
-        for each in known:
-            kinds[each.pid] = below.get(kinds[each.parent], "agent")
-            waiting.remove(each)
-    for pid, kind in kinds.items():
-        if pid != server:
-            found[kind].append(pid)
-    found["engine"] = sorted(kinds)
+    for pid in sorted({server, *parents}):
+        depth, at = 0, pid
+        while at != server and at in parents:
+            depth, at = depth + 1, parents[at]
+        if at == server:
+            found["agent" if pid in agents else BY_DEPTH[min(depth, len(BY_DEPTH) - 1)]].append(pid)
+            found["engine"].append(pid)
     return found
 
 

@@ -11,10 +11,6 @@ import msgspec
 Piece = int | str
 """What answers are made of: tokens, or where clients are not told those, the text of one event."""
 Outcome = Literal["answered", "failed", "left", "pending"]
-# A client may learn that a fleet has no engine left for it. These say that a fault was taken for something else.
-MISTAKEN = frozenset(
-    {"bad_request", "unknown_sequence", "unknown_engine", "conflict", "layout_mismatch", "engine_error", "tercet_error"}
-)
 
 
 class ClientRecord(msgspec.Struct, kw_only=True):
@@ -82,18 +78,27 @@ def violations_of(
     ``calm`` are the answers to every question when nothing went wrong, ``patience`` the seconds for which a client may
     hear nothing.
     """
-    told = [*wrong_answers(records, calm), *mistaken_errors(records)]
-    return [*unended(records), *stalled(records, patience), *told, *left_behind(left)]
+    return [
+        *unanswered(records),
+        *stalled(records, patience),
+        *wrong_answers(records, calm),
+        *left_behind(left),
+    ]
 
 
-def unended(records: Sequence[ClientRecord]) -> Iterator[Violation]:
-    """Every request ends."""
+def unanswered(records: Sequence[ClientRecord]) -> Iterator[Violation]:
+    """Every request is answered: at any time there is an engine that could."""
     for record in records:
+        had = f"{len(record.received)} events" if record.received else "nothing"
         if record.outcome == "pending":
-            had = f"{len(record.received)} events" if record.received else "nothing"
             since = record.received[-1][0] if record.received else record.began
             detail = f"({record.program}) began at {record.began:.3f} s, got {had}, and waits since {since:.3f} s"
             yield Violation("every request ends", record.name, detail)
+        elif record.outcome == "failed":
+            detail = (
+                f"({record.program}) got {had}, and at {record.ended or 0.0:.3f} s {record.error}: {record.message}"
+            )
+            yield Violation("every request is answered", record.name, detail)
 
 
 def stalled(records: Sequence[ClientRecord], patience: float) -> Iterator[Violation]:
@@ -136,13 +141,6 @@ def _difference(found: Sequence[Piece], expected: Sequence[Piece], whole: bool, 
             return f"{unit} {from_there} comes again at {at}"
         return f"{from_there - at} {unit}s are missing at {at}"
     return f"{unit} {at} is {found[at]!r} instead of {expected[at]!r}"
-
-
-def mistaken_errors(records: Sequence[ClientRecord]) -> Iterator[Violation]:
-    """A fault is never passed on to a client as a mistake of its own, nor as a failure that nobody has a name for."""
-    for record in records:
-        if record.outcome == "failed" and record.error in MISTAKEN:
-            yield Violation("faults are told as what they are", record.name, f"{record.error}: {record.message}")
 
 
 def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,26 +15,25 @@ import aiohttp
 import msgspec
 import psutil
 
-from tercet.chaos.chaos_report import ChaosResult, InjectedFault
-from tercet.chaos.client_load import ClientLoad, LoadShape, arrivals, questions_of
-from tercet.chaos.engine_processes import alive, send_signal
-from tercet.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape, PlannedFault
-from tercet.chaos.full_cache import fill_cache
+from tercet.chaos.arena import Arena, Holdings, Note
+from tercet.chaos.chaos_report import ChaosResult
+from tercet.chaos.client_load import Arrival, LoadShape
+from tercet.chaos.engine_processes import alive
+from tercet.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape
 from tercet.chaos.invariants import Leftover
 from tercet.chaos.openai_clients import OpenAIClients
-from tercet.chaos.real_fleet import RealEngine, RealFleet, running_fleet, slow_disk
+from tercet.chaos.real_fleet import RealFleet, running_fleet, slow_disk
 from tercet.chaos.wrong_clock import can_be_built
 from tercet.client import HttpEngine
-from tercet.cluster.child_process import StartFailed
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import EngineUnreachable, TercetError
+from tercet.protocol import EngineUnreachable
 
-LEFTOVER_SECONDS = 90.0
 # Connections that are kept for later use, logs, and what libraries open when they are used for the first time.
 SPARE_DESCRIPTORS = 32
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-FROZEN: tuple[FaultKind, ...] = ("stop", "hang")
 NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
+# These are no sign that something is still under way.
+LASTING = re.compile(r".*processes|file descriptors.*")
 
 REAL_LOAD = LoadShape(
     rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
@@ -64,7 +61,7 @@ def run_real(
     schedule: FaultSchedule,
     load: LoadShape,
     patience: float,
-    note: Callable[[str], object] = lambda _: None,
+    note: Note = lambda _: None,
 ) -> ChaosResult:
     """One run on a fleet that ``config`` describes, with the checkpoint at ``model``; ``patience`` is in seconds.
 
@@ -83,21 +80,23 @@ async def _run(
     schedule: FaultSchedule,
     load: LoadShape,
     patience: float,
-    note: Callable[[str], object],
+    note: Note,
 ) -> ChaosResult:
-    began = time.monotonic()
     async with (
         running_fleet(config, model, log_dir, note) as fleet,
         aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        arena = _RealArena(fleet, session, schedule, load, config.public_name, note)
-        result = await arena.run(patience)
-    still = [Leftover("this machine", f"process {pid}", 1) for pid in alive(sorted(arena.seen))]
-    wall = time.monotonic() - began
-    return msgspec.structs.replace(result, wall_seconds=wall, left=[*result.left, *still])
+        result = await RealArena(fleet, session, schedule, load, config.public_name, note).play(patience)
+    seen = {pid for engine in fleet.engines.values() for pid in engine.seen}
+    still = [Leftover("this machine", f"process {pid}", 1) for pid in alive(sorted(seen))]
+    return msgspec.structs.replace(result, left=[*result.left, *still])
 
 
-class _RealArena:
+class RealArena(Arena):
+    """Processes that get signals, behind proxies that can be cut, and clients of the front door's OpenAI API."""
+
+    leftover_seconds = 90.0
+
     def __init__(
         self,
         fleet: RealFleet,
@@ -105,137 +104,20 @@ class _RealArena:
         schedule: FaultSchedule,
         load: LoadShape,
         model: str,
-        note: Callable[[str], object],
+        note: Note,
     ) -> None:
         self._fleet = fleet
         self._session = session
-        self._schedule = schedule
-        self._load = load
-        self._note = note
-        self._zero = time.monotonic()
-        self._complaints: list[str] = []
-        self._outcomes: list[InjectedFault] = []
-        self._left: list[Leftover] = []
-        self._clients = ClientLoad(
-            OpenAIClients(session, fleet.url, model).ask, self._clock, self._complaints.append
-        )  # fmt: skip
-        self.seen: set[int] = set()
+        self._openai = OpenAIClients(session, fleet.url, model)
+        super().__init__(fleet.engines, schedule, load, time.monotonic, note)
 
-    def _clock(self) -> float:
-        return time.monotonic() - self._zero
+    def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
+        return self._openai.ask(arrival)
 
-    async def _sleep_until(self, when: float) -> None:
-        await asyncio.sleep(max(0.0, when - self._clock()))
-
-    async def run(self, patience: float) -> ChaosResult:
-        """The calm questions, then load and faults, then what is left."""
-        schedule, clients = self._schedule, self._clients
-        questions = questions_of(self._load, schedule.seed)
-        calm = await clients.ask_all(questions, "data_parallel")
-        before = await self._settled(Counter())
-        self._note(f"{len(questions)} questions answered; {len(schedule.faults)} faults follow")
-        self._zero = time.monotonic()
-        faults = asyncio.create_task(self._inject_all())
-        wanted = arrivals(self._load, questions, schedule.seed, schedule.seconds)
-        await clients.run(wanted, self._sleep_until)
-        await faults
-        self._note(f"all is well again; {clients.under_way} requests under way")
-        await clients.settle(patience + LEFTOVER_SECONDS)
-        left = await self._settled(before) - before
-        return ChaosResult(
-            seed=schedule.seed,
-            seconds=schedule.seconds,
-            wall_seconds=0.0,
-            faults=self._outcomes,
-            records=clients.records,
-            calm=calm,
-            left=[*self._left, *(Leftover(who, what, count) for (who, what), count in sorted(left.items()))],
-            patience=patience,
-            complaints=self._complaints,
-        )
-
-    # ---- faults ----------------------------------------------------------------------------------------------
-
-    async def _inject_all(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for fault in self._schedule.faults:
-                await self._sleep_until(fault.at)
-                group.create_task(self._inject(fault))
-
-    async def _inject(self, fault: PlannedFault) -> None:
-        engine = self._fleet.engines[fault.engine]
-        others_up = sum(other.is_up for other in self._fleet.engines.values() if other is not engine)
-        if not engine.is_up or not others_up:
-            why = "an engine was starting, which takes longer here than a schedule can know"
-            self._outcomes.append(InjectedFault(planned=fault, why=why))
-            return
-        pids = engine.processes()
-        self.seen.update(pids.get("engine", ()))
-        if fault.kind in ("kill", *FROZEN) and not pids.get(fault.process):
-            self._outcomes.append(InjectedFault(planned=fault, why=f"it has no process of the kind {fault.process}"))
-            return
-        began, hit = self._clock(), await self._generated_by(fault.engine)
-        self._note(f"{began:.1f} s: {fault.kind} {fault.engine} {fault.process}, {fault.seconds:.1f} s, {len(hit)} hit")
-        why = ""
-        try:
-            await self._happen(fault, engine, pids)
-        except (StartFailed, TercetError) as error:
-            why = error.message
-            self._complaints.append(f"after {fault}: {error.message}")
-        self._outcomes.append(InjectedFault(planned=fault, began=began, ended=self._clock(), why=why, hit=hit))
-
-    async def _happen(self, fault: PlannedFault, engine: RealEngine, pids: Mapping[Any, Sequence[int]]) -> None:
-        """Returns when all is well again."""
-        match fault.kind:
-            case "kill":
-                await self._kill(engine, pids[fault.process], pids["engine"], fault)
-                await asyncio.sleep(fault.seconds)
-                await engine.start(self._note)
-            case "stop":
-                send_signal(pids[fault.process], signal.SIGSTOP)
-                await asyncio.sleep(fault.seconds)
-                send_signal(pids[fault.process], signal.SIGCONT)
-            case "hang":
-                send_signal(pids[fault.process], signal.SIGSTOP)
-                await asyncio.sleep(fault.seconds)
-                await self._kill(engine, pids["engine"], pids["engine"], fault)
-                await engine.start(self._note)
-            case "cut":
-                for proxy in engine.proxies:
-                    proxy.cut()
-                await asyncio.sleep(fault.seconds)
-                for proxy in engine.proxies:
-                    proxy.heal()
-            case "impostor":
-                await self._kill(engine, pids["engine"], pids["engine"], fault)
-                await engine.start(self._note, engine.impostor())
-                await asyncio.sleep(fault.seconds)
-                await engine.stop()
-                await engine.start(self._note)
-            case "full_kv":
-                async with HttpEngine(engine.name, engine.url) as stranger:
-                    await fill_cache(stranger, fault.seconds, self._schedule.seed)
-            case "slow_disk":
-                async with slow_disk(self._fleet.log_dir):
-                    await asyncio.sleep(fault.seconds)
-            case "clock":
-                if engine.clock is not None:
-                    engine.clock.step(fault.step)
-                    await asyncio.sleep(fault.seconds)
-                    engine.clock.step(0.0)
-
-    async def _kill(
-        self, engine: RealEngine, killed: Sequence[int], all_of_it: Sequence[int], fault: PlannedFault
-    ) -> None:
-        """An engine that loses a part of itself must end, so that whoever supervises it starts it anew."""
-        engine.is_up = False
-        send_signal(killed, signal.SIGKILL)
-        for pid in await engine.ended(all_of_it):
-            self._left.append(Leftover(engine.name, f"process {pid} lives on after {fault.kind} {fault.process}", 1))
-        await engine.stop()
+    def _slow_disk(self) -> AbstractAsyncContextManager[None]:
+        return slow_disk(self._fleet.log_dir)
 
     async def _generated_by(self, engine: str) -> tuple[str, ...]:
-        """The names of the requests that the engine generates now, if the front door says so."""
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with asyncio.timeout(5.0):
                 found = await self._ask_front_door(f"sequences?engine={engine}")
@@ -249,18 +131,12 @@ class _RealArena:
 
     # ---- what is left ----------------------------------------------------------------------------------------
 
-    async def _settled(self, before: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-        """What there is, as soon as it is no more than before, or when time is over."""
-        until = time.monotonic() + LEFTOVER_SECONDS
-        while (found := await self._holdings()) - before and time.monotonic() < until:
-            if not before and not any(count for (_, what), count in found.items() if what not in LASTING):
-                break
-            await asyncio.sleep(1.0)
-        return found
+    async def _at_rest(self) -> Holdings:
+        lasting = Holdings({key: 2**31 for key in await self._holdings() if LASTING.fullmatch(key[1])})
+        return await self._settled(lasting)
 
-    async def _holdings(self) -> Counter[tuple[str, str]]:
-        """How much there is of all that must be given back, by holder and kind."""
-        found: Counter[tuple[str, str]] = Counter()
+    async def _holdings(self) -> Holdings:
+        found = Holdings()
         for name, engine in self._fleet.engines.items():
             async with HttpEngine(name, engine.url) as client:
                 try:
@@ -272,7 +148,6 @@ class _RealArena:
             for what in ("running", "waiting", "leases", "sends"):
                 found[name, what] = getattr(status, what)
             for kind, pids in engine.processes().items():
-                self.seen.update(pids)
                 found[name, f"{kind} processes"] = len(pids)
                 if kind != "engine":
                     found[name, f"file descriptors ({kind})"] = _descriptors(pids)
@@ -285,15 +160,6 @@ class _RealArena:
             found["front door", "processes"] = len(children)
             found["front door", "file descriptors"] = _descriptors([child.pid for child in children])
         return found
-
-
-# These are no sign that something is still under way.
-LASTING = {
-    *(f"{kind} processes" for kind in ("engine", "api", "core", "worker", "agent")),
-    *(f"file descriptors ({kind})" for kind in ("api", "core", "worker", "agent")),
-    "processes",
-    "file descriptors",
-}
 
 
 def _descriptors(pids: Sequence[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.chaos.cuttable_proxy import CuttableProxy
-from tercet.chaos.engine_processes import alive, processes_of
+from tercet.chaos.engine_processes import alive, processes_of, send_signal
 from tercet.chaos.fault_schedule import ProcessKind
 from tercet.chaos.wrong_clock import WrongClock, build, can_be_built
 from tercet.cluster.child_process import Process
@@ -35,69 +36,65 @@ GRACE_SECONDS = 5.0
 GONE_SECONDS = 30.0
 LOOK_SECONDS = 0.2
 IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
-Note = Callable[[str], object]
-
-
-def telling(note: Note) -> OnEvent:
-    """How each process gets on, as lines."""
-
-    def tell(name: str, state: str) -> None:
-        note(f"{name}: {state}")
-
-    return tell
 
 
 class RealEngine:
-    """One engine's place in the fleet: its command, its proxies, and the process that runs there now."""
+    """Implements :class:`~tercet.chaos.arena.BreakableEngine`: a command, its proxies, and what runs there now.
 
-    def __init__(self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None) -> None:
-        self.spec = spec
+    The front door knows it by its first proxy's address. ``seen`` are the ids of all processes that ran there.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None, on_event: OnEvent
+    ) -> None:
+        self.name = spec.name
+        self.url = url_of(spec.host, spec.port)
         self.role: Role = role
-        self.clock = clock
         self.is_up = False
+        self.proxies: tuple[CuttableProxy, ...] = ()
+        self.seen: set[int] = set()
+        self._spec = spec
         self._log_dir = log_dir
+        self._clock = clock
+        self._on_event = on_event
         self._starts = 0
         self._process: Process | None = None
-        self.proxies: tuple[CuttableProxy, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Its name in the fleet."""
-        return self.spec.name
-
-    @property
-    def url(self) -> str:
-        """Where it listens; the front door knows it by its proxy's address."""
-        return url_of(self.spec.host, self.spec.port)
+        self._frozen: Sequence[int] = ()
 
     def processes(self) -> Mapping[ProcessKind, Sequence[int]]:
         """What runs there now."""
         guard = self._process.pid if self._process is not None else None
-        return {} if guard is None else processes_of(guard)
+        found: Mapping[ProcessKind, Sequence[int]] = {} if guard is None else processes_of(guard)
+        self.seen.update(found.get("engine", ()))
+        return found
+
+    def has(self, process: ProcessKind) -> bool:
+        return bool(self.processes().get(process))
 
     async def launch(self, spec: EngineSpec | None = None) -> Process:
         """Start it, or something else in its place, and return at once."""
         self._starts += 1
-        chosen = spec or self.spec
-        env: dict[str, str | None] = {**engine_env(chosen), **(self.clock.env if self.clock is not None else {})}
+        chosen = spec or self._spec
+        env: dict[str, str | None] = {**engine_env(chosen), **(self._clock.env if self._clock is not None else {})}
         log = self._log_dir / f"{self.name}-{self._starts}.log"
         self._process = Process(self.name, engine_argv(chosen), env, log, GRACE_SECONDS)
         await self._process.start()
         return self._process
 
-    async def start(self, note: Note, spec: EngineSpec | None = None) -> None:
-        """Start it and wait until it answers; raises :class:`~tercet.cluster.child_process.StartFailed`."""
-        process = await self.launch(spec)
-        await until_ready(process, self.url, telling(note))
-        self.is_up = spec is None
+    async def start(self, is_impostor: bool = False) -> None:
+        spec = self._spec
+        if is_impostor:
+            spec = msgspec.structs.replace(spec, simulate=IMPOSTOR_PROFILE, options={}, extra_args=(), cores=())
+        await until_ready(await self.launch(spec), self.url, self._on_event)
+        self.is_up = not is_impostor
 
-    async def ended(self, pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
-        """Wait until all these processes have ended; returns those that have not by then."""
-        for _ in range(round(seconds / LOOK_SECONDS)):
-            if not alive(pids):
-                break
-            await asyncio.sleep(LOOK_SECONDS)
-        return alive(pids)
+    async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
+        self.is_up = False
+        pids = self.processes()
+        send_signal(pids.get(process, ()), signal.SIGKILL)
+        still = await _ended(pids.get("engine", ()))
+        await self.stop()
+        return [f"process {pid}" for pid in still]
 
     async def stop(self) -> None:
         """End whatever runs there."""
@@ -105,9 +102,29 @@ class RealEngine:
         if process is not None:
             await process.stop()
 
-    def impostor(self) -> EngineSpec:
-        """An engine of another model at the same address."""
-        return msgspec.structs.replace(self.spec, simulate=IMPOSTOR_PROFILE, options={}, extra_args=(), cores=())
+    def freeze(self, process: ProcessKind) -> None:
+        self._frozen = self.processes().get(process, ())
+        send_signal(self._frozen, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        send_signal(self._frozen, signal.SIGCONT)
+
+    def cut_off(self, is_cut: bool) -> None:
+        for proxy in self.proxies:
+            proxy.cut() if is_cut else proxy.heal()
+
+    def step_clock(self, seconds: float) -> None:
+        if self._clock is not None:
+            self._clock.step(seconds)
+
+
+async def _ended(pids: Sequence[int]) -> list[int]:
+    """Wait until all these processes have ended; returns those that have not in time."""
+    for _ in range(round(GONE_SECONDS / LOOK_SECONDS)):
+        if not alive(pids):
+            break
+        await asyncio.sleep(LOOK_SECONDS)
+    return alive(pids)
 
 
 class RealFleet:
@@ -121,11 +138,17 @@ class RealFleet:
 
 
 @asynccontextmanager
-async def running_fleet(config: UpConfig, model: str, log_dir: Path, note: Note) -> AsyncGenerator[RealFleet]:
+async def running_fleet(
+    config: UpConfig, model: str, log_dir: Path, note: Callable[[str], object]
+) -> AsyncGenerator[RealFleet]:
     """Start the fleet, and stop all of it on exit.
 
     Raises :class:`~tercet.cluster.child_process.StartFailed` when a process does not become ready.
     """
+
+    def tell(name: str, state: str) -> None:
+        note(f"{name}: {state}")
+
     library = await asyncio.to_thread(build, log_dir) if can_be_built() else None
     port, stream_port = free_ports(config.host, 2)
     config = msgspec.structs.replace(config, stream_port=stream_port)
@@ -135,7 +158,7 @@ async def running_fleet(config: UpConfig, model: str, log_dir: Path, note: Note)
             clock = None
             if library is not None:
                 clock = stack.enter_context(WrongClock(library, log_dir / f"{spec.name}.clock"))
-            engine = engines[spec.name] = RealEngine(spec, role, log_dir, clock)
+            engine = engines[spec.name] = RealEngine(spec, role, log_dir, clock, tell)
             stack.push_async_callback(engine.stop)
             (back_port,) = free_ports(ENGINE_HOST, 1)
             told = (f"{ENGINE_HOST}:{stream_port}".encode(), f"{ENGINE_HOST}:{back_port}".encode())
@@ -153,7 +176,6 @@ async def running_fleet(config: UpConfig, model: str, log_dir: Path, note: Note)
         await router.start()
         url = url_of(config.host, port)
 
-        tell = telling(note)
         async with asyncio.TaskGroup() as group:
             for name, engine in engines.items():
                 group.create_task(until_ready(processes[name], engine.url, tell))

@@ -63,7 +63,9 @@ class VirtualProcess:
     def kill(self) -> None:
         """SIGKILL: nothing that its code does from here on reaches anybody."""
         self.alive = False
-        self._network.forget(self)
+        for server in list(self._network.listening.values()):
+            if server.process is self:
+                server.close()
         for transport in list(self.transports):
             transport.die()
         self.frozen = False
@@ -82,21 +84,19 @@ class VirtualServer:
 
     @property
     def sockets(self) -> list[VirtualServer]:
-        """It is its only socket."""
         return [self]
 
     def getsockname(self) -> tuple[str, int]:
-        """Address and port."""
         return self.process.address, self.port
 
     def is_serving(self) -> bool:
         """Whether somebody may connect."""
-        return self._network.listening(self.getsockname()) is self
+        return self._network.listening.get(self.getsockname()) is self
 
     def close(self) -> None:
         """Listen no longer; connections stay."""
         if self.is_serving():
-            self._network.unlisten(self)
+            del self._network.listening[self.getsockname()]
 
     async def wait_closed(self) -> None:
         """It is closed at once."""
@@ -185,13 +185,13 @@ class VirtualTransport(asyncio.Transport):
         """Its process was killed: what that has not sent is lost, and its peer gets a reset."""
         peer = self._peer
         if peer is not None and not self._closing:
-            if self.process.frozen:
-                peer.drop_unread()
+            if self.process.frozen:  # what was never sent does not arrive
+                peer.forget_unread()
             peer.arrive("reset")
         self._lose(None)
 
-    def drop_unread(self) -> None:
-        """What was never sent does not arrive."""
+    def forget_unread(self) -> None:
+        """What was on its way here is lost."""
         self._arriving.clear()
         self._unread = 0
 
@@ -203,7 +203,6 @@ class VirtualTransport(asyncio.Transport):
     # ---- asyncio's transport ---------------------------------------------------------------------------------
 
     def write(self, data: Any) -> None:
-        """See :class:`asyncio.WriteTransport`."""
         peer = self._peer
         if self._closing or peer is None or not data or not self.process.alive:
             return
@@ -213,7 +212,6 @@ class VirtualTransport(asyncio.Transport):
             self.call(self._protocol.pause_writing)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        """See :class:`asyncio.WriteTransport`."""
         self.write(b"".join(list_of_data))
 
     def written(self) -> None:
@@ -235,50 +233,40 @@ class VirtualTransport(asyncio.Transport):
         """The limits are fixed."""
 
     def write_eof(self) -> None:
-        """See :class:`asyncio.WriteTransport`."""
         if self._peer is not None and not self._closing:
             self._peer.arrive("eof")
 
     def can_write_eof(self) -> bool:
-        """It can."""
         return True
 
     def close(self) -> None:
-        """See :class:`asyncio.BaseTransport`: what was written still arrives."""
         if not self._closing:
             self.write_eof()
             self._lose(None)
 
     def abort(self) -> None:
-        """See :class:`asyncio.WriteTransport`."""
         if not self._closing:
             if self._peer is not None and self.process.alive:
                 self._peer.arrive("reset")
             self._lose(None)
 
     def is_closing(self) -> bool:
-        """See :class:`asyncio.BaseTransport`."""
         return self._closing
 
     def pause_reading(self) -> None:
-        """See :class:`asyncio.ReadTransport`."""
         self._reading = False
 
     def resume_reading(self) -> None:
-        """See :class:`asyncio.ReadTransport`."""
         self._reading = True
         self.kick()
 
     def is_reading(self) -> bool:
-        """See :class:`asyncio.ReadTransport`."""
         return self._reading and not self._closing
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """See :class:`asyncio.BaseTransport`."""
         self._protocol = protocol
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """See :class:`asyncio.BaseTransport`."""
         return self._protocol
 
 
@@ -287,7 +275,7 @@ class NetworkedLoop(VirtualLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listening: dict[tuple[str, int], VirtualServer] = {}
+        self.listening: dict[tuple[str, int], VirtualServer] = {}
         self._free_port = FIRST_FREE_PORT
         self._addressed: dict[int, tuple[str, int]] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
@@ -315,28 +303,12 @@ class NetworkedLoop(VirtualLoop):
             if not each.done():
                 each.set_result(None)
 
-    def forget(self, process: VirtualProcess) -> None:
-        """It listens nowhere any more."""
-        for where, server in list(self._listening.items()):
-            if server.process is process:
-                del self._listening[where]
-
-    def listening(self, where: tuple[str, int]) -> VirtualServer | None:
-        """Who listens there."""
-        return self._listening.get(where)
-
-    def unlisten(self, server: VirtualServer) -> None:
-        """Nobody listens there."""
-        del self._listening[server.getsockname()]
-
     # ---- asyncio's loop --------------------------------------------------------------------------------------
 
     def is_running(self) -> bool:
-        """Whether it runs now."""
         return asyncio._get_running_loop() is self  # pyright: ignore[reportPrivateUsage]
 
     def is_closed(self) -> bool:
-        """Whether it was closed."""
         return self._closed
 
     async def getaddrinfo(
@@ -356,7 +328,7 @@ class NetworkedLoop(VirtualLoop):
             await asyncio.sleep(LATENCY_SECONDS)
             if not here.alive:
                 raise ConnectionAbortedError(errno.ECONNABORTED, "this process was killed")
-            found = self._listening.get(where)
+            found = self.listening.get(where)
             if not here.frozen and not here.unreachable and (found is None or not found.process.unreachable):
                 if found is None:
                     raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {where[0]}:{where[1]}")
@@ -371,7 +343,6 @@ class NetworkedLoop(VirtualLoop):
     async def create_connection(
         self, protocol_factory: Factory, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """See :meth:`asyncio.AbstractEventLoop.create_connection`; ``sock`` is one that :meth:`sock_connect` had."""
         if sock is None:
             where = str(host), int(port)
         else:
@@ -391,13 +362,12 @@ class NetworkedLoop(VirtualLoop):
         return near, protocol
 
     async def create_server(self, protocol_factory: Factory, host: Any = None, port: Any = None, **options: Any) -> Any:
-        """See :meth:`asyncio.AbstractEventLoop.create_server`; returns a :class:`VirtualServer`."""
         process = _running_in.get()
         if not port:
             self._free_port += 1
         server = VirtualServer(self, process, port or self._free_port, protocol_factory)
         where = server.getsockname()
-        if where in self._listening or not process.alive:
+        if where in self.listening or not process.alive:
             raise OSError(errno.EADDRINUSE, f"{where[0]}:{where[1]} is taken")
-        self._listening[where] = server
+        self.listening[where] = server
         return server

@@ -3,58 +3,91 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
+from msgspec import Meta
 
 from tercet.chaos.chaos_report import HEADINGS, ChaosResult, fault_rows, figures, violation_lines
 from tercet.chaos.client_load import LoadShape
-from tercet.chaos.fault_schedule import KINDS, FaultSchedule, FleetShape, load_schedule, parse_kinds, plan_faults
-from tercet.cli.setting_flags import VLLMArgs
+from tercet.chaos.fault_schedule import (
+    KINDS,
+    FaultKind,
+    FaultSchedule,
+    FleetShape,
+    load_schedule,
+    parse_kinds,
+    plan_faults,
+)
+from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
+from tercet.settings import Setting, Settings, declared
 
-PATIENCE = 60.0
+Positive = Annotated[float, Meta(gt=0, lt=1e9)]
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)
 
 
-def chaos(
-    real: Annotated[
-        bool, typer.Option("--real", help="Real processes on this machine instead of a simulated fleet.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Faults and clients follow from it.")] = 0,
-    minutes: Annotated[float, typer.Option(help="How long there are clients and faults.")] = 1.0,
+class ChaosConfig(Settings, frozen=True):
+    """One run: which fleet, which faults, how many clients."""
+
+    real: Annotated[bool, Setting("Real processes on this machine instead of a simulated fleet.")] = False
+    seed: Annotated[int, Setting("Faults and clients follow from it.")] = 0
+    minutes: Annotated[Positive, Setting("How long there are clients and faults.")] = 1.0
     fleet: Annotated[
-        str | None,
-        typer.Option(metavar="PREFILL,DECODE", help="Engines of each role.", show_default="40,60; --real: 1,1"),
-    ] = None,
+        str | None, Setting("Engines of each role.", metavar="PREFILL,DECODE", default="40,60; --real: 1,1")
+    ] = None
     faults: Annotated[
-        str | None,
-        typer.Option(metavar="KIND[,KIND...]", help=f"Of {NAMES}.", show_default="all that can happen there"),
-    ] = None,
-    without: Annotated[str | None, typer.Option(metavar="KIND[,KIND...]", help="All but these.")] = None,
+        str | None, Setting(f"Of {NAMES}.", metavar="KIND[,KIND...]", default="all that can happen there")
+    ] = None
+    without: Annotated[str | None, Setting("All but these.", metavar="KIND[,KIND...]")] = None
     rate: Annotated[
-        float | None,
-        typer.Option(help="Faults a minute, while enough engines are well.", show_default="2000; --real: 6"),
-    ] = None,
-    requests: Annotated[float | None, typer.Option(help="Requests a second.", show_default="20; --real: 0.6")] = None,
-    patience: Annotated[float, typer.Option(help="Seconds for which a client may hear nothing.")] = PATIENCE,
-    schedule: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Take the faults from a file that --save wrote.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the faults here before they begin.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the faults and do nothing.")] = False,
+        Positive | None, Setting("Faults a minute, while enough engines are well.", default="2000; --real: 6")
+    ] = None
+    requests: Annotated[Positive | None, Setting("Requests a second.", default="20; --real: 0.6")] = None
+    patience: Annotated[Positive, Setting("For which a client may hear nothing.", unit="seconds")] = 60.0
+    schedule: Annotated[str | None, Setting("Take the faults from a file that --save wrote.", metavar="FILE")] = None
+    save: Annotated[str | None, Setting("Write the faults here before they begin.", metavar="FILE")] = None
+    plan: Annotated[bool, Setting("Print the faults and do nothing.")] = False
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="PROFILE", help="With --real: engines that are simulated, each in a process of its own."),
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="With --real: where logs go.", show_default="nowhere")] = None,
-    vllm_args: VLLMArgs = None,
-) -> None:
+        Setting("With --real: engines that are simulated, each in a process of its own.", metavar="PROFILE"),
+    ] = None
+    log_dir: Annotated[str | None, Setting("With --real: where logs go.", metavar="FOLDER", default="nowhere")] = None
+    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.real and (self.simulate or self.log_dir or self.engine_args):
+            raise BadRequest("--simulate, --log-dir and vLLM's flags go with --real", "--real")
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Engines that prefill, and that decode; raises :class:`~tercet.protocol.BadRequest`."""
+        found = re.fullmatch(r"(\d+),(0*[1-9]\d*)", self.fleet or ("1,1" if self.real else "40,60"))
+        if found is None:
+            raise BadRequest(f"--fleet: {self.fleet!r} is not PREFILL,DECODE, such as 4,8", "--fleet")
+        return int(found[1]), int(found[2])
+
+    @property
+    def replay(self) -> str:
+        """The command that runs the same again."""
+        words = ["tercet", "chaos"]
+        for each in declared(type(self)):
+            value = getattr(self, *each.path)
+            if each.key not in ("save", "log-dir", "engine-args") and value not in (each.default, False):
+                shown = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+                words += [each.flag, *shown]
+        return " ".join([*words, *(("--", *self.engine_args) if self.engine_args else ())])
+
+
+@settings_command(ChaosConfig, rest="engine-args")
+def chaos(config: ChaosConfig) -> None:
     """Break a fleet under load, and check that nobody loses anything by it.
 
     The clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences,
@@ -72,24 +105,20 @@ def chaos(
     - `tercet chaos --real --minutes 10`
     - `tercet chaos --real --simulate llama-3.1-8b-h100-tp1 --fleet 2,3 --rate 20`
     """
-    prefill, decode = _counts(fleet or ("1,1" if real else "40,60"))
-    _check(minutes, rate, requests, patience)
-    require_folder(save, "--save")
-    if not real and (simulate or log_dir or vllm_args):
-        raise BadRequest("--simulate, --log-dir and vLLM's flags go with --real", "--real")
-    arena = _real(prefill, decode, simulate, log_dir, vllm_args) if real else _simulated(prefill, decode)
-    planned = _schedule(schedule, arena.shape, seed, minutes, rate or arena.rate, faults, without)
-    if save is not None:
-        write_file(save, planned.to_json(), "--save")
-    if plan:
+    site = _real(config) if config.real else _simulated(config)
+    planned = _schedule(config, site)
+    if config.save is not None:
+        require_folder(Path(config.save), "--save")
+        write_file(Path(config.save), planned.to_json(), "--save")
+    if config.plan:
         for fault in planned.faults:
             typer.echo(str(fault))
         return
-    load = msgspec.structs.replace(arena.load, rate=requests or arena.load.rate)
-    _report(arena.run(planned, load, patience), _replay(locals()))
+    load = msgspec.structs.replace(site.load, rate=config.requests or site.load.rate)
+    _report(site.run(planned, load, config.patience), config.replay)
 
 
-class Arena(NamedTuple):
+class _Site(NamedTuple):
     """Where it happens: what can, how often it does if nobody says, and how to run it."""
 
     shape: FleetShape
@@ -98,31 +127,47 @@ class Arena(NamedTuple):
     run: Callable[[FaultSchedule, LoadShape, float], ChaosResult]
 
 
-def _simulated(prefill: int, decode: int) -> Arena:
+def _simulated(config: ChaosConfig) -> _Site:
     from tercet.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
 
     logging.basicConfig(level=logging.CRITICAL)
+    prefill, decode = config.counts
     fleet = SimulatedFleet(prefill=prefill, decode=decode)
 
     def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
         return run_simulated(fleet, schedule, load, patience, note)
 
-    return Arena(fleet.shape(), 2000.0, SIMULATED_LOAD, run)
+    return _Site(fleet.shape(), 2000.0, SIMULATED_LOAD, run)
 
 
-def _real(prefill: int, decode: int, simulate: str | None, log_dir: Path | None, vllm_args: list[str] | None) -> Arena:
+def _real(config: ChaosConfig) -> _Site:
     from tercet.chaos.real_arena import REAL_LOAD, real_shape, run_real
     from tercet.cluster.model import resolve_model
 
-    config = UpConfig(
-        prefill=prefill, decode=decode, port=0, dtype="float32", simulate=simulate, engine_args=tuple(vllm_args or ()),
-        log_dir=None if log_dir is None else str(log_dir),
+    prefill, decode = config.counts
+    up = UpConfig(
+        prefill=prefill, decode=decode, port=0, dtype="float32", simulate=config.simulate, log_dir=config.log_dir,
+        engine_args=config.engine_args,
     )  # fmt: skip
 
     def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
-        return run_real(config, resolve_model(config.model), schedule, load, patience, note)
+        return run_real(up, resolve_model(up.model), schedule, load, patience, note)
 
-    return Arena(real_shape(config), 6.0, REAL_LOAD, run)
+    return _Site(real_shape(up), 6.0, REAL_LOAD, run)
+
+
+def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
+    shape = site.shape
+    if config.schedule is not None:
+        planned = msgspec.structs.replace(load_schedule(Path(config.schedule)), seed=config.seed)
+        for fault in planned.faults:
+            if fault.engine not in shape.engines or fault.kind not in shape.kinds:
+                raise BadRequest(f"--schedule: this fleet has no {fault.engine}, or {fault.kind} cannot happen to it")
+        return planned
+    kinds = shape.kinds if config.faults is None else parse_kinds(config.faults)
+    left_out = () if config.without is None else parse_kinds(config.without)
+    chosen: list[FaultKind] = [kind for kind in kinds if kind not in left_out]
+    return plan_faults(config.seed, shape, config.minutes, config.rate or site.rate, chosen)
 
 
 def _report(result: ChaosResult, replay: str) -> None:
@@ -132,47 +177,3 @@ def _report(result: ChaosResult, replay: str) -> None:
         typer.echo(line)
     if violations:
         raise typer.Exit(1)
-
-
-def _replay(given: dict[str, object]) -> str:
-    """The command that runs the same again."""
-    defaults = {"patience": PATIENCE}
-    shown = ("seed", "minutes", "fleet", "faults", "without", "rate", "requests", "patience", "schedule", "simulate")
-    values = [(name, given[name]) for name in shown if given[name] not in (None, defaults.get(name))]
-    words = [f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in values]
-    flags = cast("list[str] | None", given["vllm_args"])
-    last = ["--", *flags] if flags else []
-    return " ".join(["tercet chaos", *(["--real"] if given["real"] else []), *words, *last])
-
-
-def _schedule(
-    file: Path | None,
-    shape: FleetShape,
-    seed: int,
-    minutes: float,
-    rate: float,
-    faults: str | None,
-    without: str | None,
-) -> FaultSchedule:
-    if file is not None:
-        planned = msgspec.structs.replace(load_schedule(file), seed=seed)
-        for fault in planned.faults:
-            if fault.engine not in shape.engines or fault.kind not in shape.kinds:
-                raise BadRequest(f"--schedule: this fleet has no {fault.engine}, or {fault.kind} cannot happen to it")
-        return planned
-    kinds = shape.kinds if faults is None else parse_kinds(faults)
-    left_out = () if without is None else parse_kinds(without)
-    return plan_faults(seed, shape, minutes, rate, [kind for kind in kinds if kind not in left_out])
-
-
-def _counts(given: str) -> tuple[int, int]:
-    first, comma, second = given.partition(",")
-    if not (comma and first.isdecimal() and second.isdecimal() and int(second)):
-        raise BadRequest(f"--fleet: {given!r} is not PREFILL,DECODE, such as 4,8", "--fleet")
-    return int(first), int(second)
-
-
-def _check(minutes: float, rate: float | None, requests: float | None, patience: float) -> None:
-    for flag, value in (("minutes", minutes), ("rate", rate), ("requests", requests), ("patience", patience)):
-        if value is not None and not 0 < value < 1e9:
-            raise BadRequest(f"--{flag}: must be greater than 0, is {value:g}", f"--{flag}")

@@ -1,0 +1,236 @@
+"""One run, whatever the fleet is made of: calm questions, then load and faults, then what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from tercet.chaos.chaos_report import ChaosResult, InjectedFault
+from tercet.chaos.client_load import Arrival, ClientLoad, LoadShape, arrivals, questions_of
+from tercet.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFault, ProcessKind
+from tercet.chaos.full_cache import fill_cache
+from tercet.chaos.invariants import Leftover
+from tercet.client import HttpEngine
+from tercet.protocol import TercetError
+
+Holdings = Counter[tuple[str, str]]
+"""How much there is of all that must be given back, by holder and kind."""
+Note = Callable[[str], object]
+PROGRESS_SECONDS = 15.0
+# A schedule with more faults is told by their number only.
+MOST_TOLD = 200
+
+
+class BreakableEngine(Protocol):
+    """One engine's place in a fleet, and whatever runs there now. ``is_up`` while that is the engine itself."""
+
+    name: str
+    url: str
+    is_up: bool
+
+    def has(self, process: ProcessKind) -> bool:
+        """Whether it has processes of that kind."""
+        ...
+
+    async def start(self, is_impostor: bool = False) -> None:
+        """Start it, or something with another model in its place; returns when that answers."""
+
+    async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
+        """SIGKILL; returns what should have ended with it, and lives on."""
+        ...
+
+    def freeze(self, process: ProcessKind) -> None:
+        """SIGSTOP."""
+
+    def thaw(self) -> None:
+        """SIGCONT for what was stopped."""
+
+    def cut_off(self, is_cut: bool) -> None:
+        """No packet passes between it and the front door, or again."""
+
+    def step_clock(self, seconds: float) -> None:
+        """Its wall clock is that much ahead of the machine's."""
+
+
+class Arena(ABC):
+    """A fleet, its clients, and what happens to it. ``now`` gives seconds; those of the run begin with its load.
+
+    ``leftover_seconds`` is how long what was taken may take to be given back.
+    """
+
+    leftover_seconds: float
+
+    def __init__(
+        self,
+        engines: Mapping[str, BreakableEngine],
+        schedule: FaultSchedule,
+        load: LoadShape,
+        now: Callable[[], float],
+        note: Note,
+    ) -> None:
+        self.complaints: list[str] = []
+        self._engines = engines
+        self._schedule = schedule
+        self._load = load
+        self._now = now
+        self._note = note
+        self._zero = now()
+        self._outcomes: list[InjectedFault] = []
+        self._left: list[Leftover] = []
+        self._clients = ClientLoad(self._ask, self._clock, lambda complaint: self.complaints.append(complaint))
+
+    @abstractmethod
+    def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[Any]]:
+        """See :data:`tercet.chaos.client_load.Ask`."""
+
+    @abstractmethod
+    async def _generated_by(self, engine: str) -> tuple[str, ...]:
+        """The names of the requests that the engine generates now."""
+
+    @abstractmethod
+    async def _holdings(self) -> Holdings:
+        """What there is now."""
+
+    @abstractmethod
+    async def _at_rest(self) -> Holdings:
+        """What there is before the load, once nothing of the calm questions is left."""
+
+    def _slow_disk(self) -> AbstractAsyncContextManager[None]:
+        """While entered, disks are slow."""
+        raise ValueError("this fleet has no disk")
+
+    async def play(self, patience: float) -> ChaosResult:
+        """The run. ``patience`` are the seconds for which a client may hear nothing."""
+        began, schedule, clients = time.perf_counter(), self._schedule, self._clients
+        questions = questions_of(self._load, schedule.seed)
+        calm = await clients.ask_all(questions, "data_parallel")
+        before = await self._at_rest()
+        self._note(f"{len(questions)} questions answered; {len(schedule.faults)} faults follow")
+        self._zero = self._now()
+        telling = asyncio.create_task(self._tell_progress())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._inject_all())
+            await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
+        # Nothing is wrong with any engine any more. Whoever still waits has all the time that any timeout takes.
+        self._note(f"all is well again; {clients.under_way} requests under way")
+        await clients.settle(patience + self.leftover_seconds)
+        telling.cancel()
+        left = await self._settled(before) - before
+        return ChaosResult(
+            seed=schedule.seed,
+            seconds=schedule.seconds,
+            wall_seconds=time.perf_counter() - began,
+            faults=self._outcomes,
+            records=clients.records,
+            calm=calm,
+            left=[*self._left, *(Leftover(who, what, count) for (who, what), count in sorted(left.items()))],
+            patience=patience,
+            complaints=self.complaints,
+        )
+
+    async def _settled(self, before: Holdings) -> Holdings:
+        """What there is, as soon as it is no more than before, or when time is over."""
+        found = await self._holdings()
+        for _ in range(int(self.leftover_seconds)):
+            if not found - before:
+                break
+            await asyncio.sleep(1.0)
+            found = await self._holdings()
+        return found
+
+    def _clock(self) -> float:
+        return self._now() - self._zero
+
+    async def _sleep_until(self, when: float) -> None:
+        await asyncio.sleep(max(0.0, when - self._clock()))
+
+    async def _tell_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            known, clients = sum(fault.began is not None for fault in self._outcomes), self._clients
+            self._note(
+                f"{self._clock():.0f} s: {known} faults, {len(clients.records)} requests, {clients.under_way} under way"
+            )
+
+    # ---- faults ----------------------------------------------------------------------------------------------
+
+    async def _inject_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for fault in self._schedule.faults:
+                await self._sleep_until(fault.at)
+                group.create_task(self._inject(fault))
+
+    async def _inject(self, fault: PlannedFault) -> None:
+        engine = self._engines[fault.engine]
+        why = self._why_not(fault, engine)
+        if why:
+            self._outcomes.append(InjectedFault(planned=fault, why=why))
+            return
+        began, hit = self._clock(), await self._generated_by(fault.engine)
+        if len(self._schedule.faults) <= MOST_TOLD:
+            self._note(f"{began:.1f} s: {str(fault).split('  ', 1)[1]}, {len(hit)} requests hit")
+        try:
+            why = await self._happen(fault, engine)
+        except TercetError as error:
+            why = error.message
+            self.complaints.append(f"after {fault}: {why}")
+        self._outcomes.append(InjectedFault(planned=fault, began=began, ended=self._clock(), why=why, hit=hit))
+
+    def _why_not(self, fault: PlannedFault, engine: BreakableEngine) -> str:
+        """Why it cannot happen now; empty if it can."""
+        if not engine.is_up or not any(other.is_up for other in self._engines.values() if other is not engine):
+            return "an engine was starting, which may take longer than a schedule can know"
+        if fault.kind in ON_PROCESSES and not engine.has(fault.process):
+            return f"it has no process of the kind {fault.process}"
+        return ""
+
+    async def _happen(self, fault: PlannedFault, engine: BreakableEngine) -> str:
+        """Returns when all is well again; says what there is to say."""
+        match fault.kind:
+            case "kill":
+                await self._kill(engine, fault, fault.process)
+                await asyncio.sleep(fault.seconds)
+                await engine.start()
+            case "stop":
+                engine.freeze(fault.process)
+                await asyncio.sleep(fault.seconds)
+                engine.thaw()
+            case "hang":
+                engine.freeze(fault.process)
+                await asyncio.sleep(fault.seconds)
+                await self._kill(engine, fault)
+                await engine.start()
+            case "cut":
+                engine.cut_off(True)
+                await asyncio.sleep(fault.seconds)
+                engine.cut_off(False)
+            case "impostor":
+                await self._kill(engine, fault)
+                await engine.start(is_impostor=True)
+                await asyncio.sleep(fault.seconds)
+                await self._kill(engine, fault)
+                await engine.start()
+            case "full_kv":
+                return f"{await self._fill(engine, fault.seconds)} reservations"
+            case "slow_disk":
+                async with self._slow_disk():
+                    await asyncio.sleep(fault.seconds)
+            case "clock":
+                engine.step_clock(fault.step)
+                await asyncio.sleep(fault.seconds)
+                engine.step_clock(0.0)
+        return ""
+
+    async def _kill(self, engine: BreakableEngine, fault: PlannedFault, process: ProcessKind = "engine") -> None:
+        """An engine that loses a part of itself must end, so that whoever supervises it starts it anew."""
+        for what in await engine.kill(process):
+            self._left.append(Leftover(engine.name, f"{what} lives on after {fault.kind} {fault.process}", 1))
+
+    async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
+        async with HttpEngine(engine.name, engine.url) as stranger:
+            return await fill_cache(stranger, seconds, self._schedule.seed)
