@@ -71,9 +71,8 @@ class EngineFleet:
     def __init__(
         self,
         members: Sequence[Member],
-        trace: Trace | None = None,
-        scheduling: Scheduling | None = None,
         *,
+        scheduling: Scheduling | None = None,
         clock: Callable[[], float] = time.monotonic,
         stale_after: float = STALE_AFTER,
         stuck_after_s: float = STUCK_AFTER_S,
@@ -83,7 +82,7 @@ class EngineFleet:
         self._clock = clock
         self._members = {member.name: member for member in members}
         self._open = list[Member]()
-        self._trace = trace or Trace()
+        self._trace = Trace()
         self._failed: set[str] | None = None
         self._on_generate: Callable[[str], object] = lambda _: None
         random = Random(seed)

@@ -16,12 +16,14 @@ from tercet.aio import TaskSet
 from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
-from tercet.fleet.watch import LOOK_SECONDS, Watch
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, TercetError
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
+LOOK_SECONDS = 0.5
+REPORTED_WITHIN = 1.0
+"""Seconds without a report after which an engine is asked for one."""
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
@@ -101,7 +103,6 @@ class Membership:
         self._open: dict[int, tuple[Member, AsyncExitStack]] = {}
         self._closing = TaskSet()
         self._refused: dict[int, str] = {}
-        self._watch = Watch(fleet, self._may_be_picked, self._say_once)
 
     async def __aenter__(self) -> Self:
         return self
@@ -161,8 +162,33 @@ class Membership:
         return member
 
     async def watch(self) -> None:
-        """Notice engines that stand still, and those that are back, until cancelled."""
-        await self._watch.run()
+        """Notice engines that stand still, and those that are back, until cancelled.
+
+        No engine waits for another one's answer.
+        """
+        questions, asking = TaskSet(), dict[int, asyncio.Task[None]]()
+        try:
+            while True:
+                asking = {key: task for key, task in asking.items() if not task.done()}
+                for member in self._fleet.members:
+                    silent = not self._fleet.heard_within(member.name, REPORTED_WITHIN)
+                    if (silent or not member.reachable) and id(member) not in asking:
+                        asking[id(member)] = questions.spawn(self._ask(member), f"question to {member.name}")
+                for stuck in self._fleet.stand_still(LOOK_SECONDS):
+                    logger.error("engines: %s is stuck, and not picked until it goes on: %s", *stuck)
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            await questions.close()
+
+    async def _ask(self, member: Member) -> None:
+        try:
+            self._answered(member, await member.engine.status())
+        except EngineUnreachable:
+            member.reachable = False
+        except TercetError as error:
+            logger.debug("engines: %s answers: %s", member.name, error)
+        except Exception as error:  # such as that of a connection closed meanwhile
+            self._say_once(member, f"{type(error).__name__}: {error}")
 
     async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
         """Ask ``members``, or all, for their status; those that do not answer in time are unreachable from now on."""
@@ -180,22 +206,24 @@ class Membership:
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, EngineStatus):
                 found.append(answer)
-                self._watch.answered(member, answer)
+                self._answered(member, answer)
             else:
                 member.reachable = False
                 why = f": {answer.message}" if isinstance(answer, TercetError) else ""
                 logger.warning("engines: %s does not answer, and is not picked until it does%s", member.name, why)
         return found
 
-    def _may_be_picked(self, member: Member, status: EngineStatus) -> bool:
-        """Whether an engine that answers keeps the promise; why not is said once."""
+    def _answered(self, member: Member, status: EngineStatus) -> None:
+        """An engine has said how it is; one that breaks the promise is not picked, and why is said once."""
+        self._fleet.heard(member.name, status.stalled_s)
         try:
             self._admit(member.url, status)
         except BadRequest as error:
             self._say_once(member, error.message)
-            return False
-        self._refused.pop(id(member), None)
-        return True
+            member.reachable = False
+        else:
+            self._refused.pop(id(member), None)
+            member.reachable = not self._fleet.liveness.is_stuck(member.name)
 
     def _admit(self, url: str, status: EngineStatus) -> None:
         if self.promise is not None:

@@ -14,37 +14,30 @@ Role = Literal["prefill", "decode", "both"]
 
 
 class EngineView(Protocol):
-    """What programs and scheduling plugins may read of one engine."""
+    """What programs and scheduling plugins may read of one engine.
+
+    ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are its operator's words. It is ``reachable`` if it
+    answered when it was asked last. ``in_flight`` counts the sequences that this front door runs on it now,
+    ``in_flight_tokens`` their prompt tokens.
+    """
 
     @property
-    def name(self) -> str:
-        """Its name in the fleet."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def role(self) -> str:
-        """``prefill``, ``decode`` or ``both``."""
-        ...
+    def role(self) -> str: ...
 
     @property
-    def labels(self) -> Mapping[str, str]:
-        """What its operator says about it."""
-        ...
+    def labels(self) -> Mapping[str, str]: ...
 
     @property
-    def reachable(self) -> bool:
-        """Whether it answered when it was asked last."""
-        ...
+    def reachable(self) -> bool: ...
 
     @property
-    def in_flight(self) -> int:
-        """Sequences that this front door runs on it now."""
-        ...
+    def in_flight(self) -> int: ...
 
     @property
-    def in_flight_tokens(self) -> int:
-        """Prompt tokens of these sequences."""
-        ...
+    def in_flight_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)

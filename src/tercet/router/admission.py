@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tercet.fleet import EngineFleet
-from tercet.fleet.watch import LOOK_SECONDS
+from tercet.fleet.membership import LOOK_SECONDS
 from tercet.protocol import Saturated
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits

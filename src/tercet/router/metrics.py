@@ -155,33 +155,24 @@ class EngineCollector(Collector):
         return ()
 
 
-_exported: list[EngineCollector] = []
-
-
 def export(fleet: EngineFleet) -> None:
     """Add the gauges to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
-    collector = EngineCollector(fleet)
-    REGISTRY.register(collector)
-    _exported.append(collector)
+    REGISTRY.register(EngineCollector(fleet))
 
 
-def of_all_workers() -> CollectorRegistry:
-    """What all workers of a front door have counted, and the gauges: each worker hears every engine, so once.
+def with_metrics_of_all_workers(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
+    """``app``, whose ``/metrics`` are what all workers have counted, and the gauges: each worker hears every engine.
 
     vLLM's own ``/metrics`` serves what the workers write to files, and so lacks what is read when somebody asks.
     """
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)
-    for collector in _exported:
-        registry.register(collector)
-    return registry
-
-
-def with_metrics_of_all_workers(app: ASGIApp) -> ASGIApp:
-    """``app``, whose ``/metrics`` are those of all workers of this front door."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and scope["path"] in METRICS and scope["method"] == "GET"
-        await (make_asgi_app(of_all_workers()) if asked else app)(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] in METRICS and scope["method"] == "GET":
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+            registry.register(EngineCollector(fleet))
+            await make_asgi_app(registry)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
     return answer

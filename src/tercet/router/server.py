@@ -107,7 +107,7 @@ async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len:
     try:
         server = await vllm.openai_server(args, engine_client)
         admin.install(server.app, state)
-        layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers)
+        layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         server.app.middleware_stack = FrontDoor(
             layers, server.fast, Gate(config.limits, service.fleet, service.metrics), vllm.api_keys(args),
             service.program_called, config.max_request_bytes, lambda refusals: with_cors(refusals, args),

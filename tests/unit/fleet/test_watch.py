@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tercet.fleet import EngineFleet, watch
+from tercet.fleet import EngineFleet, membership
 from tercet.fleet.engine_fleet import Member
-from tercet.fleet.watch import Watch
+from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, EngineStatus, EngineUnreachable
 from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, fleet_of
 
@@ -32,13 +32,14 @@ class Answering(Frozen):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(watch, "REPORTED_WITHIN", 0.02)
+    monkeypatch.setattr(membership, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.02)
+    monkeypatch.setattr(Membership, "_say_once", lambda *said: pytest.fail(str(said)))
 
 
-def watched(*engines: Engine) -> tuple[EngineFleet, Watch]:
+def watched(*engines: Engine) -> tuple[EngineFleet, Membership]:
     fleet = EngineFleet([Member(e.name, "", "both", e) for e in engines], stuck_after_s=0.3)
-    return fleet, Watch(fleet, lambda _, __: True, lambda _, why: pytest.fail(why))
+    return fleet, Membership(fleet, lambda *_: pytest.fail("nobody joins"))
 
 
 async def until(holds: object, *args: object) -> None:
@@ -51,7 +52,7 @@ async def until(holds: object, *args: object) -> None:
 async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how: str) -> None:
     frozen, other = Answering("a"), Answering("b")
     fleet, looking = watched(frozen, other)
-    running = asyncio.create_task(looking.run())
+    running = asyncio.create_task(looking.watch())
     await until(lambda: fleet.heard_within("a", 1) and fleet.heard_within("b", 1))
     view = fleet.traced(EngineFleet(())._trace)
     with view.engine("a") as engine:
@@ -75,7 +76,7 @@ async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how:
 async def test_who_reports_is_not_asked() -> None:
     quiet = Frozen("a")
     fleet, looking = watched(quiet)
-    running = asyncio.create_task(looking.run())
+    running = asyncio.create_task(looking.watch())
     for _ in range(20):
         fleet.heard("a", 0.0)
         await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tercet.fleet import watch
+from tercet.fleet import membership
 from tercet.fleet.membership import Promise
 from tercet.protocol import EngineStatus, EngineUnreachable
 
@@ -50,7 +50,7 @@ async def test_a_front_door_that_joins_holds_engines_to_what_was_promised(door: 
 
 
 async def test_no_engine_holds_up_or_ends_the_watch_over_others(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "LOOK_SECONDS", 0.01)
     frozen, asked = door.engine("p"), 0
 
     async def freeze() -> EngineStatus:
