@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
 from tercet.chaos.chaos_report import ChaosResult, InjectedFault
-from tercet.chaos.client_load import Arrival, ClientLoad, LoadShape, arrivals, questions_of
+from tercet.chaos.client_load import VOCABULARY, Arrival, ClientLoad, LoadShape, arrivals, questions_of
 from tercet.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFault, ProcessKind
-from tercet.chaos.full_cache import fill_cache
 from tercet.chaos.invariants import Leftover
 from tercet.client import HttpEngine
-from tercet.protocol import TercetError
+from tercet.protocol import Engine, NoSpace, Request, TercetError
 
 Holdings = Counter[tuple[str, str]]
 """How much there is of all that must be given back, by holder and kind."""
@@ -24,6 +24,7 @@ Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
 # A schedule with more faults is told by their number only.
 MOST_TOLD = 200
+MOST_RESERVATIONS = 1000
 
 
 class BreakableEngine(Protocol):
@@ -234,3 +235,27 @@ class Arena(ABC):
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         async with HttpEngine(engine.name, engine.url) as stranger:
             return await fill_cache(stranger, seconds, self._schedule.seed)
+
+
+async def fill_cache(engine: Engine, seconds: float, seed: int) -> int:
+    """Reserve all that the engine lends, for so long; returns the number of reservations.
+
+    An engine that goes away meanwhile ends it.
+    """
+    chance, held = random.Random(seed), 0
+    async with AsyncExitStack() as stack:
+        try:
+            status = await engine.status()
+            length = min(status.total_blocks // 8 * status.block_size, status.max_model_len - 1)
+            while held < MOST_RESERVATIONS and length >= status.block_size:
+                prompt = tuple(chance.randrange(VOCABULARY) for _ in range(length))
+                request = Request(seq_id=f"stranger-{chance.getrandbits(64):x}", prompt=prompt)
+                try:
+                    await stack.enter_async_context(engine.prep_recv(request))
+                    held += 1
+                except NoSpace:
+                    length //= 2
+        except TercetError:
+            return held
+        await asyncio.sleep(seconds)
+    return held

@@ -64,7 +64,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
         if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._timers):
-            self._timers = [item for item in self._timers if not item[2].cancelled()]
+            # In place: what goes away with a timer that is dropped may cancel others, and get here from anywhere.
+            self._timers[:] = [item for item in self._timers if not item[2].cancelled()]
             heapq.heapify(self._timers)
             self._cancelled_timers = 0
 

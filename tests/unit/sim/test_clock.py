@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator
+from contextvars import Context, ContextVar
 
 import pytest
 
@@ -63,6 +64,32 @@ def test_many_cancelled_timers_are_dropped() -> None:
         return len(loop._timers)  # type: ignore[attr-defined]
 
     assert run_virtual(main()) < 2000
+
+
+def test_what_goes_away_with_a_cancelled_timer_may_cancel_others_and_set_one() -> None:
+    """Clients of engines and their connections do at the end of a run: the last reference to them is a timer's."""
+
+    class Client:
+        def __init__(self, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+            self.timers = [loop.call_later(100 + number, print) for number in range(3000)]
+            self.loop, self.done = loop, done
+
+        def __del__(self) -> None:
+            for timer in self.timers:
+                timer.cancel()
+            self.loop.call_later(1, self.done.set)
+
+    async def main() -> float:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        client: ContextVar[Client] = ContextVar("client")
+        context = Context()
+        context.run(client.set, Client(loop, done))
+        loop.call_later(1, print, context=context).cancel()
+        del context
+        await done.wait()
+        return loop.time()
+
+    assert run_virtual(main()) == 1.0
 
 
 def test_a_deadlock_is_said_at_once() -> None:
