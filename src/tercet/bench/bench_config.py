@@ -239,7 +239,7 @@ class CompareConfig(BenchConfig, frozen=True):
             _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is no NAME=URL")
 
 
-def load_config(model: type[Config], file: Path | None, flags: Source | Mapping[str, Any]) -> Config:
+def load_config(model: type[Config], file: Path | None, flags: Source) -> Config:
     """The configuration of a YAML file with ``flags`` over it.
 
     Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.

@@ -127,18 +127,16 @@ class HttpEngine:
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
-        call = PrepRecvCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
-        )  # fmt: skip
-        await self._until_released(request.seq_id)
-        posting = asyncio.ensure_future(self._post("prep_recv", call, PrepRecvAnswer))
+        ending = self._ending.get(request.seq_id)
+        if ending is not None:  # the engine gives a sequence one lease at a time; the call that ends one has a bound
+            await asyncio.wait({ending})
+        reserving = asyncio.ensure_future(self._reserve(request, end))
         try:
             # Shielded: the engine reserves whether or not we still listen, so we must learn the lease to end it.
-            answer = await asyncio.shield(posting)
+            reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
-            posting.add_done_callback(lambda done: self._release_answered(request.seq_id, done))
+            reserving.add_done_callback(lambda done: self._release_reserved(request.seq_id, done))
             raise
-        reservation = Reservation(answer.kv_addr_info, answer.matched_len)
         self._held[request.seq_id] = reservation.lease
         try:
             yield reservation
@@ -147,12 +145,11 @@ class HttpEngine:
                 self._release_soon(request.seq_id, reservation.lease)
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        return await self._reserve(request, end, reservation.lease)
+
+    async def _reserve(self, request: Request, end: int | None, lease: str | None = None) -> Reservation:
         call = PrepRecvCall(
-            prompt=list(request.prompt),
-            seq_id=request.seq_id,
-            end=end,
-            cache_salt=request.cache_salt,
-            lease=reservation.lease,
+            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt, lease=lease
         )
         answer = await self._post("prep_recv", call, PrepRecvAnswer)
         return Reservation(answer.kv_addr_info, answer.matched_len)
@@ -162,15 +159,9 @@ class HttpEngine:
         task = self._ending[seq_id] = self._releasing.spawn(self._release(lease))
         task.add_done_callback(lambda done: self._ending.pop(seq_id) if self._ending.get(seq_id) is done else None)
 
-    async def _until_released(self, seq_id: str) -> None:
-        """The engine gives a sequence one lease at a time; the bound is that of the call which ends the one before."""
-        ending = self._ending.get(seq_id)
-        if ending is not None:
-            await asyncio.wait({ending})
-
-    def _release_answered(self, seq_id: str, posting: asyncio.Future[PrepRecvAnswer]) -> None:
-        if not posting.cancelled() and posting.exception() is None:
-            self._release_soon(seq_id, posting.result().kv_addr_info.lease)
+    def _release_reserved(self, seq_id: str, reserving: asyncio.Future[Reservation]) -> None:
+        if not reserving.cancelled() and reserving.exception() is None:
+            self._release_soon(seq_id, reserving.result().lease)
 
     async def _release(self, lease: str) -> None:
         try:
@@ -208,20 +199,17 @@ class HttpEngine:
 
     async def _generate(self, call: StartGenerateCall, stream: OutputStream) -> None:
         try:
-            await self._receive(call, stream)
+            connection = await self._connection()
+            if connection is None:
+                await self._receive_events(call, stream)
+                return
+            with connection.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
+                door = Destination(address=connection.address, key=connection.key, number=number)
+                connection.start(msgspec.structs.replace(call, door=door))
+                await stream.until_over()
         finally:
             if stream.begun:
                 self._held.pop(call.seq_id, None)  # the running sequence had the blocks by then
-
-    async def _receive(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        connection = await self._connection()
-        if connection is None:
-            await self._receive_events(call, stream)
-            return
-        with connection.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
-            door = Destination(address=connection.address, key=connection.key, number=number)
-            connection.start(msgspec.structs.replace(call, door=door))
-            await stream.until_over()
 
     async def _connection(self) -> EngineConnection | None:
         try:

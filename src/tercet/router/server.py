@@ -97,6 +97,7 @@ def _interrupt(*_: object) -> None:
 
 
 async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len: int, shared: Shared | None) -> None:
+    from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
 
     service = state.service
@@ -109,7 +110,7 @@ async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len:
         admin.install(server.app, state)
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, Gate(config.limits, service.fleet, service.metrics), vllm.api_keys(args),
+            layers, server.fast, Gate(config.limits, service.fleet, service.metrics), api_keys(args),
             service.program_called, config.max_request_bytes, lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
         await state.serving()

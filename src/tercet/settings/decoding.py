@@ -32,17 +32,16 @@ class Source:
         return self.origin + (self.names or {}).get(key, key)
 
 
-def decode_settings(kind: type[S], *sources: Source | Mapping[str, Any], origin: str = "") -> S:
+def decode_settings(kind: type[S], *sources: Source) -> S:
     """A record of ``kind``, each setting from the first source that has it.
 
     Numbers and truth values may be text, one item may stand for a list of one, and numbers where text is wanted are
-    text. ``origin`` begins the complaints about plain mappings. Raises :class:`~tercet.protocol.BadRequest` that names
-    the setting as its source does; for a key that no setting has, with the nearest one.
+    text. Raises :class:`~tercet.protocol.BadRequest` that names the setting as its source does; for a key that no
+    setting has, with the nearest one.
     """
-    given = [each if isinstance(each, Source) else Source(each, origin) for each in sources]
     known = {each.key: each for each in declared(kind)}
     found: dict[str, tuple[Any, str]] = {}
-    for source in reversed(given):
+    for source in reversed(sources):
         for key, value in source.values.items():
             if key not in known:
                 raise BadRequest(f"{source.origin}unknown key {key}; {near(key, list(known))}", key)
@@ -50,14 +49,14 @@ def decode_settings(kind: type[S], *sources: Source | Mapping[str, Any], origin:
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
     for each in known.values():
         if each.is_required and each.key not in found:
-            raise BadRequest(f"{given[0].name_of(each.key) if given else each.key}: is needed", each.key)
+            raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is needed", each.key)
     try:
         return _build(kind, values, ())
     except BadRequest as error:  # one setting does not go with another
         named = found.get(error.param or "", (None, ""))[1]
         if named and error.message.startswith(f"{error.param}: "):
             raise BadRequest(named + error.message.removeprefix(error.param or ""), error.param) from None
-        origin = origin or next((source.origin for source in given if source.origin), "")
+        origin = next((source.origin for source in sources if source.origin), "")
         raise BadRequest(origin + error.message, error.param) from None
 
 
@@ -84,11 +83,7 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
         return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # PyYAML lets through what is wrong with dates, numbers
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # it lets through what is wrong with dates, numbers
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tercet.protocol import KVLayout
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
@@ -53,7 +51,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings.require_secret_beyond_loopback()
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
-        self._handshakes: list[WorkerHandshake] = []
+        self.handshakes: list[WorkerHandshake] = []  # by rank
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
@@ -109,36 +107,16 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
-        self._handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
+        self.handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
         """What is held for others at the scheduler, of which the first call takes hold."""
         if self._scheduler is None:
-            if not self._handshakes:
+            if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
             max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
             self._scheduler = SchedulerSide(scheduler, max_blocks)
         return self._scheduler
-
-    @property
-    def transports(self) -> list[list[str]]:
-        """Transport addresses of each rank."""
-        return [handshake.transports for handshake in self._handshakes]
-
-    @property
-    def control_endpoints(self) -> list[tuple[str, str]]:
-        """Address and secret of each rank's agent."""
-        return [(handshake.control, handshake.secret) for handshake in self._handshakes]
-
-    @property
-    def life_endpoints(self) -> list[tuple[str, str]]:
-        """Where each worker says that it lives: address and secret."""
-        return [handshake.life for handshake in self._handshakes]
-
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of every rank of this engine."""
-        return msgspec.json.decode(self._handshakes[0].layout, type=KVLayout)
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request arrived; of ours are those that bear this engine's token."""

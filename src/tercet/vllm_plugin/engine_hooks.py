@@ -23,7 +23,6 @@ CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 ENGINE_HOOKS = (
     Hook(
         name="KV connector",
-        side="engine",
         what="TercetConnector implements KVConnectorBase_V1 in the scheduler's process and in each worker",
         why="Requests are met before they are scheduled, steps are planned before vLLM counts them as computed, and "
         "layers are told of as soon as their attention has run",
@@ -44,7 +43,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="endpoints",
-        side="engine",
         what="TercetEndpoints is an endpoint plugin of vLLM's API server",
         why="The verbs are served where the engine's own API is",
         until="the interface is declared stable",
@@ -56,7 +54,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="core methods",
-        side="engine",
         what="EngineCore gets methods that the API server calls as utility calls, on the core's thread",
         why="Blocks are reserved and given back between two engine steps, so nothing races with scheduling",
         until="a KV connector may serve calls of its own",
@@ -71,7 +68,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="reservations",
-        side="engine",
         what="A lease is a request that is never scheduled: it takes blocks as an asynchronous KV load does, and the "
         "request that decodes on them inherits its block table",
         why="A peer writes into the blocks before the request that needs them exists",
@@ -99,7 +95,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="order of reservations",
-        side="engine",
         what="A reservation waits, unanswered, for its turn among vLLM's waiting requests, and holds later ones back",
         why="Neither may take the other's blocks for ever",
         until="KVCacheManager can reserve blocks in the order of admission",
@@ -113,7 +108,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="sends",
-        side="engine",
         what="Blocks of a request that sends its KV are pinned beside the request",
         why="The request may finish, or be preempted, before its last byte has left",
         until="a KV connector may hold blocks of running requests one by one",
@@ -126,7 +120,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="resumed requests",
-        side="engine",
         what="A request starts with output tokens of another engine, and its grammar behind them",
         why="A sequence that moves keeps its max_tokens, penalties, stop conditions and structure",
         until="a request may be added with output",
@@ -143,7 +136,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="output of new requests",
-        side="engine",
         what="The model runner's batch gets the output with which a resumed request begins",
         why="The worker believes that a new request has none; penalties and seeds need it",
         until="the first model runner is gone: the second one takes output from the scheduler",
@@ -158,7 +150,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="seeded prompts",
-        side="engine",
         what="On a CPU a seeded request's generator is put back after each step that ends inside its prompt",
         why="vLLM rewinds it by its offset, which generators on a CPU do not have: the engine would be lost",
         until="vLLM rewinds generators of any device",
@@ -171,7 +162,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="queue readers",
-        side="engine",
         what="On a CPU readers of vLLM's shared-memory queues sleep as soon as there is nothing to read",
         why="Looking again and again takes the cores that compute",
         until="vLLM sleeps at once on a CPU, or has an option for it",
@@ -185,7 +175,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="load",
-        side="engine",
         what="The API server's process listens to the statistics that come with each step's outputs",
         why="Load is reported with each step, with no question to the engine's core",
         until="AsyncLLM tells its scheduler's statistics to whoever asks",
@@ -200,7 +189,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="output callback",
-        side="engine",
         what="Outputs of a streamed sequence are taken where AsyncLLM puts them into its queue",
         why="There is no task per sequence, and no switch to one per token",
         until="AsyncLLM.add_request takes a callback",
@@ -216,7 +204,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="KV events",
-        side="engine",
         what="The endpoints of vLLM's publisher are read from its sockets, and events between steps are published",
         why="The system chooses the ports, and KV that arrives at an idle engine belongs to no step",
         until="the publisher tells where it listens",
@@ -229,7 +216,6 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="KV layout",
-        side="engine",
         what="How CPU kernels lay keys and values in a block is asked of the kernel that writes them",
         why="KV of one engine has a meaning in another only in the same arrangement, or one that can be converted",
         until="the attention backend describes its layout",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import itertools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -108,14 +107,8 @@ def leaves(expectations: Iterable[Expectation]) -> Iterable[_Targeted]:
 
 def _parameters(function: Any) -> set[str]:
     # What wraps a function of vLLM's takes what that one takes.
-    chain = itertools.takewhile(lambda one: one is not None, _unwrapped(function))
-    return {name for one in chain for name in inspect.signature(one, follow_wrapped=False).parameters}
-
-
-def _unwrapped(function: Any) -> Iterable[Any]:
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
+    wrapped = getattr(function, "__wrapped__", None)
+    return {*inspect.signature(function, follow_wrapped=False).parameters, *(_parameters(wrapped) if wrapped else ())}
 
 
 def _squeezed(code: str) -> str:

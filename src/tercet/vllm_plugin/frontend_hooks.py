@@ -19,7 +19,6 @@ UVICORN = "uvicorn.protocols.http.httptools_impl"
 FRONTEND_HOOKS = (
     Hook(
         name="engine-core client",
-        side="frontend",
         what="AsyncLLM is built over a client that runs programs, in the place of one engine's",
         why="vLLM's OpenAI layer serves a fleet as it serves an engine",
         until="AsyncLLM takes its engine-core client as an argument",
@@ -37,7 +36,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="launcher",
-        side="frontend",
         what="The application, its state, its options and its server come from the functions of vLLM's own command",
         why="Every route, option and middleware of vLLM's API server is there, and stays vLLM's",
         until="these functions are declared stable",
@@ -46,14 +44,8 @@ FRONTEND_HOOKS = (
             Takes(f"{LAUNCHERS}.api_server.app_state:init_app_state", "engine_client", "state", "args"),
             Takes(f"{LAUNCHERS}.launcher:serve_http", "app", "sock", "enable_ssl_refresh"),
             Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
-            OneOf(
-                Takes(f"{LAUNCHERS}.cli_args:make_arg_parser", "parser"),
-                Takes("vllm.entrypoints.common.cli_args:make_arg_parser", "parser"),
-            ),
-            OneOf(
-                Takes(f"{LAUNCHERS}.cli_args:validate_parsed_serve_args", "args"),
-                Takes("vllm.entrypoints.common.cli_args:validate_parsed_serve_args", "args"),
-            ),
+            Takes(f"{LAUNCHERS}.cli_args:make_arg_parser", "parser"),
+            Takes(f"{LAUNCHERS}.cli_args:validate_parsed_serve_args", "args"),
             Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_model_config"),
             OneOf(
                 Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_structured_outputs_config"),
@@ -63,7 +55,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="environment",
-        side="frontend",
         what="vLLM's environment variables are read once, and a router asks for no KV memory",
         why="vLLM looks up dozens of variables for each request",
         until="vLLM reads its environment once by itself",
@@ -75,7 +66,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="plain streams",
-        side="frontend",
         what="Copies of vLLM's serving objects prepare a plain stream, up to where they would generate and write it",
         why="Its chunks differ in their text alone, and need none of the objects, queues and tasks between",
         until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
@@ -125,7 +115,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="chunks of streams",
-        side="frontend",
         what="Chunks of plain streams are written with the fields that vLLM's stream generators set",
         why="Making an object of each chunk costs more than all the rest of a token",
         until="vLLM's own chunks cost as little",
@@ -147,7 +136,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="output processor",
-        side="frontend",
         what="Outputs are handed to OutputProcessor in the stream's own task, and its records are read",
         why="vLLM writes the chunks that it alone can write, and counts what it counts",
         until="AsyncLLM has a call that processes one request's outputs",
@@ -168,7 +156,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="detokenizer",
-        side="frontend",
         what="The text of tokens that are whole characters is looked up instead of decoded",
         why="A byte-level vocabulary's text needs no decoding, and streams are mostly such tokens",
         until="vLLM's detokenizer remembers them",
@@ -183,7 +170,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="token statistics",
-        side="frontend",
         what="Tokens that vLLM's own path did not see are added to its iteration statistics",
         why="vLLM's metrics count every token that a client got",
         until="the loggers take counts of tokens by themselves",
@@ -201,7 +187,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="short prompts",
-        side="frontend",
         what="Short prompts are tokenised on the event loop, by the tokenizer that transformers has inside",
         why="A thread and a task for each prompt cost more than tokenising a short one",
         until="the renderer has a limit below which it stays on the event loop",
@@ -226,7 +211,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="connections",
-        side="frontend",
         what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
         why="A token goes to the socket without the layers of the application",
         until="uvicorn hands the connection to the application",
@@ -240,7 +224,6 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="HTTP metrics",
-        side="frontend",
         what="Requests that went past vLLM's metrics middleware are told to what it tells",
         why="http_requests_total and its like count every request",
         until="the middleware has a call for it",

@@ -38,7 +38,6 @@ class Hook:
     """
 
     name: str
-    side: Side
     what: str
     why: str
     until: str
@@ -60,12 +59,12 @@ def vllm_version() -> str:
     raise UnsupportedVLLM("vLLM is not installed: pip install 'tercet[cpu]' or 'tercet[cuda]'")
 
 
-def hooks_of(*sides: Side) -> list[Hook]:
-    """The registry, in the order in which it is printed."""
+def hooks_of(side: Side) -> tuple[Hook, ...]:
+    """One side of the registry, in the order in which it is printed."""
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
     from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
 
-    return [hook for hook in (*ENGINE_HOOKS, *FRONTEND_HOOKS) if hook.side in sides]
+    return ENGINE_HOOKS if side == "engine" else FRONTEND_HOOKS
 
 
 @cache
@@ -96,17 +95,17 @@ def main(sides: Sequence[Side] = SIDES) -> int:
     from rich.table import Table
 
     console = Console()
-    title = f"vLLM {vllm_version()}"
-    table = Table("hook", "what and why", "until", "holds", title=title, show_lines=True)
-    unmet = {hook.name: hook.check() for hook in hooks_of(*sides)}
-    for hook in hooks_of(*sides):
-        name = "\n".join((f"{hook.side}: {hook.name}", *hook.replaces))
-        table.add_row(name, f"{hook.what}. {hook.why}.", hook.until, "no" if unmet[hook.name] else "yes")
+    table = Table("hook", "what and why", "until", "holds", title=f"vLLM {vllm_version()}", show_lines=True)
+    broken: list[str] = []
+    for whose, hook in ((side, hook) for side in sides for hook in hooks_of(side)):
+        unmet = hook.check()
+        broken += [f"{hook.name}: {line}" for line in unmet]
+        name = "\n".join((f"{whose}: {hook.name}", *hook.replaces))
+        table.add_row(name, f"{hook.what}. {hook.why}.", hook.until, "no" if unmet else "yes")
     console.print(table)
-    for name, found in unmet.items():
-        for line in found:
-            console.print(f"{name}: {line}", style="red", markup=False)
-    return int(any(unmet.values()))
+    for line in broken:
+        console.print(line, style="red", markup=False)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ from tercet.protocol.wire import PREFIX
 from tercet.streams import StreamListener, front_doors
 from tercet.transport import SendDone
 from tercet.vllm_plugin.endpoint import TercetEndpoints
-from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata
-from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription, status
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tests.fuzz.fuzzing import Outcome, Target
@@ -45,7 +44,6 @@ from tests.fuzz.mutation import Case, Json
 from tests.unit.fakes import LAYOUT
 from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, TinyEngine
 
-METHODS = {method.__name__: method for method in core_methods.METHODS}
 VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "status")
 LEASE, ADDRESS, KEY = "THE-LEASE", "THE-ADDRESS", "THE-KEY"
 MAX_MODEL_LEN = 512
@@ -70,7 +68,6 @@ class TinyCore(EngineCoreClient, TinyEngine):
         self.reports: Any = None
         self.ended: list[BaseException] = []
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
-        self._plain = MsgpackDecoder()
         self._stepping: asyncio.Task[None] | None = None
 
     # ---- what AsyncLLM and the verbs call ----------------------------------------------------------------------------
@@ -95,15 +92,13 @@ class TinyCore(EngineCoreClient, TinyEngine):
         if request_ids:
             self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        args = tuple(self._plain.decode(self._encoder.encode(args)))
+    async def call_utility_async(self, name: str, *args: Any) -> Any:
         await asyncio.sleep(0)
         try:
-            found = METHODS[method](self.core, *args)
+            return await TinyEngine.call_utility_async(self, name, *args)
         except Exception as error:
             self.ended.append(error)
             raise
-        return await asyncio.wrap_future(found) if isinstance(found, Future) else found
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
         return ("generate",)
@@ -262,7 +257,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
             EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, 0.01, None)
     calls = CoreCalls(engine)
-    probe = LivenessProbe(calls.status, [_counters], [])
+    probe = LivenessProbe(partial(calls.call, status), [_counters], [])
     await probe.start()
     verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe)
     core.reports = verbs._reports

@@ -11,6 +11,7 @@ from tercet.bench.bench_config import ServeConfig, load_config
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
 from tercet.bench.results import Point
 from tercet.protocol import BadRequest, EngineUnreachable
+from tercet.settings import Source
 from tests.unit.bench.openai_server import FakeServer
 
 SMALL = "random,input_len=20,output_len=4"
@@ -18,7 +19,7 @@ SMALL = "random,input_len=20,output_len=4"
 
 async def measure(server: FakeServer, **given: Any) -> list[Point]:
     keys = {name.replace("_", "-"): value for name, value in given.items()}
-    config = load_config(ServeConfig, None, {"base-url": server.url, "workload": [SMALL], **keys})
+    config = load_config(ServeConfig, None, Source({"base-url": server.url, "workload": [SMALL], **keys}))
     contender = Contender("x", config.base_url, config.program)
     bench = await prepare(config, [contender], str)
     return await Experiment(bench, [Cell(contender, load) for load in config.loads], lambda *_: None).run()
@@ -84,7 +85,7 @@ async def test_texts_from_a_file_are_salted_so_that_points_do_not_find_each_othe
 
 async def test_an_interrupt_between_points_leaves_the_rest_out(server: FakeServer) -> None:
     flags = {"base-url": server.url, "workload": [SMALL], "request-rate": [50, 100, 150], "num-prompts": 2}
-    config = load_config(ServeConfig, None, flags)
+    config = load_config(ServeConfig, None, Source(flags))
     contender = Contender("x", config.base_url)
     bench = await prepare(config, [contender], str)
     cells = [Cell(contender, load) for load in config.loads]

@@ -14,7 +14,7 @@ from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, eng
 from tercet.cluster.local import engine_specs
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, TercetError
-from tercet.settings import decode_settings, read_yaml
+from tercet.settings import Source, decode_settings, read_yaml
 
 
 @given(st.sets(st.integers(0, 63), min_size=1, max_size=40), st.integers(1, 20))
@@ -156,7 +156,7 @@ def test_the_shell_command_is_quoted() -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("model: m\nprefill: 2\nlog-dir: /tmp/x\nprogram-args: {min_send: '5'}\nengine-args: [--a, b]\n")
-    config = decode_settings(UpConfig, {"prefill": 3}, read_yaml(file))
+    config = decode_settings(UpConfig, Source({"prefill": 3}), read_yaml(file))
     assert (config.model, config.prefill, config.log_dir, config.engine_args) == ("m", 3, "/tmp/x", ("--a", "b"))
     assert config.program_args == {"min_send": "5"}
     assert [name for name, _ in config.roles] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]

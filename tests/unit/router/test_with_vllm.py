@@ -48,6 +48,7 @@ class House:
         self.app: Any = None
 
     async def build(self) -> Any:
+        from tercet.vllm_plugin.engine.server_access import api_keys
         from tercet.vllm_plugin.frontend import openai_server as vllm
 
         model = resolve_model("smollm2", lambda _: None)
@@ -58,7 +59,7 @@ class House:
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
         admin.install(self.app, shared_over(self.service, membership))
         self.app.middleware_stack = FrontDoor(
-            server.layers, server.fast, self.gate, vllm.api_keys(args), self.service.program_called, 10_000
+            server.layers, server.fast, self.gate, api_keys(args), self.service.program_called, 10_000
         )
         return client
 

@@ -100,7 +100,7 @@ def test_direct_construction_and_decoding_agree(height: float) -> None:
             return error.message
 
     assert height_of(lambda: House(name="n", height_m=height)) == height_of(
-        lambda: decode_settings(House, {"name": "n", "height": height})
+        lambda: decode_settings(House, Source({"name": "n", "height": height}))
     )
 
 
@@ -109,24 +109,24 @@ def test_every_unknown_key_is_refused_by_name(key: str) -> None:
     if key in FLAGS:
         return
     with pytest.raises(BadRequest) as raised:
-        decode_settings(House, {"name": "n", key: 1}, origin="there: ")
+        decode_settings(House, Source({"name": "n", key: 1}, "there: "))
     assert raised.value.message.startswith(f"there: unknown key {key}; ")
 
 
 def test_the_nearest_key_is_offered() -> None:
     with pytest.raises(BadRequest, match=r"unknown key colors; did you mean colour?"):
-        decode_settings(House, {"name": "n", "colors": "red"})
+        decode_settings(House, Source({"name": "n", "colors": "red"}))
     with pytest.raises(BadRequest, match=r"unknown key height_m; did you mean height?"):
-        decode_settings(House, {"name": "n", "height_m": 1})
+        decode_settings(House, Source({"name": "n", "height_m": 1}))
     with pytest.raises(
         BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rooms, paint, lit, doors"
     ):
-        decode_settings(House, {"name": "n", "zzz": 1})
+        decode_settings(House, Source({"name": "n", "zzz": 1}))
 
 
 def test_what_is_needed_is_said() -> None:
     with pytest.raises(BadRequest, match="name: is needed"):
-        decode_settings(House, {})
+        decode_settings(House, Source({}))
 
 
 levels = st.sampled_from([None, "1", "2", "3", "4"])
@@ -186,20 +186,20 @@ houses = st.builds(
 @given(houses)
 def test_what_is_written_is_read_again(house: House) -> None:
     written = msgspec.json.decode(msgspec.json.encode(encode_settings(house)))
-    assert decode_settings(House, written) == house
+    assert decode_settings(House, Source(written)) == house
 
 
 def test_engines_as_text_and_as_mappings() -> None:
     text = "http://h:1/,role=decode,label.zone=a"
-    found = decode_settings(RouterConfig, {"engines": [text, {"url": "http://h:2", "name": "b"}]})
+    found = decode_settings(RouterConfig, Source({"engines": [text, {"url": "http://h:2", "name": "b"}]}))
     assert [(e.name, e.url, e.role, e.labels) for e in found.engines] == [
         ("engine-0", "http://h:1", "decode", {"zone": "a"}),
         ("b", "http://h:2", "both", {}),
     ]
     with pytest.raises(BadRequest, match=r"engines\[0\]: unknown key rolle; did you mean role?"):
-        decode_settings(RouterConfig, {"engines": [{"url": "http://h:2", "rolle": "b"}]})
+        decode_settings(RouterConfig, Source({"engines": [{"url": "http://h:2", "rolle": "b"}]}))
     with pytest.raises(BadRequest, match="engines: two engines are called b"):
-        decode_settings(RouterConfig, {"engines": [{"url": "http://h:2", "name": "b"}, "http://h:1,name=b"]})
+        decode_settings(RouterConfig, Source({"engines": [{"url": "http://h:2", "name": "b"}, "http://h:1,name=b"]}))
 
 
 @pytest.mark.parametrize(("given", "why"), [("inf", "at most 1000000000"), ("nan", "greater than 0")])

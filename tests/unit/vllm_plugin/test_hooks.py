@@ -26,7 +26,7 @@ from tercet.vllm_plugin.hooks import (
 )
 
 HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
-HOOKS = hooks_of(*HERE)
+HOOKS = [hook for side in HERE for hook in hooks_of(side)]
 LEAVES = [
     pytest.param(hook, leaf, id=f"{hook.name}: {type(leaf).__name__} {leaf.target}")
     for hook in HOOKS
@@ -71,9 +71,9 @@ def test_every_check_fails_when_its_target_changes(hook: Hook, leaf: Any, monkey
 
 @pytest.mark.parametrize("side", SIDES)
 def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Side) -> list[Hook]:
+    def broken(_: Side) -> tuple[Hook, ...]:
         relies_on = (Takes("json:dumps", "colour"), Has("json:JSONDecoder", "shape"), Says("json:loads", "magic"))
-        return [Hook("one", side, "", "", "", relies_on), Hook("two", side, "", "", "", (Takes("nowhere:at_all"),))]
+        return Hook("one", "", "", "", relies_on), Hook("two", "", "", "", (Takes("nowhere:at_all"),))
 
     monkeypatch.setattr(hooks, "hooks_of", broken)
     monkeypatch.setattr(hooks, "vllm_version", lambda: "0.32.0")
@@ -155,7 +155,7 @@ def test_the_search_for_replacements_finds_them() -> None:
 
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
-    listed = {replaced.rpartition(".")[2] for hook in hooks_of(*SIDES) for replaced in hook.replaces}
+    listed = {replaced.rpartition(".")[2] for side in SIDES for hook in hooks_of(side) for replaced in hook.replaces}
     room = Path(tercet.vllm_plugin.__file__).parent
     helper = room / "engine" / "patching.py"
     found = {path: replaced_in(path.read_text()) for path in room.rglob("*.py") if path != helper}

@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, from_wire, packed
+from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, packed
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled, RevokeLease
-from tercet.vllm_plugin.engine import agent_calls, core_methods, lease_timers
+from tercet.vllm_plugin.engine import agent_calls, lease_timers
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.core_calls import CoreCalls
+from tercet.vllm_plugin.engine.core_methods import CoreCalls
 from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, FakeAgent, TinyEngine, tokens_of
 
 NOTIFY = "tcp://127.0.0.1:1"
-METHODS = {method.__name__: method for method in core_methods.METHODS}
 
 
 class TinyCore(CoreCalls):
-    """Calls of a tiny engine's core; each waits until ``open`` before and after it is carried out."""
+    """Calls of a tiny engine's core; each waits for ``before`` and ``after`` it is carried out."""
 
     def __init__(self, engine: TinyEngine) -> None:
+        client: Any = SimpleNamespace(engine_core=self)
+        super().__init__(client)
         self.engine = engine
         self.before, self.after = asyncio.Event(), asyncio.Event()
         self.before.set()
         self.after.set()
         self.called: list[str] = []
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        self.called.append(method)
+    async def call_utility_async(self, name: str, *args: Any) -> Any:
+        self.called.append(name)
         await self.before.wait()
-        found = METHODS[method](self.engine.core, *args)
-        result, error = await asyncio.wrap_future(found) if isinstance(found, Future) else found
+        found = await self.engine.call_utility_async(name, *args)
         # Once the core has a call it carries it out, whether or not the caller still waits.
         await self.after.wait()
-        if error is not None:
-            raise from_wire(500, {"error": dict(zip(("code", "message", "param"), error, strict=True))})
-        return result
+        return found
 
 
 class Edge:
@@ -189,7 +187,7 @@ async def test_each_report_of_a_sender_renews_a_lease(edge: Edge) -> None:
     held = await edge.reserve(length=3 * BLOCK, ttl=30)
     first = held.timer.when()
     await asyncio.sleep(0.01)
-    edge.leases.note(LeaseFilled(held.lease, 0, content_of(b"", None)), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 0, content_of(b"", None)))
     assert held.timer.when() > first
     await edge.leases.release(held.lease)
     assert held.timer.cancelled()
@@ -259,13 +257,13 @@ async def test_another_salt_cannot_claim(edge: Edge) -> None:
 async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: TinyEngine) -> None:
     tokens = tokens_of(3 * BLOCK)
     held = await edge.reserve(length=3 * BLOCK)
-    edge.leases.note(LeaseFilled(held.lease, 0, content_of(packed(tokens[: 3 * BLOCK]), None)), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 0, content_of(packed(tokens[: 3 * BLOCK]), None)))
     assert len(edge.tasks) == 0
-    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 2 * BLOCK]), None)), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 2 * BLOCK]), None)))
     await edge.tasks.wait(5)
     assert engine.cached(tokens) == 2 * BLOCK
     await edge.leases.release(held.lease)
-    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 3 * BLOCK]), None)), ranks=2)
+    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 3 * BLOCK]), None)))
     await edge.settled()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from tercet.protocol import NoSpace
+from tercet.protocol import NoSpace, UnknownSequence
 from tercet.vllm_plugin.engine import core_methods
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
@@ -21,8 +20,7 @@ class Waits:
 
     def __init__(self, engine: TinyEngine, lease: str, tokens: list[int]) -> None:
         self.engine, self.lease, self.tokens = engine, lease, tokens
-        found = core_methods.tercet_reserve(engine.core, lease, tokens, None)
-        self.answer: Future[list[Any]] = found
+        self.answer = core_methods.reserve(engine.core, lease, tokens, None)
 
     @property
     def ready(self) -> bool:
@@ -108,7 +106,7 @@ def test_who_gives_up_is_told_why_and_lets_the_next_one_in(engine: TinyEngine) -
         Waits(engine, name * 32, tokens_of(blocks * BLOCK - 1, start=500)) for name, blocks in (("b", 10), ("c", 2))
     )
     assert not small.ready, "in the order of arrival"
-    engine.call(core_methods.tercet_give_up, large.lease)
+    core_methods.give_up(engine.core, large.lease)
     assert "max_lease_share" in large.refused()
     small.release()
     engine.release("a" * 32)
@@ -117,8 +115,8 @@ def test_who_gives_up_is_told_why_and_lets_the_next_one_in(engine: TinyEngine) -
 def test_a_release_ends_the_wait(engine: TinyEngine) -> None:
     engine.reserve("a" * 32, tokens_of(20 * BLOCK - 1))
     waits = Waits(engine, "b" * 32, tokens_of(10 * BLOCK, start=500))
-    found = core_methods.tercet_release(engine.core, waits.lease, 0)
-    assert found[1][0] == "unknown_sequence"
+    with pytest.raises(UnknownSequence):
+        core_methods.release(engine.core, waits.lease, 0)
     assert waits.refused()
     engine.release("a" * 32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,41 +12,37 @@ import msgspec
 import pytest
 
 from tercet.aio import TaskSet
-from tercet.protocol import KVAddrInfo, KVLayout, RankAddress, UnknownSequence
+from tercet.protocol import KVAddrInfo, RankAddress, UnknownSequence
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.connector_messages import SendParams
-from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription, end_send, push_cached
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
-from .tiny_engine import FakeAgent
+from .tiny_engine import LAYOUT, FakeAgent
 
-LAYOUT = KVLayout(
-    model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, block_bytes=1024, tp_size=1,
-    packing="cpu-vec", splits_by_head=True, splits_by_token=True,
-)  # fmt: skip
 INFO = KVAddrInfo("f" * 32, "decode-0", 0, 48, "tcp", (RankAddress(0, ("tcp://127.0.0.1:9000",)),), LAYOUT)
 SEND = RemoteSendCall(prompt=[1] * 48, seq_id="s", kv_addr_info=INFO, begin=0)
 
 
 class Core(CoreCalls):
-    """Has all KV cached, or none; ``phase`` names the call that does not come back."""
+    """Has all KV cached, or none; what is asked of one that ``hangs`` does not come back."""
 
     def __init__(self, cached: bool, hangs: bool) -> None:
         self.cached, self.hangs = cached, hangs
         self.asked = asyncio.Event()
         self.ended: list[str] = []
 
-    async def push_cached(self, tokens: list[int], cache_salt: str | None, send: SendParams) -> Push | None:
+    async def call(self, method: Any, *args: Any) -> Any:
+        if method is end_send:
+            self.ended.append(args[0])
+            return None
+        assert method is push_cached
         self.asked.set()
         if self.hangs:
             await asyncio.Event().wait()
-        return Push(send.send_id, 0, (1, 2, 3)) if self.cached else None
-
-    async def end_send(self, send_id: str) -> None:
-        self.ended.append(send_id)
+        return Push(args[2].send_id, 0, (1, 2, 3)) if self.cached else None
 
 
 class Client:
@@ -80,7 +77,7 @@ class Phase:
         about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, 1.0, None)
         client: Any = self.client
         self.agent = FakeAgent()
-        probe = LivenessProbe(self.core.status, [], [])
+        probe = LivenessProbe(partial(self.core.call, "status"), [], [])
         self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), probe)
 
     async def begin(self, phase: str) -> asyncio.Task[Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import structs
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -22,9 +20,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tercet.protocol import EngineError, content_of, from_wire, packed
+from tercet.protocol import EngineError, KVLayout, content_of, packed
 from tercet.transport import (
     CancelSend,
     ExtendLease,
@@ -57,6 +56,17 @@ LLAMA = {
     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
 }  # fmt: skip
+
+LAYOUT = KVLayout(
+    model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, block_bytes=1024, tp_size=1,
+    packing="cpu-vec", splits_by_head=True, splits_by_token=True,
+)  # fmt: skip
+ADDED = {core_methods.name_of(method): core_methods.answering(method) for method in core_methods.METHODS}
+
+
+def crossed(value: Any) -> Any:
+    """As it arrives in another process of vLLM's."""
+    return MsgpackDecoder().decode(MsgpackEncoder().encode(value))
 
 
 def tiny_config(directory: Path) -> VllmConfig:
@@ -157,7 +167,7 @@ class TinyEngine:
         connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, TercetConnector)
         self.connector = connector
-        connector._handshakes = [WorkerHandshake(0, [], "", "", ("", ""), b"")]
+        connector.handshakes = [WorkerHandshake([], ("", ""), ("", ""), LAYOUT)]
         self.agent = FakeAgent()
         self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)
@@ -167,52 +177,47 @@ class TinyEngine:
 
     # ---- the added methods -----------------------------------------------------------------------------------------
 
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return self.answer(method(self.core, *args))
-
-    def answer(self, found: Any) -> Any:
-        result, error = found
-        if error is not None:
-            raise from_wire(500, {"error": dict(zip(("code", "message", "param"), error, strict=True))})
-        return result
+    async def call_utility_async(self, name: str, *args: Any) -> Any:
+        """As the core answers the API server's process; what crosses is encoded as vLLM does it."""
+        found = ADDED[name](self.core, *crossed(args))
+        return crossed(await asyncio.wrap_future(found) if isinstance(found, Future) else found)
 
     def reserve(self, lease: str, tokens: list[int], salt: str | None = None) -> int:
         """Reserve now or not at all, and let the agent know, as the verbs do; the matched length."""
-        waiting = core_methods.tercet_reserve(self.core, lease, tokens, salt)
-        self.call(core_methods.tercet_give_up, lease)
+        waiting = core_methods.reserve(self.core, lease, tokens, salt)
+        core_methods.give_up(self.core, lease)
         return self.granted(lease, tokens, waiting, salt)
 
-    def granted(self, lease: str, tokens: list[int], answer: Any, salt: str | None = None) -> int:
-        """Take the answer to ``tercet_reserve``, and let the agent know."""
-        found = self.answer(answer.result(0) if isinstance(answer, Future) else answer)
-        found = msgspec.convert(found, ReservedBlocks)
+    def granted(
+        self, lease: str, tokens: list[int], answer: Future[ReservedBlocks], salt: str | None = None
+    ) -> int:  # fmt: skip
+        """Take the answer to ``reserve``, and let the agent know."""
+        found = answer.result(0)
         matched = found.matched_len
         end, size = len(tokens), found.block_size
         self.agent.do(GrantLease(lease, found.blocks, matched, end, size, packed(tokens), salt, "tcp://127.0.0.1:1"))
         return matched
 
     def extend(self, lease: str, tokens: list[int], salt: str | None = None) -> ReservedBlocks:
-        return msgspec.convert(self.call(core_methods.tercet_extend, lease, tokens, salt), ReservedBlocks)
+        return core_methods.extend(self.core, lease, tokens, salt)
 
     def commit(self, lease: str, valid_end: int, tokens: list[int] | None = None) -> None:
         """KV of the lease's first tokens, or of others, has arrived."""
         grant = self.agent.granted.get(lease)
         known = packed(tokens or []) if tokens is not None or grant is None else grant.tokens
-        valid = content_of(known, grant.salt if grant is not None else None, valid_end)
-        self.call(core_methods.tercet_commit, lease, valid.end, valid.digest)
+        core_methods.commit(self.core, lease, content_of(known, grant.salt if grant is not None else None, valid_end))
 
     def release(self, lease: str) -> int:
-        return self.call(core_methods.tercet_release, lease, self.agent.do(RevokeLease(lease)))
+        return core_methods.release(self.core, lease, self.agent.do(RevokeLease(lease)))
 
     def push_cached(self, tokens: list[int], send: SendParams) -> Push | None:
-        found = self.call(core_methods.tercet_push_cached, tokens, None, msgspec.to_builtins(send))
-        return msgspec.convert(found, Push | None)
+        return core_methods.push_cached(self.core, tokens, None, send)
 
     def end_send(self, send_id: str) -> None:
-        self.call(core_methods.tercet_end_send, send_id)
+        core_methods.end_send(self.core, send_id)
 
     def status(self) -> dict[str, Any]:
-        return self.call(core_methods.tercet_status)
+        return core_methods.status(self.core)
 
     # ---- requests and steps ----------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class AgentCalls:
     def __init__(self, agents: Sequence[AgentChannel]) -> None:
         self._agents = agents
 
+    def __len__(self) -> int:
+        return len(self._agents)
+
     async def grant(self, grant: GrantLease | ExtendLease) -> None:
         """Open a lease on every rank, or more of it.
 

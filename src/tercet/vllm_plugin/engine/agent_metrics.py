@@ -14,7 +14,7 @@ NOW = {
     "connections": "Connections from senders that are open.",
     "sessions_in": "Senders that are connected.",
     "sessions_out": "Receivers that this rank is connected to.",
-    "sends_active": "SendPlanner under way.",
+    "sends_active": "Sends under way.",
     "leases_open": "Leases under which KV may arrive.",
     "receives_active": "Sends of peers that have begun to arrive.",
 }
@@ -36,7 +36,7 @@ TOTALS = {
 leases_expired = Counter("tercet_leases_expired", "Reservations that nobody used in time.")
 fences_open = Gauge("tercet_fences_open", "Leases and sends that are over, whose blocks wait for an agent's answer.")
 leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
-sends_aborted = Counter("tercet_sends_aborted", "SendPlanner that an abort, or their client's going away, ended.")
+sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's going away, ended.")
 
 
 class ProbeCollector(Collector):

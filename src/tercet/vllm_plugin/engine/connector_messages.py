@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from tercet.protocol import Content
+from tercet.protocol import Content, KVLayout
 from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
@@ -108,13 +108,11 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start.
 
-    The agent's addresses, its control channel and the secret that opens it, the channel on which the worker itself says
-    that it lives (address and secret), and the layout (as JSON).
+    Its agent's transport addresses, and address and secret of its control channel; those at which the worker itself
+    says that it lives; and the layout of its KV, which is that of every rank.
     """
 
-    rank: int
     transports: list[str]
-    control: str
-    secret: str
+    agent: tuple[str, str]
     life: tuple[str, str]
-    layout: bytes
+    layout: KVLayout

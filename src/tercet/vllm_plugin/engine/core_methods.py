@@ -1,8 +1,8 @@
-"""Methods that the general plugin adds to vLLM's ``EngineCore``, for the HTTP edge to call.
+"""What the API server's process asks of the engine's core: methods that the general plugin adds to ``EngineCore``.
 
-vLLM runs a utility call on the core's thread, between two engine steps. Expected failures come back as values, since
-vLLM would log an exception as a fault of the engine. Every method returns ``[result, None]`` or ``[None, [code,
-message, param]]``.
+vLLM runs a utility call on the core's thread, between two engine steps, and answers one that returns a future when that
+is done. Expected failures cross as values, since vLLM would log an exception as a fault of the engine:
+:meth:`CoreCalls.call` raises them where the method was called from.
 """
 
 from __future__ import annotations
@@ -10,50 +10,144 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args, get_origin, get_type_hints
 
 import msgspec
+import zmq
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request as VLLMRequest
 
-from tercet.protocol import Content, EngineError, TercetError
+from tercet.protocol import Content, EngineError, KVLayout, TercetError, from_wire
+from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.request import Request as VLLMRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
-P = ParamSpec("P")
+class EngineDescription(msgspec.Struct, frozen=True):
+    """What the core says of itself, once.
+
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those at
+    which the rank's worker says that it lives. ``token`` marks requests as this engine's own. ``lease_ttl`` and
+    ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
+    """
+
+    transports: list[list[str]]
+    agents: list[tuple[str, str]]
+    workers: list[tuple[str, str]]
+    layout: KVLayout
+    token: str
+    lease_ttl: float
+    reserve_wait: float
+    kv_events: dict[str, Any] | None
 
 
-def _answers(method: Callable[P, Any]) -> Callable[P, Any]:
-    @wraps(method)
-    def answer(*args: P.args, **kwargs: P.kwargs) -> Any:
-        found = _found(lambda: method(*args, **kwargs))
-        if not isinstance(found[0], Future):
-            return found
-        # vLLM answers the call when the future is done.
-        later: Future[list[Any]] = Future()
-        found[0].add_done_callback(lambda done: later.set_result(_found(lambda: msgspec.to_builtins(done.result()))))
-        return later
-
-    return answer
+# ---- the methods ---------------------------------------------------------------------------------------------
 
 
-def _found(get: Callable[[], Any]) -> list[Any]:
-    try:
-        return [get(), None]
-    except TercetError as error:
-        return [None, [error.code, error.message, error.param]]
+def describe(core: EngineCore) -> EngineDescription:
+    """Attach to the scheduler; say what the edge must know. Raises :class:`EngineError` without the connector."""
+    _side(core)
+    connector = _connector(core)
+    ranks, settings = connector.handshakes, connector.settings
+    return EngineDescription(
+        transports=[rank.transports for rank in ranks],
+        agents=[rank.agent for rank in ranks],
+        workers=[rank.life for rank in ranks],
+        layout=ranks[0].layout,
+        token=connector.token,
+        lease_ttl=settings.lease_ttl,
+        reserve_wait=settings.reserve_wait,
+        kv_events=_published_at(core),
+    )
+
+
+def reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Future[ReservedBlocks]:
+    """Reserve blocks for ``tokens`` in their turn. Raises :class:`~tercet.protocol.NoSpace`."""
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
+    return _side(core).queue.reserve(lease, owner, len(tokens))
+
+
+def extend(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; all of them.
+
+    Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
+    :class:`~tercet.protocol.BadRequest`; the lease is as it was then.
+    """
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
+    return _side(core).queue.extend(lease, owner, len(tokens))
+
+
+def give_up(core: EngineCore, lease: str) -> None:
+    """End the wait of a reservation that has not got its blocks yet: :func:`reserve` raises what keeps it waiting."""
+    _side(core).queue.give_up(lease)
+
+
+def commit(core: EngineCore, lease: str, valid: Content) -> None:
+    """Make received KV findable in the prefix cache. Raises :class:`EngineError` if it is of other tokens."""
+    _side(core).reservations.commit(lease, valid)
+    _publish_now(core)
+
+
+def release(core: EngineCore, lease: str, valid_end: int) -> int:
+    """Give the blocks of a lease back under which nobody writes any more; returns how far its KV was valid.
+
+    Raises :class:`~tercet.protocol.UnknownSequence` for a lease that is not held.
+    """
+    side = _side(core)
+    side.queue.give_up(lease)
+    valid_end = side.reservations.release(lease, valid_end)
+    side.queue.admit()
+    _publish_now(core)
+    return valid_end
+
+
+def push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: SendParams) -> Push | None:
+    """Pin KV that is cached in full; what to push then."""
+    return _side(core).sends.push_cached(_probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt), send)
+
+
+def end_send(core: EngineCore, send_id: str) -> None:
+    """Stop a send, whose blocks no agent reads any more, and unpin them.
+
+    Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet.
+    """
+    side = _side(core)
+    side.sends.end(send_id)
+    side.queue.admit()
+
+
+def status(core: EngineCore) -> dict[str, Any]:
+    """Load and holdings of this engine, as fields of :class:`~tercet.protocol.EngineStatus`."""
+    side, scheduler = _side(core), _scheduler(core)
+    pool = scheduler.kv_cache_manager.block_pool
+    running, waiting = scheduler.get_request_counts()
+    return {
+        "total_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "running": running,
+        "waiting": waiting,
+        "kv_cache_usage": pool.get_usage(),
+        "leases": len(side.reservations),
+        "sends": len(side.sends),
+    }
+
+
+METHODS = (describe, reserve, extend, give_up, commit, release, push_cached, end_send, status)
 
 
 def _scheduler(core: EngineCore) -> Scheduler:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     if not isinstance(core.scheduler, Scheduler):
         raise EngineError(f"the scheduler {type(core.scheduler).__name__} is not vLLM's own; Tercet needs that one")
     return core.scheduler
@@ -70,100 +164,8 @@ def _side(core: EngineCore) -> SchedulerSide:
     return _connector(core).attach(_scheduler(core))
 
 
-@_answers
-def tercet_describe(core: EngineCore) -> dict[str, Any]:
-    """Attach to the scheduler; say what the edge must know about this engine."""
-    connector = _connector(core)
-    connector.attach(_scheduler(core))
-    return {
-        "transports": connector.transports,
-        "agents": connector.control_endpoints,
-        "workers": connector.life_endpoints,
-        "layout": msgspec.to_builtins(connector.layout),
-        "token": connector.token,
-        "lease_ttl": connector.settings.lease_ttl,
-        "reserve_wait": connector.settings.reserve_wait,
-        "kv_events": _published_at(_scheduler(core)),
-    }
-
-
-@_answers
-def tercet_reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Future[ReservedBlocks]:
-    """Reserve blocks for ``tokens`` in their turn; ``ReservedBlocks``, when there is room."""
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return _side(core).queue.reserve(lease, owner, len(tokens))
-
-
-@_answers
-def tercet_extend(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Any:
-    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; ``ReservedBlocks``, of all."""
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return msgspec.to_builtins(_side(core).queue.extend(lease, owner, len(tokens)))
-
-
-@_answers
-def tercet_give_up(core: EngineCore, lease: str) -> None:
-    """End the wait of a reservation that has not got its blocks yet."""
-    _side(core).queue.give_up(lease)
-
-
-@_answers
-def tercet_commit(core: EngineCore, lease: str, valid_end: int, digest: bytes) -> None:
-    """Make received KV findable in the prefix cache."""
-    _side(core).reservations.commit(lease, Content(valid_end, digest))
-    _publish_now(_scheduler(core))
-
-
-@_answers
-def tercet_release(core: EngineCore, lease: str, valid_end: int) -> int:
-    """Give the blocks of a lease back under which nobody writes any more; returns how far its KV was valid."""
-    side = _side(core)
-    side.queue.give_up(lease)
-    valid_end = side.reservations.release(lease, valid_end)
-    side.queue.admit()
-    _publish_now(_scheduler(core))
-    return valid_end
-
-
-@_answers
-def tercet_push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: dict[str, Any]) -> Any:
-    """Pin KV that is cached in full; the ``Push`` of it, or nothing."""
-    params = msgspec.convert(send, SendParams)
-    probe = _probe(core, f"tercet-probe-{params.send_id}", tokens, cache_salt)
-    push = _side(core).sends.push_cached(probe, params)
-    return None if push is None else msgspec.to_builtins(push)
-
-
-@_answers
-def tercet_end_send(core: EngineCore, send_id: str) -> None:
-    """Stop a send, whose blocks no agent reads any more, and unpin them."""
-    side = _side(core)
-    side.sends.end(send_id)
-    side.queue.admit()
-
-
-@_answers
-def tercet_status(core: EngineCore) -> dict[str, Any]:
-    """Load and holdings of this engine."""
-    side = _side(core)
-    pool = _scheduler(core).kv_cache_manager.block_pool
-    running, waiting = core.scheduler.get_request_counts()
-    return {
-        "total_blocks": pool.num_gpu_blocks - 1,
-        "free_blocks": pool.get_num_free_blocks(),
-        "running": running,
-        "waiting": waiting,
-        "kv_cache_usage": pool.get_usage(),
-        "leases": len(side.reservations),
-        "sends": len(side.sends),
-    }
-
-
 def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None) -> VLLMRequest:
     """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request as VLLMRequest
-
     return VLLMRequest(
         request_id=request_id,
         prompt_token_ids=[*tokens, FILLER_TOKEN],
@@ -174,12 +176,9 @@ def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str
     )
 
 
-def _published_at(scheduler: Scheduler) -> dict[str, Any] | None:
+def _published_at(core: EngineCore) -> dict[str, Any] | None:
     """Endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
-    import zmq
-    from vllm.distributed.kv_events import ZmqEventPublisher
-
-    publisher = scheduler.kv_event_publisher
+    publisher = _scheduler(core).kv_event_publisher
     if not isinstance(publisher, ZmqEventPublisher) or publisher._pub is None:
         return None
     replay = publisher._replay
@@ -190,31 +189,72 @@ def _published_at(scheduler: Scheduler) -> dict[str, Any] | None:
     }
 
 
-def _publish_now(scheduler: Scheduler) -> None:
+def _publish_now(core: EngineCore) -> None:
     """Publish what happened to blocks since the last step: an idle engine makes none, and received KV has arrived."""
-    from vllm.distributed.kv_events import KVEventBatch
-
+    scheduler = _scheduler(core)
     events: Any = scheduler.kv_cache_manager.take_events()
     if events:
         scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
 
-METHODS: tuple[Callable[..., Any], ...] = (
-    tercet_describe,
-    tercet_reserve,
-    tercet_extend,
-    tercet_give_up,
-    tercet_commit,
-    tercet_release,
-    tercet_push_cached,
-    tercet_end_send,
-    tercet_status,
-)
+# ---- how they are called -------------------------------------------------------------------------------------
 
 
 def add_core_methods() -> None:
     """Add the methods to ``EngineCore``; relies on utility calls being looked up by name on the instance."""
-    from vllm.v1.engine.core import EngineCore
-
     for method in METHODS:
-        setattr(EngineCore, method.__name__, method)
+        setattr(EngineCore, name_of(method), answering(method))
+
+
+def name_of(method: Callable[..., Any]) -> str:
+    """What a method is called on ``EngineCore``."""
+    return f"tercet_{method.__name__}"
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method as vLLM calls it: structs come as plain values; it answers ``[result, None]`` or ``[None, error]``."""
+    _, *kinds = _types_of(method).values()
+
+    def answer_of(get: Callable[[], Any]) -> list[Any]:
+        try:
+            return [get(), None]
+        except TercetError as error:
+            return [None, error.to_wire()]
+
+    @wraps(method)
+    def answer(core: EngineCore, *given: Any) -> Any:
+        pairs = zip(given, kinds, strict=False)
+        args = [msgspec.convert(arg, kind) if _is_struct(kind) else arg for arg, kind in pairs]
+        found = answer_of(lambda: method(core, *args))
+        if not isinstance(found[0], Future):
+            return found
+        later: Future[list[Any]] = Future()
+        found[0].add_done_callback(lambda done: later.set_result(answer_of(done.result)))
+        return later
+
+    return answer
+
+
+class CoreCalls:
+    """Calls of the methods above, from the API server's process."""
+
+    def __init__(self, client: AsyncLLM) -> None:
+        self._client = client
+
+    async def call(self, method: Callable[[EngineCore, *Args], T | Future[T]], *args: *Args) -> T:
+        """What ``method`` returns, or raises, on the core's thread."""
+        result, error = await self._client.engine_core.call_utility_async(name_of(method), *args)
+        if error is not None:
+            raise from_wire(500, error)
+        return msgspec.convert(result, _types_of(method)["return"])
+
+
+@cache
+def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
+    types = get_type_hints(method)
+    returned = types["return"]
+    return {**types, "return": get_args(returned)[0] if get_origin(returned) is Future else returned}
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
-from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine import agent_metrics, core_methods
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
-from tercet.vllm_plugin.engine.core_calls import CoreCalls
+from tercet.vllm_plugin.engine.core_methods import CoreCalls
 
 RELEASE_SECONDS = 3.0
 """So long a release is waited for; it goes on beside."""
@@ -114,7 +114,7 @@ class LeaseTimers:
         self._renew(held)
         held.extending = True
         try:
-            reserved = await self._core.extend(lease, tokens, cache_salt)
+            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt)
             if held.lease in self._leases:  # else it is over: these blocks go back with the others
                 blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
                 await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), cache_salt))
@@ -127,11 +127,11 @@ class LeaseTimers:
 
     async def _reserved(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
         def give_up() -> None:
-            self._tasks.spawn(self._core.give_up(lease))
+            self._tasks.spawn(self._core.call(core_methods.give_up, lease))
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.reserve(lease, tokens, cache_salt)
+            return await self._core.call(core_methods.reserve, lease, tokens, cache_salt)
         finally:
             giving_up.cancel()
 
@@ -193,17 +193,17 @@ class LeaseTimers:
         """End a lease beside the caller; one that was adopted, or never reserved, has nothing left to end."""
         return self._tasks.spawn(self._release(held))
 
-    def note(self, filled: LeaseFilled, ranks: int) -> None:
-        """A rank says how far KV has come: a sign of life. Once all ``ranks`` have, it becomes prefix cache."""
+    def note(self, filled: LeaseFilled) -> None:
+        """A rank says how far KV has come: a sign of life. Once all ranks have, it becomes prefix cache."""
         held = self._leases.get(filled.lease)
         if held is None:
             return  # the lease is over
         self._renew(held)
         held.filled[filled.rank] = filled.valid
         valid = min(held.filled.values(), key=lambda valid: valid.end)
-        if len(held.filled) == ranks and valid.end > held.committed:
+        if len(held.filled) == len(self._agents) and valid.end > held.committed:
             held.committed = valid.end
-            self._tasks.spawn(self._core.commit(filled.lease, valid))
+            self._tasks.spawn(self._core.call(core_methods.commit, filled.lease, valid))
 
     def _renew(self, held: EdgeLease) -> None:
         held.timer.cancel()
@@ -224,7 +224,7 @@ class LeaseTimers:
     async def _release(self, held: EdgeLease) -> int:
         valid_end = max(held.matched_len, await self._closing(held))
         with suppress(UnknownSequence):
-            valid_end = await self._core.release(held.lease, valid_end)
+            valid_end = await self._core.call(core_methods.release, held.lease, valid_end)
         return valid_end
 
     def _forget(self, lease: str) -> EdgeLease | None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from vllm import TokensPrompt
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob, Usage
 from tercet.protocol.types import FinishReason
@@ -17,54 +23,43 @@ from tercet.vllm_plugin.engine.connector_messages import TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
 
 if TYPE_CHECKING:
-    from vllm import TokensPrompt
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+@dataclass(eq=False)
 class LLMRequest:
     """One request: its tokens, its parameters, and the stream of what comes out."""
 
-    def __init__(
-        self,
-        client: AsyncLLM,
-        tokens: list[int],
-        sampling_params: Mapping[str, Any],
-        params: TercetParams,
-        priority: int,
-        cache_salt: str | None,
-        num_output: int = 0,
-    ) -> None:
-        self._client = client
-        self._tokens = tokens
-        self._sampling_params = sampling_params
-        self._params = params
-        self._priority = priority
-        self._cache_salt = cache_salt
-        self._num_output = num_output
-        self._request_id = f"tercet-{uuid.uuid4().hex}"
-        self._aborting: asyncio.Task[None] | None = None
-        self._submitting = False
-        self._aborted = False
-        self.num_cached = 0
+    client: AsyncLLM
+    tokens: list[int]
+    sampling_params: Mapping[str, Any]
+    params: TercetParams
+    priority: int
+    cache_salt: str | None
+    num_cached: int = field(default=0, init=False)
+    _request_id: str = field(default_factory=lambda: f"tercet-{uuid.uuid4().hex}", init=False)
+    _aborting: asyncio.Task[None] | None = field(default=None, init=False)
+    _submitting: bool = field(default=False, init=False)
+    _aborted: bool = field(default=False, init=False)
 
     def abort(self) -> None:
         """End the request; its stream then closes with the finish reason ``abort``."""
         self._aborted = True
         if not self._submitting:  # an abort that overtakes the request would end nothing
-            self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
+            self._aborting = asyncio.ensure_future(self.client.abort(self._request_id))
 
     async def first(self) -> Output:
         """Compute the prompt and sample one token.
 
         Its finish reason is what the whole request's would be: a request that goes on elsewhere is not finished.
         """
-        wanted = self._sampling_params.get("max_tokens")
-        async for output in self._run(first_token_only(self._sampling_params)):
+        wanted = self.sampling_params.get("max_tokens")
+        async for output in self._run(first_token_only(self.sampling_params)):
             if output.finish_reason in ("abort", "error"):
                 raise EngineError(f"the engine ended the request: {output.finish_reason}")
-            limit = self._client.vllm_config.model_config.max_model_len
-            goes_on = wanted != 1 and len(self._tokens) + 1 < limit
+            limit = self.client.vllm_config.model_config.max_model_len
+            goes_on = wanted != 1 and len(self.tokens) + 1 < limit
             if output.finish_reason == "length" and goes_on:
                 return Output(output.token_ids, logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs)
             return output
@@ -72,7 +67,7 @@ class LLMRequest:
 
     def outputs(self) -> AsyncGenerator[Output, None]:
         """Outputs until one has a finish reason."""
-        return self._run(self._sampling_params)
+        return self._run(self.sampling_params)
 
     async def start(self, take: Callable[[Output | TercetError], None]) -> None:
         """Submit the request; from then on ``take`` gets its outputs, or the error that ends it, on the event loop.
@@ -81,27 +76,17 @@ class LLMRequest:
         with each ``RequestOutput`` and with the exception that ends everything; so there is no task per request, and
         no switch to one per token. Raises :class:`~tercet.protocol.BadRequest`.
         """
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         def put(item: Any) -> None:
-            if isinstance(item, Exception):
-                take(EngineError(f"the engine failed: {item}"))
-                return
-            self.num_cached = item.num_cached_tokens or self.num_cached
-            take(_output_of(item))
+            take(EngineError(f"the engine failed: {item}") if isinstance(item, Exception) else self._output_of(item))
 
-        vllm_params = to_vllm(self._sampling_params, self._params.to_kv_transfer_params(), self._num_output)
-        reasoning = reasoning_of(self._sampling_params)
+        prompt, params, more = self._for_vllm(self.sampling_params)
         self._submitting = True
         try:
-            queue = await self._client.add_request(
-                self._request_id, self._prompt(), vllm_params, priority=self._priority, **reasoning
-            )
-        except (VLLMClientError, ValueError) as error:
-            raise BadRequest(str(error)) from error
-        except EngineDeadError as error:
-            raise EngineError(f"the engine failed: {error}") from error
+            with _vllms_errors_as_ours():
+                queue = await self.client.add_request(self._request_id, prompt, params, **more)
+        except TercetError:  # vLLM has not taken it
+            raise
         except BaseException:
             self._aborted = True
             raise
@@ -114,62 +99,78 @@ class LLMRequest:
         if already is not None:
             put(already)
 
-    def _prompt(self) -> TokensPrompt:
-        from vllm import TokensPrompt
-
-        prompt = TokensPrompt(prompt_token_ids=self._tokens)
-        if self._cache_salt is not None:
-            prompt["cache_salt"] = self._cache_salt
-        return prompt
-
     async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        vllm_params = to_vllm(sampling_params, self._params.to_kv_transfer_params(), self._num_output)
-        reasoning = reasoning_of(sampling_params)
-        stream = self._client.generate(
-            self._prompt(), vllm_params, self._request_id, priority=self._priority, **reasoning
-        )  # fmt: skip
+        prompt, params, more = self._for_vllm(sampling_params)
+        stream = self.client.generate(prompt, params, self._request_id, **more)
         try:
-            async for item in stream:
-                self.num_cached = item.num_cached_tokens or self.num_cached
-                yield _output_of(item)
-        except (VLLMClientError, ValueError) as error:
-            raise BadRequest(str(error)) from error
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"the engine failed: {error}") from error
+            with _vllms_errors_as_ours():
+                async for item in stream:
+                    yield self._output_of(item)
         finally:
             await stream.aclose()
 
+    def _for_vllm(self, sampling_params: Mapping[str, Any]) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
+        """Prompt, parameters and what else ``AsyncLLM`` takes. Raises :class:`~tercet.protocol.BadRequest`."""
+        prompt = TokensPrompt(prompt_token_ids=self.tokens)
+        if self.cache_salt is not None:
+            prompt["cache_salt"] = self.cache_salt
+        num_output = len(self.params.seq.output) if self.params.seq is not None else 0
+        params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
+        return prompt, params, {"priority": self.priority, **reasoning_of(sampling_params)}
 
+    def _output_of(self, item: RequestOutput) -> Output:
+        self.num_cached = item.num_cached_tokens or self.num_cached
+        choice = item.outputs[0]
+        return Output(
+            token_ids=tuple(choice.token_ids),
+            finish_reason=cast(FinishReason | None, choice.finish_reason),
+            stop_reason=choice.stop_reason,
+            logprobs=None if choice.logprobs is None else tuple(_logprobs(at) for at in choice.logprobs),
+            prompt_logprobs=None
+            if not item.prompt_logprobs  # only the first item of a stream has any
+            else tuple(None if at is None else _logprobs(at) for at in item.prompt_logprobs),
+        )
+
+
+@contextmanager
+def _vllms_errors_as_ours() -> Generator[None]:
+    try:
+        yield
+    except (VLLMClientError, ValueError) as error:
+        raise BadRequest(str(error)) from error
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise EngineError(f"the engine failed: {error}") from error
+
+
+def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, found.logprob, found.rank) for token, found in at.items())
+
+
+@dataclass(eq=False)
 class DecodingSequence:
     """A generation, and what must be given back when it is over: ``on_end`` is called once, with whether it began.
 
     ``usage`` makes the first output's usage from the number of tokens that were found in the cache.
     """
 
-    def __init__(
-        self, request: LLMRequest, usage: Callable[[int], Usage], on_end: Callable[[bool], None]
-    ) -> None:  # fmt: skip
-        self.request = request
-        self._usage = usage
-        self._on_end = on_end
-        self._begun = False
-        self._over = False
+    request: LLMRequest
+    usage: Callable[[int], Usage]
+    on_end: Callable[[bool], None]
+    _begun: bool = field(default=False, init=False)
+    _over: bool = field(default=False, init=False)
 
     def told(self, output: Output) -> Output:
         """The output as callers get it."""
         if self._begun:
             return output
         self._begun = True
-        return msgspec.structs.replace(output, usage=self._usage(self.request.num_cached))
+        return msgspec.structs.replace(output, usage=self.usage(self.request.num_cached))
 
     def end(self) -> None:
         """Give back what the sequence took; more than once does nothing."""
         if not self._over:
             self._over = True
-            self._on_end(self._begun)
+            self.on_end(self._begun)
 
     async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
         """Send outputs to a front door, until the last one, or until it does not want them any more.
@@ -202,20 +203,3 @@ class DecodingSequence:
     def _stop(self) -> None:
         self.request.abort()
         self.end()
-
-
-def _output_of(item: RequestOutput) -> Output:
-    choice = item.outputs[0]
-    return Output(
-        token_ids=tuple(choice.token_ids),
-        finish_reason=cast(FinishReason | None, choice.finish_reason),
-        stop_reason=choice.stop_reason,
-        logprobs=None if choice.logprobs is None else tuple(_logprobs(at) for at in choice.logprobs),
-        prompt_logprobs=None
-        if not item.prompt_logprobs  # only the first item of a stream has any
-        else tuple(None if at is None else _logprobs(at) for at in item.prompt_logprobs),
-    )
-
-
-def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(token, found.logprob, found.rank) for token, found in at.items())

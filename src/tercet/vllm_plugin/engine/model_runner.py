@@ -25,27 +25,21 @@ def begin_requests_with_output() -> None:
 
     pending: dict[str, list[int]] = {}
 
-    def with_metadata(update_states: Method) -> Method:
-        def update_states_with_output(self: Any, scheduler_output: SchedulerOutput) -> Any:
-            metadata = scheduler_output.kv_connector_metadata
-            if isinstance(metadata, StepMetadata):
-                pending.update(metadata.resumed)
-            return update_states(self, scheduler_output)
+    def update_states_with_output(update_states: Method, self: Any, scheduler_output: SchedulerOutput) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        if isinstance(metadata, StepMetadata):
+            pending.update(metadata.resumed)
+        return update_states(self, scheduler_output)
 
-        return update_states_with_output
+    def add_request_with_output(add_request: Method, self: Any, request: Any) -> Any:
+        output = pending.pop(request.req_id, None)
+        if output:
+            request.output_token_ids.extend(output)
+            advance(request.generator, len(output), self.vocab_size)
+        return add_request(self, request)
 
-    def with_output(add_request: Method) -> Method:
-        def add_request_with_output(self: Any, request: Any) -> Any:
-            output = pending.pop(request.req_id, None)
-            if output:
-                request.output_token_ids.extend(output)
-                advance(request.generator, len(output), self.vocab_size)
-            return add_request(self, request)
-
-        return add_request_with_output
-
-    wrap(GPUModelRunner, "_update_states", with_metadata)
-    wrap(InputBatch, "add_request", with_output)
+    wrap(GPUModelRunner, "_update_states", update_states_with_output)
+    wrap(InputBatch, "add_request", add_request_with_output)
 
 
 def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> None:
@@ -70,25 +64,19 @@ def keep_generators_of_unfinished_prompts() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    def putting_back(sample: Method) -> Method:
-        def sample_and_put_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-            states = [(generator, generator.get_state()) for generator in _unfinished(self).values()]
-            output = sample(self, *args, **kwargs)
-            for generator, state in states:
-                generator.set_state(state)
-            return output
+    def sample_and_put_back(sample: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in _unfinished(self).values()]
+        output = sample(self, *args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
 
-        return sample_and_put_back
+    def bookkeeping_without_rewinding(bookkeeping: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _hidden(self.input_batch.generators, _unfinished(self)):
+            return bookkeeping(self, *args, **kwargs)
 
-    def without_rewinding(bookkeeping: Method) -> Method:
-        def bookkeeping_without_rewinding(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _hidden(self.input_batch.generators, _unfinished(self)):
-                return bookkeeping(self, *args, **kwargs)
-
-        return bookkeeping_without_rewinding
-
-    wrap(GPUModelRunner, "_sample", putting_back)
-    wrap(GPUModelRunner, "_bookkeeping_sync", without_rewinding)
+    wrap(GPUModelRunner, "_sample", sample_and_put_back)
+    wrap(GPUModelRunner, "_bookkeeping_sync", bookkeeping_without_rewinding)
 
 
 def _unfinished(runner: Any) -> dict[int, Any]:

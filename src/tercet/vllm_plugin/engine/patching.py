@@ -10,14 +10,18 @@ Method = Callable[..., Any]
 MARK = "__tercet_wrapper__"
 
 
-def wrap(owner: type, name: str, wrapper_of: Callable[[Method], Method]) -> None:
-    """Let ``wrapper_of(original)`` stand in for ``owner.name``.
+def wrap(owner: type, name: str, around: Method) -> None:
+    """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``.
 
     A process may load the plugins more than once; a method that is wrapped already stays as it is.
     """
     original: Method = getattr(owner, name)
     if hasattr(original, MARK):
         return
-    wrapper = functools.wraps(original)(wrapper_of(original))
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
     setattr(wrapper, MARK, True)
     setattr(owner, name, wrapper)

@@ -53,21 +53,15 @@ def let_queue_readers_sleep() -> None:
     if seconds is None:
         return
 
-    def looking_for(begin: Method) -> Method:
-        def begin_with(self: Any, *args: Any, **kwargs: Any) -> None:
-            begin(self, *args, **kwargs)
-            if self.is_reader:
-                self.busy_loop_s = seconds
+    def begin_to_look(begin: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self.is_reader:
+            self.busy_loop_s = seconds
 
-        return begin_with
+    def nap_or_sleep(wait: Method, self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
+            timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
+        wait(self, timeout_ms)
 
-    def napping(wait: Method) -> Method:
-        def nap_or_sleep(self: Any, timeout_ms: int | None = None) -> None:
-            if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
-                timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
-            wait(self, timeout_ms)
-
-        return nap_or_sleep
-
-    wrap(SpinCondition, "__init__", looking_for)
-    wrap(SpinCondition, "wait", napping)
+    wrap(SpinCondition, "__init__", begin_to_look)
+    wrap(SpinCondition, "wait", nap_or_sleep)

@@ -9,7 +9,7 @@ The KV cache manager sees a reservation as a request of its own which waits for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,11 +32,10 @@ ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCa
 class Held:
     """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here."""
 
-    lease: str
     owner: VLLMRequest
     tokens: list[int]
     matched_len: int
-    num_blocks: int
+    num_blocks: int = 0
 
     @property
     def end(self) -> int:
@@ -54,6 +53,7 @@ class Reservations:
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
+        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._max_blocks = max_blocks
         self._held: dict[str, Held] = {}
 
@@ -71,7 +71,7 @@ class Reservations:
     def blocks_for(self, end: int) -> int:
         """How many blocks a lease for ``end`` tokens holds."""
         # One token more than is received, so that decoding can begin: whoever holds blocks must not wait for another.
-        return -(-(end + 1) // self._manager.coordinator.single_type_managers[0].block_size)
+        return -(-(end + 1) // self._block_size)
 
     def within_share(self, end: int) -> bool:
         """Whether a lease for ``end`` tokens more is within what leases may pin together."""
@@ -83,49 +83,55 @@ class Reservations:
     def reserve(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
         """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` of those that are free remain.
 
-        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`. Raises :class:`NoSpace` or
-        :class:`Conflict`; then nothing stays taken.
+        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed. Raises
+        :class:`NoSpace`; then nothing stays taken.
         """
-        if lease in self._held:
-            raise Conflict(f"lease {lease} exists already", "lease")
         matched = self._allocate(owner, end, needed_before)
-        blocks = self._blocks_of(owner)
-        block_size = self._manager.coordinator.single_type_managers[0].block_size
-        self._held[lease] = Held(lease, owner, list(owner.all_token_ids)[:end], matched, len(blocks))
-        return ReservedBlocks(matched, blocks[matched // block_size : -(-end // block_size)], block_size)
+        held = self._held[lease] = Held(owner, list(owner.all_token_ids)[:end], matched)
+        return self._reserved(held)
+
+    def _reserved(self, held: Held) -> ReservedBlocks:
+        (blocks,), size = self._manager.get_block_ids(held.owner.request_id), self._block_size
+        held.num_blocks = len(blocks)
+        return ReservedBlocks(held.matched_len, blocks[held.matched_len // size : -(-held.end // size)], size)
 
     def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
         # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
         scheduler, manager = self._scheduler, self._manager
         computed, matched, _ = manager.get_computed_blocks(owner)
-        needed = self.blocks_for(end)
-        if not self.within_share(end):
-            raise NoSpace(
-                f"{needed} blocks on top of {self._pinned()} under lease exceed max_lease_share "
-                f"({self._max_blocks} blocks)"
-            )
-        unzeroed: dict[str, Any] = {"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}
-        allocated = manager.allocate_slots(
+        self._take_slots(
             owner,
             0,
+            self.blocks_for(end),
+            needed_before,
             num_new_computed_tokens=matched,
             new_computed_blocks=computed,
-            num_lookahead_tokens=1,
             num_external_computed_tokens=end - matched,
-            delay_cache_blocks=True,
-            reserved_blocks=self._promised() + needed_before,
-            has_scheduled_reqs=bool(scheduler.running),
-            **unzeroed,
+            **({"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}),
         )
-        if allocated is None:
-            free = manager.block_pool.get_num_free_blocks()
-            raise NoSpace(
-                f"{needed} blocks are needed and {free} are free, some of them promised to requests before it"
-            )
         if not ZEROING_IS_SKIPPED_BY_GROUP and scheduler.needs_kv_cache_zeroing:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched
+
+    def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed_before: int, **how: Any) -> None:
+        """Have vLLM allocate ``more`` blocks, for ``num_tokens`` to be computed here. Raises :class:`NoSpace`."""
+        scheduler, pinned, most = self._scheduler, self._pinned(), self._max_blocks
+        if pinned + more > most:
+            raise NoSpace(f"{more} blocks on top of {pinned} under lease exceed max_lease_share ({most} blocks)")
+        promised = scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler)
+        allocated = self._manager.allocate_slots(
+            owner,
+            num_tokens,
+            num_lookahead_tokens=1,
+            delay_cache_blocks=True,
+            reserved_blocks=promised + needed_before,
+            has_scheduled_reqs=bool(scheduler.running),
+            **how,
+        )
+        if allocated is None:
+            free = self._manager.block_pool.get_num_free_blocks()
+            raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to requests before it")
 
     def extend(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
         """Reserve more blocks for a lease, now or not at all; its own stay where they are. Returns all of them.
@@ -142,38 +148,17 @@ class Reservations:
         if more > 0:
             self._allocate_more(held, owner, end, more, needed_before)
         held.owner, held.tokens = owner, list(owner.all_token_ids)[:end]
-        blocks, size = self._blocks_of(owner), self._manager.coordinator.single_type_managers[0].block_size
-        held.num_blocks = len(blocks)
-        return ReservedBlocks(held.matched_len, blocks[held.matched_len // size : -(-end // size)], size)
+        return self._reserved(held)
 
     def _allocate_more(self, held: Held, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
         if self._scheduler.needs_kv_cache_zeroing:
             raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
-        if self._pinned() + more > self._max_blocks:
-            raise NoSpace(f"{more} blocks on top of {self._pinned()} under lease exceed max_lease_share")
         # As for a request that runs: what it has is computed, and slots for more tokens are wanted.
         owner.num_computed_tokens = held.end
         try:
-            allocated = self._manager.allocate_slots(
-                owner,
-                end - held.end,
-                num_lookahead_tokens=1,
-                delay_cache_blocks=True,
-                reserved_blocks=self._promised() + needed_before,
-                has_scheduled_reqs=bool(self._scheduler.running),
-            )
+            self._take_slots(owner, end - held.end, more, needed_before)
         finally:
             owner.num_computed_tokens = 0
-        if allocated is None:
-            free = self._manager.block_pool.get_num_free_blocks()
-            raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to requests before it")
-
-    def _promised(self) -> int:
-        scheduler = self._scheduler
-        return scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler)
-
-    def _blocks_of(self, owner: VLLMRequest) -> list[int]:
-        return manager_blocks(self._manager, owner.request_id)
 
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far findable in the prefix cache; the lease stays open.
@@ -230,9 +215,8 @@ class Reservations:
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
-        manager = self._manager.coordinator.single_type_managers[0]
-        blocks = manager.req_to_blocks[held.owner.request_id]
-        at = computed // manager.block_size
+        (blocks,) = self._manager.get_blocks(held.owner.request_id).blocks
+        at = computed // self._block_size
         return at >= len(blocks) or self._manager.block_pool.is_block_writable(blocks[at])
 
     def _give_back(self, held: Held, valid_end: int) -> None:
@@ -251,9 +235,9 @@ class Reservations:
             manager.num_cached_block[new] = manager.num_cached_block.pop(old, 0)
 
     def _zero_unwritten(self, request: VLLMRequest, valid_end: int) -> None:
-        block_size = self._manager.coordinator.single_type_managers[0].block_size
         if self._scheduler.needs_kv_cache_zeroing:
-            self._manager.record_blocks_for_zeroing(request.request_id, -(-valid_end // block_size) * block_size)
+            size = self._block_size
+            self._manager.record_blocks_for_zeroing(request.request_id, -(-valid_end // size) * size)
 
     def _count_prefill(self, request: VLLMRequest, matched: int, computed: int) -> None:
         if request.prefill_stats is not None:
@@ -270,9 +254,3 @@ class Reservations:
 def _spec_decode_blocks(scheduler: Scheduler) -> int:
     found = cast(int | Callable[[], int], scheduler._spec_decode_step_blocks)  # in vLLM 0.31 it is a method
     return found if isinstance(found, int) else found()
-
-
-def manager_blocks(manager: Any, request_id: str) -> list[int]:
-    """Physical block ids of a request, in token order (one KV cache group)."""
-    groups: Sequence[list[int]] = manager.get_block_ids(request_id)
-    return list(groups[0])

@@ -18,7 +18,7 @@ NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_
 _PLACE = re.compile(r"`\$\.(\w+)")
 # What vLLM's serving layer says of the reasoning beside the parameters; it matters to structured output alone.
 REASONING_FIELDS = ("reasoning_ended", "reasoning_parser_kwargs")
-CALLER_FIELDS = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
+CALLER_FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - NOT_FOR_CALLERS
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -45,14 +45,18 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
 
     ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest` naming the field.
     """
-    given = {name: value for name, value in given.items() if name not in REASONING_FIELDS}
-    unknown = [name for name in given if name not in CALLER_FIELDS or name in NOT_FOR_CALLERS]
-    if unknown:
-        raise BadRequest(f"sampling_params: unknown field `{unknown[0]}`", f"sampling_params.{unknown[0]}")
-    fields = dict(given)
+    fields = {name: value for name, value in given.items() if name not in REASONING_FIELDS}
+    unknown = next((name for name in fields if name not in CALLER_FIELDS), None)
+    if unknown is not None:
+        raise BadRequest(f"sampling_params: unknown field `{unknown}`", f"sampling_params.{unknown}")
     if fields.get("n", 1) != 1:
         raise BadRequest("sampling_params.n: a sequence has one output; start one per choice", "sampling_params.n")
-    _check_max_tokens(fields, min_tokens_done)
+    max_tokens = fields.get("max_tokens")
+    if isinstance(max_tokens, int) and 1 <= max_tokens <= min_tokens_done:
+        raise BadRequest(
+            f"sampling_params.max_tokens: {max_tokens} is reached by the {min_tokens_done} tokens of output already",
+            "sampling_params.max_tokens",
+        )
     ours = {
         "detokenize": bool(fields.get("stop")),
         "output_kind": RequestOutputKind.DELTA.value,
@@ -80,15 +84,6 @@ def _array(kind: type, value: Any) -> Any:
 
 def _field(parameter: str | None) -> str:
     return "sampling_params" if parameter is None else f"sampling_params.{parameter}"
-
-
-def _check_max_tokens(fields: Mapping[str, Any], done: int) -> None:
-    max_tokens = fields.get("max_tokens")
-    if isinstance(max_tokens, int) and 1 <= max_tokens <= done:
-        raise BadRequest(
-            f"sampling_params.max_tokens: {max_tokens} is reached by the {done} tokens of output already",
-            "sampling_params.max_tokens",
-        )
 
 
 def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:

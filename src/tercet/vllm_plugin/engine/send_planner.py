@@ -8,6 +8,7 @@ left.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,26 +73,22 @@ class SendPlanner:
         if not sending.opened:
             sending.opened = True
             metadata.opened.append(params.openings())
-        self._add_push(metadata.pushes, request, sending, self._complete_until(params, done))
-        if done >= params.end and request.request_id in self._by_request:
+        # A partly filled block goes out once, when its last token of the range is there.
+        until = -(-params.end // self._block_size) if done >= params.end else done // self._block_size
+        blocks = self._manager.get_blocks(request.request_id).blocks[0][sending.next_block : until]
+        if blocks:
+            metadata.pushes.append(self._push(sending, blocks))
+        if done >= params.end:
             metadata.finish.append(SendComplete(params.send_id, params.begin, params.end))
             del self._by_request[request.request_id]
 
-    def _complete_until(self, params: SendParams, done: int) -> int:
-        # A partly filled block goes out once, when its last token of the range is there.
-        if done >= params.end:
-            return -(-params.end // self._block_size)
-        return done // self._block_size
-
-    def _add_push(self, pushes: list[Push], request: VLLMRequest, sending: Sending, until: int) -> None:
-        if until <= sending.next_block:
-            return
-        blocks = self._manager.get_blocks(request.request_id).blocks[0][sending.next_block : until]
+    def _push(self, sending: Sending, blocks: Sequence[KVCacheBlock]) -> Push:
+        """Pin a send's next blocks, wherever they were found; what to push then."""
         self._manager.block_pool.touch(blocks)
         sending.pins.extend(blocks)
         slot = sending.next_block - sending.params.base // self._block_size
-        pushes.append(Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks)))
-        sending.next_block = until
+        sending.next_block += len(blocks)
+        return Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks))
 
     def push_cached(self, probe: VLLMRequest, params: SendParams) -> Push | None:
         """Pin ``[begin, end)`` if all of it is in the prefix cache; what to push then, with no forward pass.
@@ -102,11 +99,8 @@ class SendPlanner:
         if matched < params.end or self._steps_in_flight():
             return None
         first, until = params.begin // self._block_size, -(-params.end // self._block_size)
-        blocks = list(computed.blocks[0][first:until])
-        self._manager.block_pool.touch(blocks)
-        self._sending[params.send_id] = Sending(params, until, opened=True, pins=blocks)
-        slot = first - params.base // self._block_size
-        return Push(params.send_id, slot, tuple(block.block_id for block in blocks))
+        sending = self._sending[params.send_id] = Sending(params, first, opened=True)
+        return self._push(sending, computed.blocks[0][first:until])
 
     def _steps_in_flight(self) -> bool:
         # Under asynchronous scheduling the cache has blocks of steps that have not run yet.

@@ -24,15 +24,15 @@ def callers_of(args: Namespace, secret: str) -> BearerKeys:
 
     Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
     """
-    keys = [secret, *api_keys(args.api_key)]
+    keys = [secret, *api_keys(args)]
     if not args.uds:
         require_key_beyond_loopback(args.host, keys)
     return BearerKeys(keys)
 
 
-def api_keys(given: Sequence[str] | None) -> Sequence[str]:
-    """vLLM's own keys: those of its command line, else that of its variable."""
-    return given or [os.environ.get(API_KEY_VARIABLE, "")]
+def api_keys(args: Namespace) -> Sequence[str]:
+    """vLLM's own keys, by its own rule: those of its command line, else that of its variable."""
+    return args.api_key or [os.environ.get(API_KEY_VARIABLE, "")]
 
 
 def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:

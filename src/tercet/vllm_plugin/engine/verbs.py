@@ -22,7 +22,6 @@ from tercet.protocol import (
     EngineStatus,
     KVAddrInfo,
     KVEvents,
-    KVLayout,
     Output,
     RankAddress,
     Sent,
@@ -38,19 +37,18 @@ from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSen
 from tercet.streams import FrontDoors
 from tercet.transport import (
     AsyncControlClient,
-    LeaseFilled,
     PushCached,
     ReadCounters,
     SendComplete,
     SendDestination,
     routes,
 )
-from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine import agent_metrics, core_methods
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
-from tercet.vllm_plugin.engine.core_calls import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
 from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
@@ -83,6 +81,7 @@ class EngineVerbs:
         self._secret = secret
         self._core = core
         self._about = description
+        self._layout = description.layout
         self._probe = probe
         model = client.vllm_config.model_config
         self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
@@ -90,7 +89,7 @@ class EngineVerbs:
         self._agents = agents
         self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
-        self._reports = AgentReports(len(description.transports), self._lease_filled)
+        self._reports = AgentReports(len(description.transports), self._leases.note)
         self.incarnation = uuid.uuid4().hex
         self._kv_events = None
         if description.kv_events is not None:
@@ -104,21 +103,16 @@ class EngineVerbs:
         ``secret`` is the fleet's; empty if it has none.
         """
         core = CoreCalls(client)
-        description = await core.describe()
+        description = await core.call(core_methods.describe)
         agents = [AsyncControlClient(*endpoint) for endpoint in description.agents]
         workers = [AsyncControlClient(*endpoint) for endpoint in description.workers]
         about_agents, about_workers = (
             [partial(each.call, ReadCounters()) for each in asked] for asked in (agents, workers)
         )
-        probe = LivenessProbe(core.status, about_agents, about_workers)
+        probe = LivenessProbe(partial(core.call, core_methods.status), about_agents, about_workers)
         await probe.start()
         agent_metrics.export(probe)
         return cls(client, name, core, description, AgentCalls(agents), probe, secret)
-
-    @property
-    def layout(self) -> KVLayout:
-        """This engine's KV layout."""
-        return self._about.layout
 
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
@@ -130,7 +124,7 @@ class EngineVerbs:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
         if call.lease is not None:
             held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt)
-            there = held.committed // self.layout.block_size * self.layout.block_size
+            there = held.committed // self._layout.block_size * self._layout.block_size
             return self._reserved(held, max(held.matched_len, there))
         if (call.seq_id, None) in self._busy or self._leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
@@ -141,15 +135,12 @@ class EngineVerbs:
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
         begin, end = held.matched_len, len(held.tokens)
-        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self.layout).proved(self._secret)
+        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self._layout).proved(self._secret)
         return PrepRecvAnswer(kv_addr_info=info, matched_len=matched_len, ttl=held.ttl)
 
     async def release(self, lease: str) -> int:
         """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
         return await self._leases.release(lease)
-
-    def _lease_filled(self, filled: LeaseFilled) -> None:
-        self._leases.note(filled, len(self._about.transports))
 
     # ---- remote_send -----------------------------------------------------------------------------------------
 
@@ -159,7 +150,7 @@ class EngineVerbs:
         tokens = self._tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
         call.kv_addr_info.require_proof(self._secret)
-        check_send(call, begin, end, len(tokens), self.layout)
+        check_send(call, begin, end, len(tokens), self._layout)
         with self._reports.sending() as sending:
             params = SendParams(
                 send_id=sending.send_id,
@@ -185,7 +176,9 @@ class EngineVerbs:
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
     ) -> tuple[Output | None, int]:
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
-        cached = None if call.sample else await self._core.push_cached(tokens, call.cache_salt, params)
+        cached = None
+        if not call.sample:
+            cached = await self._core.call(core_methods.push_cached, tokens, call.cache_salt, params)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
             await self._agents.push([PushCached(opening, cached, end) for opening in params.openings()])
@@ -219,7 +212,7 @@ class EngineVerbs:
         return [
             [
                 SendDestination(ranks[route.receiver].addresses, route.head_slice)
-                for route in routes(self.layout, info.layout, rank)
+                for route in routes(self._layout, info.layout, rank)
             ]
             for rank in range(len(self._about.transports))
         ]
@@ -228,7 +221,7 @@ class EngineVerbs:
         # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
         await self._agents.cancel(send_id)
         with suppress(UnknownSequence):
-            await self._core.end_send(send_id)
+            await self._core.call(core_methods.end_send, send_id)
 
     # ---- start_generate --------------------------------------------------------------------------------------
 
@@ -261,9 +254,7 @@ class EngineVerbs:
         if claimed is not None and claimed.closing is not None:
             seq = SeqParams(claimed.lease, claimed.closing.result(), call.output)
         params = TercetParams(self._about.token, seq=seq)
-        request = LLMRequest(
-            self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, len(call.output)
-        )
+        request = LLMRequest(self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt)
         self._busy[call.seq_id, None] = request.abort
 
         def ended(adopted: bool) -> None:
@@ -303,12 +294,12 @@ class EngineVerbs:
             model=str(self._client.vllm_config.model_config.served_model_name),
             version=__version__,
             vllm_version=vllm_version(),
-            block_size=self.layout.block_size,
+            block_size=self._layout.block_size,
             max_model_len=self._limits.max_model_len,
             kv_events=self._kv_events,
             incarnation=self.incarnation,
-            fingerprint=self.layout.model,
-            dtype=self.layout.dtype,
+            fingerprint=self._layout.model,
+            dtype=self._layout.dtype,
             stalled_s=self._probe.stalled_s,
             counters=_sum(self._probe.agent_counters),
             **self._probe.core_status,

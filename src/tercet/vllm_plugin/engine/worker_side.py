@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import msgspec
-
 from tercet.protocol import KVLayout
 from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
@@ -43,10 +41,9 @@ class WorkerSide:
 
     def handshake(self) -> WorkerHandshake:
         """This rank's endpoints, for the scheduler's process."""
-        ready = self._agent.ready
-        layout = msgspec.json.encode(self._layout)
-        life = self._life.address, self._life.secret
-        return WorkerHandshake(self._rank, list(ready.addresses), ready.control, ready.secret, life, layout)
+        ready, life = self._agent.ready, self._life
+        agent = ready.control, ready.secret
+        return WorkerHandshake(list(ready.addresses), agent, (life.address, life.secret), self._layout)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders."""
@@ -63,8 +60,7 @@ class WorkerSide:
         """
         self._layers += 1
         if self._step.pushes:
-            planes = self._planes_of[layer_name]
-            self._done += planes
+            self._done += self._planes_of[layer_name]
             if len(self._done) * self._plane_bytes >= NOTE_BYTES:
                 self._tell_layers()
 

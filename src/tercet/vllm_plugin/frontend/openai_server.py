@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import inspect
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
-from tercet.vllm_plugin.frontend.vllm_versions import accept_by_load, parsed_serve_args, structured_outputs_config
+from tercet.vllm_plugin.hooks import require_hooks
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,11 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
 
 
 def import_vllm() -> None:
-    """Load what the server needs, which takes seconds."""
+    """Load what the server needs, which takes seconds.
+
+    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before anything of it is used.
+    """
+    require_hooks("frontend")
     # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
@@ -61,18 +67,17 @@ def server_args(
     model: str, names: Sequence[str], host: str, port: int, max_model_len: int, more: Sequence[str]
 ) -> argparse.Namespace:
     """vLLM's options, parsed and checked by vLLM; ``more`` are the user's."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     argv = [
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
         "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", *more,
     ]  # fmt: skip
-    return parsed_serve_args(argv)
-
-
-def api_keys(args: argparse.Namespace) -> list[str]:
-    """The keys that vLLM's own check accepts, by the same rule."""
-    from vllm import envs
-
-    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    parser: Any = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(argv)
+    validate_parsed_serve_args(args)
+    return args
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
@@ -83,9 +88,6 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from tercet.vllm_plugin.hooks import require_hooks
-
-    require_hooks("frontend")
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
     # As vLLM's own render server does: no inference happens here, so no weights' format and no KV memory matter.
@@ -94,7 +96,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     config = VllmConfig(
         model_config=model_config,
         logging_config=engine_args.create_logging_config(),
-        structured_outputs_config=structured_outputs_config(engine_args),
+        structured_outputs_config=_structured_outputs_config(engine_args),
     )
     client = ProgramClient(programs)
     original = EngineCoreClient.make_async_mp_client
@@ -108,6 +110,19 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     client.attach(engine_client.output_processor)
     render_short_prompts_here(engine_client.renderer)
     return engine_client
+
+
+def _structured_outputs_config(engine_args: Any) -> Any:
+    """The structured outputs' config with the parsers' options in it, which vLLM 0.31 leaves out."""
+    create = getattr(engine_args, "create_structured_outputs_config", None)
+    if create is not None:
+        return create()
+    config = engine_args.structured_outputs_config
+    if engine_args.reasoning_parser:
+        config.reasoning_parser = engine_args.reasoning_parser
+    if engine_args.reasoning_parser_plugin:
+        config.reasoning_parser_plugin = engine_args.reasoning_parser_plugin
+    return config
 
 
 def listening_socket(args: argparse.Namespace, shared: socket.socket | None = None) -> socket.socket:
@@ -126,17 +141,18 @@ async def accept(
 ) -> None:
     """Serve until told to stop; of several workers the one with the fewest connections takes the next.
 
-    ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's.
+    ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's. vLLM 0.31 does not
+    look at them: there the system chooses.
     """
     from vllm.entrypoints.launchers.launcher import serve_http
 
-    from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
-
     _settle()
+    by_load: dict[str, Any] = {}
+    if peer_loads is not None and "peer_loads" in inspect.signature(serve_http).parameters:
+        by_load["peer_loads"] = peer_loads
     shutdown = await serve_http(
         app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
-        **({} if peer_loads is None else accept_by_load(cast(Any, peer_loads[0]), peer_loads[1])),
-        log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
+        **by_load, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
     )  # fmt: skip
     await shutdown
 

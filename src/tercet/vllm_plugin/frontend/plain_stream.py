@@ -66,9 +66,7 @@ class PlainStream:
 
     def __init__(self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan) -> None:
         self._connection = connection
-        self._processor = tools.processor
-        self._stats = tools.stats
-        self._texts = tools.texts
+        self._tools = tools
         self._plan = plan
         # Gives the text of the next token where the detokenizer does nothing else with it.
         self._decode_next: Callable[[int], str] | None = None
@@ -100,9 +98,9 @@ class PlainStream:
     def begin(self, outputs: SequenceOutputs) -> None:
         """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
         self._outputs = outputs
-        self._state = self._processor.request_states[outputs.seq_id]
+        self._state = self._tools.processor.request_states[outputs.seq_id]
         detokenizer = self._state.detokenizer
-        decode_next = look_up(detokenizer, self._texts, self._state.prompt_token_ids or ())
+        decode_next = look_up(detokenizer, self._tools.texts, self._state.prompt_token_ids or ())
         if not detokenizer.stop:
             self._decode_next = decode_next
 
@@ -114,7 +112,7 @@ class PlainStream:
             with outputs.failures():
                 await self._run_program(outputs)
         finally:
-            self._processor.abort_requests((self._state.request_id,), internal=True)
+            self._tools.processor.abort_requests((self._state.request_id,), internal=True)
             self._queue.close()
 
     async def _run_program(self, outputs: SequenceOutputs) -> None:
@@ -147,7 +145,7 @@ class PlainStream:
 
     def _process(self, output: EngineCoreOutput) -> None:
         """Have vLLM's processor make a result of an output, and send it before the program goes on."""
-        self._processor.process_outputs([output], time.monotonic(), self._stats.iteration())
+        self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
         result = self._queue.get_nowait()
         if result is not None:
             self._write(result)
@@ -169,10 +167,10 @@ class PlainStream:
             # A stop string inside several tokens of one step drops those behind it.
             self._num_tokens += detokenizer.num_output_tokens() - before
             if stop is not None:
-                self._stats.count(self._state.stats, num_tokens)
+                self._tools.stats.count(self._state.stats, num_tokens)
                 return _stopped(self._state.request_id, stop)
             text = detokenizer.get_next_output_text(False, True)
-        self._stats.observe(self._state.stats, num_tokens)
+        self._tools.stats.observe(self._state.stats, num_tokens)
         self._connection.write(self._plan.chunks.text(text))
         return None
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
@@ -25,7 +25,7 @@ from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 logger = logging.getLogger(__name__)
 # Tokens and log probabilities that wait in vLLM's layer for a client that does not read.
@@ -116,30 +116,24 @@ def _size(choice: CompletionOutput) -> int:
     return tokens * (1 + len(logprobs[-1] or ())) if logprobs else tokens
 
 
-@dataclass
-class EngineResources:
-    """What ``AsyncLLM`` reads to know whether its engine lives."""
-
-    engine_dead: bool = False
-
-
 class ProgramClient(EngineCoreClient):
     """Takes requests from ``AsyncLLM``, runs a program for each, and hands its outputs back."""
+
+    _processor: OutputProcessor
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
-        self._output_processor: OutputProcessor | None = None
         # Set once what get_output_async returned last, or will return next, is in its requests' streams.
         self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
-        self.resources = EngineResources()
+        self.resources = SimpleNamespace(engine_dead=False)
 
     def attach(self, output_processor: OutputProcessor) -> None:
-        """Where requests' errors go, so that clients get the status and the message."""
-        self._output_processor = output_processor
+        """Where requests' errors go, so that clients get the status and the message; before the first request."""
+        self._processor = output_processor
 
     # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
 
@@ -159,8 +153,7 @@ class ProgramClient(EngineCoreClient):
             sequence = to_request(request, context.headers, context.asked.user)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
-            if self._output_processor is not None:
-                self._output_processor.abort_requests((request.request_id,), internal=True)
+            self._processor.abort_requests((request.request_id,), internal=True)
             raise
         outputs = SequenceOutputs(self._programs, sequence, context)
         if context.stream is not None:
@@ -211,17 +204,18 @@ class ProgramClient(EngineCoreClient):
 
     def _require_taken(self, seq_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
-        processor = self._output_processor
-        state = processor.request_states.get(seq_id) if processor is not None else None
-        waiting = state.queue.output if state is not None and state.queue is not None else None
+        queue = self._queue_of(seq_id)
+        waiting = queue.output if queue is not None else None
         choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
         if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
             raise DeadlineExceeded("the client does not read its answer: what waits for it has reached its bound")
 
     def _fail(self, seq_id: str, error: Exception) -> None:
-        processor = self._output_processor
-        state = processor.request_states.get(seq_id) if processor is not None else None
-        if processor is None or state is None or state.queue is None:
-            return
-        state.queue.put(error)
-        processor.abort_requests((seq_id,), internal=True)
+        queue = self._queue_of(seq_id)
+        if queue is not None:
+            queue.put(error)
+            self._processor.abort_requests((seq_id,), internal=True)
+
+    def _queue_of(self, seq_id: str) -> RequestOutputCollector | None:
+        state = self._processor.request_states.get(seq_id)
+        return state.queue if state is not None else None
