@@ -236,12 +236,10 @@ class FrontDoorConnection(asyncio.Protocol):
             try:
                 call = _calls.decode(received)
             except UNREADABLE as error:
-                self._refuse(unread, BadRequest(f"start_generate: {error}"))
+                refusal = BadRequest(f"start_generate: {error}")
+                self.send(failed_delta(unread.door.number, len(unread.output), refusal))
             else:
                 self._starting.spawn(self._begin(call, unread.door))
-
-    def _refuse(self, call: UnreadCall, error: TercetError) -> None:
-        self.send(failed_delta(call.door.number, len(call.output), error))
 
     async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
         try:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 class TercetConnector(KVConnectorBase_V1, SupportsHMA):
-    """One engine's connector, in either role."""
+    """One engine's connector, in either role; workers alone have a worker's half."""
+
+    _worker: WorkerSide
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -53,7 +55,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -64,27 +65,27 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the agent over this rank's KV cache."""
         planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks)
-        self._worker_side.register(planes, layout_of(self._vllm_config, self._block_size, planes))
+        self._worker.register(planes, layout_of(self._vllm_config, self._block_size, planes))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """This rank's endpoints."""
-        return self._worker_side.handshake()
+        return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._worker_side.begin_step(connector_metadata)
+            self._worker.begin_step(connector_metadata)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """One layer's KV is complete for this step."""
-        self._worker_side.save_layer(layer_name)
+        self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """All layers are; nothing waits here, since blocks stay pinned until they are acknowledged."""
-        self._worker_side.end_step()
+        self._worker.end_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing is loaded: peers write straight into reserved blocks."""
@@ -96,12 +97,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layer hooks do not run inside a full CUDA graph."""
         return True
-
-    @property
-    def _worker_side(self) -> WorkerSide:
-        if self._worker is None:
-            raise RuntimeError("a worker's hook was called in the scheduler's process")
-        return self._worker
 
     # ---- scheduler -------------------------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop the agent."""
-        if self._worker is not None:
+        if self.role == KVConnectorRole.WORKER:
             self._worker.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 
@@ -94,15 +93,6 @@ class OneOf:
         """See :class:`Expectation`."""
         found = [expectation.unmet() for expectation in self.expectations]
         return " and ".join(found) if all(found) else ""
-
-
-def leaves(expectations: Iterable[Expectation]) -> Iterable[_Targeted]:
-    """The expectations of one target each, of which others are made."""
-    for expectation in expectations:
-        if isinstance(expectation, OneOf):
-            yield from leaves(expectation.expectations)
-        elif isinstance(expectation, _Targeted):
-            yield expectation
 
 
 def _parameters(function: Any) -> set[str]:

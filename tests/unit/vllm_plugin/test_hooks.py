@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,7 +12,7 @@ import pytest
 
 import tercet.vllm_plugin
 from tercet.vllm_plugin import hooks
-from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes, leaves, resolve
+from tercet.vllm_plugin.expectations import Expectation, Has, OneOf, Says, Takes, resolve
 from tercet.vllm_plugin.hooks import (
     SIDES,
     SUPPORTED,
@@ -27,6 +27,17 @@ from tercet.vllm_plugin.hooks import (
 
 HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
 HOOKS = [hook for side in HERE for hook in hooks_of(side)]
+
+
+def leaves(expectations: Iterable[Expectation]) -> Iterator[Any]:
+    """The expectations of one target each, of which others are made."""
+    for expectation in expectations:
+        if isinstance(expectation, OneOf):
+            yield from leaves(expectation.expectations)
+        else:
+            yield expectation
+
+
 LEAVES = [
     pytest.param(hook, leaf, id=f"{hook.name}: {type(leaf).__name__} {leaf.target}")
     for hook in HOOKS

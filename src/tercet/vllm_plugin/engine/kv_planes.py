@@ -55,17 +55,14 @@ class LayerPlanes:
         The tensors keep their addresses: only the pages behind them are exchanged. Whoever has a tensor, or a view of
         one, notices nothing.
         """
-        extents = {_extent_of(plane) for plane in self.tensors}
-        offsets: dict[_Extent, int] = {}
-        at = 0
-        for extent in sorted(extents):
-            offsets[extent] = at
-            at += extent.end - extent.begin
-        planes = tuple(
-            offsets[extent] + plane.data_ptr() - extent.begin
-            for plane, extent in ((plane, _extent_of(plane)) for plane in self.tensors)
-        )
-        shape = RegionShape(planes, self.num_blocks, self.block_bytes, at, at + TAIL_BYTES)
+        extents = [_extent_of(plane) for plane in self.tensors]
+        offsets, size = dict[_Extent, int](), 0
+        for extent in sorted(set(extents)):
+            offsets[extent] = size
+            size += extent.end - extent.begin
+        pairs = zip(self.tensors, extents, strict=True)
+        planes = tuple(offsets[extent] + plane.data_ptr() - extent.begin for plane, extent in pairs)
+        shape = RegionShape(planes, self.num_blocks, self.block_bytes, size, size + TAIL_BYTES)
         fd = create_file(shape)
         for extent, offset in offsets.items():
             _exchange(extent, fd, offset)

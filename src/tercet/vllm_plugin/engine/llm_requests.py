@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -177,16 +177,12 @@ class DecodingSequence:
 
         Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
         """
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.end)
             sender = connection.sender(door.number, position, self._stop)
-            try:
-                await self.request.start(lambda found: self._deliver(sender, found))
-            except BaseException:
-                sender.close()
-                raise
-        except BaseException:
-            self.end()
-            raise
+            undo.callback(sender.close)
+            await self.request.start(lambda found: self._deliver(sender, found))
+            undo.pop_all()
 
     def _deliver(self, sender: SequenceSender, found: Output | TercetError) -> None:
         if self._over:

@@ -65,7 +65,16 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     def cpus(self) -> frozenset[int]:
         """``agent_cpus`` as numbers; none for all that the engine may use."""
-        return _cpus(self.agent_cpus)
+        found: set[int] = set()
+        for item in filter(None, self.agent_cpus.split(",")):
+            first, dash, last = item.strip().partition("-")
+            bounds = first, last if dash else first
+            numbers = [int(bound) for bound in bounds if bound.isascii() and bound.isdecimal()]
+            if len(numbers) < 2 or not numbers[0] <= numbers[1] < MAX_CPUS:
+                rule = "must be numbers of CPUs and ranges of them, such as 0-1,6"
+                raise _wrong("agent_cpus", self.agent_cpus, rule)
+            found.update(range(numbers[0], numbers[1] + 1))
+        return frozenset(found)
 
     @property
     def fleet_secret(self) -> str:
@@ -116,18 +125,6 @@ def _ports(text: str) -> tuple[int, ...]:
     if not 1 <= begin < end <= MAX_PORT + 1:
         raise _wrong("port", text, f"must be from 1 to {MAX_PORT}, or a range first-last of these")
     return tuple(range(begin, end))
-
-
-def _cpus(text: str) -> frozenset[int]:
-    found: set[int] = set()
-    for item in filter(None, text.split(",")):
-        first, dash, last = item.strip().partition("-")
-        bounds = first, last if dash else first
-        numbers = [int(bound) for bound in bounds if bound.isascii() and bound.isdecimal()]
-        if len(numbers) < 2 or not numbers[0] <= numbers[1] < MAX_CPUS:
-            raise _wrong("agent_cpus", text, "must be numbers of CPUs and ranges of them, such as 0-1,6")
-        found.update(range(numbers[0], numbers[1] + 1))
-    return frozenset(found)
 
 
 def _wrong(name: str, value: str, rule: str) -> BadRequest:

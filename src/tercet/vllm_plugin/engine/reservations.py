@@ -202,7 +202,9 @@ class Reservations:
         request.num_computed_tokens = computed
         self._manager.cache_blocks(request, computed)
         self._count_prefill(request, held.matched_len, computed)
-        self._requeue(request)
+        # Behind a request that needs blocks, one that holds blocks would wait for ever.
+        self._scheduler.waiting.remove_request(request)
+        self._scheduler.kv_holding_waiting.add_request(request)
 
     def _can_continue(self, held: Held, request: VLLMRequest, computed: int) -> bool:
         """Whether ``request`` may go on at position ``computed`` in the reserved blocks.
@@ -244,11 +246,6 @@ class Reservations:
             cached = min(matched, computed)
             total = request.num_prompt_tokens
             request.prefill_stats.set(total, min(cached, total), min(computed, total) - min(cached, total))
-
-    def _requeue(self, request: VLLMRequest) -> None:
-        # Behind a request that needs blocks, one that holds blocks would wait for ever.
-        self._scheduler.waiting.remove_request(request)
-        self._scheduler.kv_holding_waiting.add_request(request)
 
 
 def _spec_decode_blocks(scheduler: Scheduler) -> int:

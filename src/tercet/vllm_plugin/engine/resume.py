@@ -49,16 +49,15 @@ class ResumedRequests:
         starting = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         metadata.resumed = {key: self._waiting.pop(key) for key in starting.keys() & self._waiting.keys()}
         for request_id in metadata.resumed:
-            self._count_cached(self._scheduler.requests[request_id], starting[request_id])
+            request = self._scheduler.requests[request_id]
+            if request.prefill_stats is None and request.num_preemptions == 0:
+                request.prefill_stats = PrefillStats()
+                cached = min(starting[request_id], request.num_prompt_tokens)
+                request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._waiting.pop(request_id, None)
-
-    def _count_cached(self, request: VLLMRequest, num_cached: int) -> None:
-        if request.prefill_stats is None and request.num_preemptions == 0:
-            request.prefill_stats = PrefillStats()
-            request.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
 
 
 def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, output: Sequence[int]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,7 @@ class EngineVerbs:
                 notify=self._reports.address,
             )
             try:
-                with self._ended_by_abort(call.seq_id, params.send_id):
+                async with self._ended_by_abort(call.seq_id, params.send_id):
                     first, cached = await self._push(call, tokens[:end], params, sending)
                     done = await sending.wait()
             finally:
@@ -312,29 +312,23 @@ class EngineVerbs:
         self._limits.check_prompt(tokens)
         return tokens
 
-    @contextmanager
-    def _ended_by_abort(self, seq_id: str, send_id: str) -> Generator[None]:
+    @asynccontextmanager
+    async def _ended_by_abort(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
         """While entered, :meth:`abort` of the sequence ends the current task by ``UnknownSequence``.
 
         Whoever else cancels the task cancels it as ever.
         """
-        task, key, aborted = asyncio.current_task(), (seq_id, send_id), False
-
-        def abort() -> None:
-            nonlocal aborted
-            if not aborted and task is not None:
-                aborted = True
-                task.cancel()
-
-        self._busy[key] = abort
+        until_aborted = asyncio.timeout(None)
+        self._busy[seq_id, send_id] = lambda: until_aborted.expired() or until_aborted.reschedule(0)
         try:
-            yield
-        except asyncio.CancelledError:
-            if aborted and task is not None and task.uncancel() == 0:
-                raise UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id") from None
-            raise
+            async with until_aborted:
+                yield
+        except TimeoutError:
+            if not until_aborted.expired():
+                raise
+            raise UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id") from None
         finally:
-            del self._busy[key]
+            del self._busy[seq_id, send_id]
 
 
 def _sum(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
