@@ -151,7 +151,10 @@ class Structured:
             assert self.manager.accept_tokens(self.request, [token])
 
     def is_constrained(self) -> bool:
-        return self.manager._get_constraint_bounds(self.request, ()).constraint_start == 0
+        manager: Any = self.manager
+        if hasattr(manager, "_get_constraint_start"):  # vLLM 0.31
+            return manager._get_constraint_start(self.request, ()) == 0
+        return manager._get_constraint_bounds(self.request, ()).constraint_start == 0
 
 
 def test_a_grammar_starts_behind_the_output(engine: TinyEngine) -> None:
