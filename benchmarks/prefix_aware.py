@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from tercet.fleet import EngineFleet, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
@@ -19,30 +21,41 @@ AHEAD = 8
 
 
 class Homes:
-    """Which engine has last seen a prompt's blocks; each block's hash covers everything before it."""
+    """Which engine has last seen a prompt's blocks, and how many sequences each engine has.
 
-    def __init__(self) -> None:
-        self._homes: dict[int, Member] = {}
+    Each block's hash covers everything before it.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._homes: dict[int, int] = {}
+        # Beside the members' own counts: a look at each of a thousand takes longer than all else that is done here.
+        self._loads = np.zeros(len(members), dtype=np.int32)
 
     def blocks(self, prompt: tuple[int, ...]) -> list[int]:
         """The hashes of a prompt's full blocks."""
-        found, parent = list[int](), 0
-        for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
-            parent = hash((parent, prompt[begin : begin + BLOCK]))
-            found.append(parent)
-        return found
+        parent = 0
+        return [parent := hash((parent, block)) for block in zip(*(iter(prompt),) * BLOCK, strict=False)]
 
-    def find(self, blocks: list[int]) -> Member | None:
-        """The engine that has the longest prefix."""
-        homes = self._homes
-        for block in reversed(blocks):
-            if block in homes:
-                return homes[block]
-        return None
+    def find(self, blocks: list[int]) -> int | None:
+        """The place of the engine that has the longest prefix."""
+        return next((place for block in reversed(blocks) if (place := self._homes.get(block)) is not None), None)
 
-    def note(self, blocks: list[int], member: Member) -> None:
-        """Remember where a prompt went."""
-        self._homes.update(dict.fromkeys(blocks, member))
+    def choose(self, blocks: list[int]) -> int:
+        """The place of the engine to take; its load counts one more, until :meth:`leave`."""
+        place, loads, members = self.find(blocks), self._loads, self._members
+        idle = int(loads.argmin())
+        if not members[idle].reachable:
+            idle = min(range(len(members)), key=lambda at: (not members[at].reachable, loads[at]))
+        if place is None or not members[place].reachable or loads[place] > loads[idle] + AHEAD:
+            place = idle
+        self._homes.update(dict.fromkeys(blocks, place))
+        loads[place] += 1
+        return place
+
+    def leave(self, place: int) -> None:
+        """A sequence is over."""
+        self._loads[place] -= 1
 
 
 _homes: WeakKeyDictionary[EngineFleet, Homes] = WeakKeyDictionary()
@@ -50,22 +63,9 @@ _homes: WeakKeyDictionary[EngineFleet, Homes] = WeakKeyDictionary()
 
 async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
     """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
-    homes = _homes.setdefault(fleet, Homes())
-    blocks = homes.blocks(request.prompt)
-    member, idle = homes.find(blocks), least_loaded(fleet.members)
-    if member is None or not member.reachable or member.in_flight > idle.in_flight + AHEAD:
-        member = idle
-    homes.note(blocks, member)
-    member.in_flight += 1
+    homes = _homes.get(fleet) or _homes.setdefault(fleet, Homes(fleet.members))
+    place = homes.choose(homes.blocks(request.prompt))
     try:
-        yield member.engine.start_generate(request)
+        yield fleet.members[place].engine.start_generate(request)
     finally:
-        member.in_flight -= 1
-
-
-def least_loaded(members: Sequence[Member]) -> Member:
-    """The first of the least busy engines that answer."""
-    # A pass over a thousand members for each request: it has no call for each of them.
-    loads = [member.in_flight for member in members]
-    found = members[loads.index(min(loads))]
-    return found if found.reachable else min(members, key=lambda member: (not member.reachable, member.in_flight))
+        homes.leave(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import islice
 
 
 def root_of(salt: str | None) -> int:
@@ -15,10 +16,6 @@ def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | No
 
     Each covers everything before it.
     """
-    hashes: list[int] = []
-    end = len(tokens) if limit is None else min(len(tokens), limit * block_size)
-    for begin in range(0, end - block_size + 1, block_size):
-        # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
-        parent = hash((parent, tokens[begin : begin + block_size]))
-        hashes.append(parent)
-    return hashes
+    blocks = zip(*(iter(tokens),) * block_size, strict=False)
+    # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
+    return [parent := hash((parent, block)) for block in islice(blocks, limit)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,8 +50,13 @@ class BlockPool:
         self.evicted = 0
         self._pinned = 0
         self._cached: set[int] = set()
-        # Cached blocks that nobody pins, the next one to go first; and those that several holders pin, with how many.
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        # Cached blocks that nobody pins, with the turn in which they were let go. Those of one turn are a run, of which
+        # the last one goes first. A block that was pinned again since is still in its old run, and passed over there.
+        self._unused: dict[int, int] = {}
+        self._runs: deque[tuple[int, list[int]]] = deque()
+        self._in_runs = 0
+        self._turn = 0
+        # Blocks that several holders pin, with how many.
         self._shared: dict[int, int] = {}
         self.observer: SimObserver | None = None
 
@@ -67,12 +73,9 @@ class BlockPool:
 
     def match(self, hashes: Sequence[int], limit: int) -> int:
         """How many of the first ``limit`` hashes are cached, from the first on without a gap."""
-        cached, found = self._cached, 0
-        for key in hashes:
-            if found >= limit or key not in cached:
-                break
-            found += 1
-        return found
+        # A block is pinned, and goes, with all that follow it and never before them: so none is cached behind a gap.
+        cached = self._cached
+        return bisect_left(hashes, True, hi=min(limit, len(hashes)), key=lambda key: key not in cached)
 
     def fits(self, hashes: Sequence[int], matched: int, plain: int) -> bool:
         """Whether ``matched`` cached blocks can be pinned and ``plain`` more taken."""
@@ -84,16 +87,17 @@ class BlockPool:
     def pin(self, holding: Holding, hashes: Sequence[int], matched: int) -> None:
         """Pin the first ``matched`` of these cached blocks for a holder that has none yet."""
         holding.hashes = list(hashes[:matched])
-        for key in holding.hashes:
-            self._pinned += self._pin(key)
+        self._pin(holding.hashes)
 
-    def _pin(self, key: int) -> int:
-        """Pin a cached block; returns how many more blocks are pinned now, one or none."""
-        if key in self._unused:
-            del self._unused[key]
-            return 1
-        self._shared[key] = self._shared.get(key, 1) + 1
-        return 0
+    def _pin(self, keys: Sequence[int]) -> None:
+        """One more holder of each of these cached blocks."""
+        unused, shared = self._unused, self._shared
+        for key in keys:
+            if key in unused:
+                del unused[key]
+                self._pinned += 1
+            else:
+                shared[key] = shared.get(key, 1) + 1
 
     def take(self, holding: Holding, count: int) -> None:
         """Add ``count`` plain blocks to a holder; the caller knows that they are free."""
@@ -105,12 +109,45 @@ class BlockPool:
         if count > self.free:
             raise AssertionError(f"{count} blocks were taken and {self.free} are free")
         self._pinned += count
-        evicted = [self._unused.popitem(last=False)[0] for _ in range(self._pinned + len(self._unused) - self.total)]
-        if evicted:
+        excess = self._pinned + len(self._unused) - self.total
+        if excess > 0:
+            evicted = self._evict(excess)
             self._cached.difference_update(evicted)
             self.evicted += len(evicted)
             if self.observer is not None:
                 self.observer.dropped(evicted)
+
+    def _evict(self, count: int) -> list[int]:
+        """Take this many blocks that nobody pins, of which there are as many, those first that were let go first."""
+        evicted, runs = list[int](), self._runs
+        while len(evicted) < count:
+            turn, run = runs.popleft()
+            self._in_runs -= len(run)
+            first = self._first_of(turn, run)
+            last = max(first, len(run) - count + len(evicted))
+            gone = run[last:]
+            deque(map(self._unused.__delitem__, gone), maxlen=0)
+            evicted.extend(reversed(gone))
+            if last > first:
+                runs.appendleft((turn, run[first:last]))
+                self._in_runs += last - first
+        return evicted
+
+    def _first_of(self, turn: int, run: list[int]) -> int:
+        """Where those begin that are still let go: blocks are pinned again from the first one on."""
+        unused = self._unused
+        return bisect_left(run, True, key=lambda key: unused.get(key) == turn)
+
+    def _let_go(self, keys: list[int]) -> None:
+        """Nobody pins these blocks any more; they may go, the last one first."""
+        self._turn += 1
+        self._unused.update(dict.fromkeys(keys, self._turn))
+        self._runs.append((self._turn, keys))
+        self._in_runs += len(keys)
+        if self._in_runs > 2 * self.total:
+            kept = ((turn, run[self._first_of(turn, run) :]) for turn, run in self._runs)
+            self._runs = deque((turn, run) for turn, run in kept if run)
+            self._in_runs = len(self._unused)
 
     def publish(self, holding: Holding, hashes: Sequence[int]) -> None:
         """Make the holder's plain blocks findable as ``hashes``, which continue what it has published already."""
@@ -119,9 +156,9 @@ class BlockPool:
         holding.plain -= len(new)
         if not self._cached.isdisjoint(new):
             # Somebody else has these blocks: they are shared from now on, and the copies given back.
-            for key in new:
-                if key in self._cached:
-                    self._pinned += self._pin(key) - 1
+            there = [key for key in new if key in self._cached]
+            self._pin(there)
+            self._pinned -= len(there)
         self._cached.update(new)
         if new and self.observer is not None:
             self.observer.stored(new)
@@ -129,23 +166,17 @@ class BlockPool:
     def give_back(self, holding: Holding) -> None:
         """Unpin all that a holder has; what is published stays cached until its room is needed."""
         hashes, shared = holding.hashes, self._shared
-        if not shared.keys().isdisjoint(hashes):
-            hashes = [key for key in hashes if not self._unshare(key)]
-        self._unused.update(dict.fromkeys(reversed(hashes)))
-        self._pinned -= len(hashes) + holding.plain
+        # Who pins a block pins all before it: those that others pin, too, are the first ones.
+        others = bisect_left(hashes, True, key=lambda key: key not in shared) if shared else 0
+        for key in hashes[:others]:
+            shared[key] -= 1
+            if shared[key] == 1:
+                del shared[key]
+        own = hashes[others:]
+        self._let_go(own)
+        self._pinned -= len(own) + holding.plain
         holding.hashes = []
         holding.plain = 0
-
-    def _unshare(self, key: int) -> bool:
-        """Take one holder off a block that others pin too; whether there are any."""
-        holders = self._shared.get(key)
-        if holders is None:
-            return False
-        if holders > 2:
-            self._shared[key] = holders - 1
-        else:
-            del self._shared[key]
-        return True
 
     def drop_plain(self, holding: Holding, count: int) -> None:
         """Give back ``count`` of a holder's plain blocks."""

@@ -6,6 +6,7 @@ So two engines agree on a sequence's tokens wherever it runs, as real ones do at
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from tercet.protocol import Content, content_of, packed
@@ -81,7 +82,8 @@ class Prompts:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._known: dict[tuple[int, str | None], Prompt] = {}
+        # No plain dict: finding the first key of one that loses its first keys walks over all that were lost.
+        self._known = OrderedDict[tuple[int, str | None], Prompt]()
 
     def get(self, tokens: tuple[int, ...], cache_salt: str | None) -> Prompt:
         """The facts about these token ids."""
@@ -90,6 +92,6 @@ class Prompts:
         # The table holds the tuple, so an id in it is not given to another one.
         if found is None:
             if len(self._known) >= self._kept:
-                del self._known[next(iter(self._known))]
+                self._known.popitem(last=False)
             found = self._known[key] = Prompt(tokens, cache_salt)
         return found

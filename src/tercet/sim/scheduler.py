@@ -214,8 +214,10 @@ class SimScheduler:
             self._start_run(now)
 
     def _start_step(self, now: float, chunks: list[Chunk], decodes: bool) -> None:
-        tokens = sum(count for _, count in chunks)
-        pairs = sum(pairs_of(work.computed, work.computed + count) for work, count in chunks)
+        tokens, pairs = 0, 0.0
+        for work, count in chunks:
+            tokens += count
+            pairs += pairs_of(work.computed, work.computed + count)
         batch, contexts = (len(self._decoding), self._decoding.contexts) if decodes else (0, 0)
         end = now + self._model.step(tokens, pairs, batch, contexts)
         self._step_began = self._time.on_loop(now)
@@ -321,7 +323,7 @@ class SimScheduler:
     def _make_room(self) -> None:
         """Preempt the newest sequences until the others have the blocks for one more token each."""
         decoding = self._decoding
-        while len(decoding) and decoding.blocks_for(1) > self.pool.free:
+        while decoding.blocks_for(1) > self.pool.free:
             work = decoding.newest()
             decoding.leave(work)
             self._give_back(work)

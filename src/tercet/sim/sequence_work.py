@@ -152,8 +152,10 @@ class DecodingBatch:
     def blocks_for(self, ticks: int) -> int:
         """New blocks that the next ``ticks`` ticks need."""
         size, phases = self._block_size, self._phases
-        full, rest = divmod(ticks, size)
         start = self.tick % size
+        if ticks == 1:
+            return phases[start]
+        full, rest = divmod(ticks, size)
         part = sum(phases[start : start + rest]) + sum(phases[: max(0, start + rest - size)])
         return full * len(self._works) + part
 

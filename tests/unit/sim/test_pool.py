@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tercet.protocol import EngineLoad
 from tercet.sim.block_pool import BlockPool, Holding
 from tercet.sim.prompts import Prompt
 
@@ -136,3 +140,86 @@ def test_output_is_the_same_in_one_piece_or_many() -> None:
     assert len(whole) == 20_000
     assert whole[100:200] == prompt.output(100, 200)
     assert whole != Prompt((1, 2, 4), None).output(0, 20_000)
+
+
+class PlainPool:
+    """The same cache block by block: what was used least recently goes first, a prompt from its end on."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.pins = Counter[int]()
+        self.unused = OrderedDict[int, None]()
+        self.plain = 0
+
+    def match(self, hashes: list[int]) -> int:
+        return next((i for i, key in enumerate(hashes) if key not in self.unused and not self.pins[key]), len(hashes))
+
+    @property
+    def free(self) -> int:
+        return self.total - self.plain - sum(1 for count in self.pins.values() if count)
+
+    def pin(self, keys: list[int]) -> None:
+        for key in keys:
+            self.unused.pop(key, None)
+            self.pins[key] += 1
+
+    def take(self, count: int) -> list[int]:
+        self.plain += count
+        excess = len(self.unused) - self.free
+        return [self.unused.popitem(last=False)[0] for _ in range(excess)]
+
+    def publish(self, keys: list[int]) -> None:
+        self.plain -= len(keys)
+        self.pin(keys)
+
+    def give_back(self, keys: list[int]) -> None:
+        for key in reversed(keys):
+            self.pins[key] -= 1
+            if not self.pins[key]:
+                self.unused[key] = None
+
+
+class Dropped:
+    """Notes what a pool drops, in order."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+    def load(self, load: EngineLoad) -> None: ...
+
+    def stored(self, hashes: Sequence[int]) -> None: ...
+
+    def dropped(self, hashes: Sequence[int]) -> None:
+        self.keys += hashes
+
+    def cleared(self) -> None: ...
+
+
+CHAINS = [list(range(10)), [0, 1, 2, *range(20, 30)], [0, 1, 2, 20, 21, *range(40, 45)], list(range(50, 58)), [60, 61]]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 13), st.booleans()), max_size=60), st.integers(4, 30))
+def test_blocks_go_in_the_order_of_their_last_use(steps: list[tuple[int, int, bool]], total: int) -> None:
+    """``steps``: which prompt comes, how many blocks of it, and whether the oldest one that runs ends before."""
+    pool, plain, dropped, expected = BlockPool(total), PlainPool(total), Dropped(), list[int]()
+    pool.observe(dropped)
+    running: list[Holding] = []
+    for chain, length, ends in steps:
+        if running and ends:
+            holding = running.pop(0)
+            plain.give_back(list(holding.hashes))
+            pool.give_back(holding)
+        hashes, holding = CHAINS[chain][:length], Holding()
+        matched = pool.match(hashes, length)
+        assert matched == plain.match(hashes)
+        if not pool.fits(hashes, matched, len(hashes) - matched):
+            continue
+        pool.pin(holding, hashes, matched)
+        plain.pin(hashes[:matched])
+        pool.take(holding, len(hashes) - matched)
+        expected += plain.take(len(hashes) - matched)
+        plain.publish(hashes[matched:])
+        pool.publish(holding, hashes)
+        running.append(holding)
+        assert (pool.free, dropped.keys, pool.evicted) == (plain.free, expected, len(expected))

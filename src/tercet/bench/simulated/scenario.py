@@ -167,8 +167,12 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
 
 @lru_cache(maxsize=4)
 def _text(seed: int) -> tuple[int, ...]:
-    chance = random.Random(f"{seed} text")
-    return tuple(chance.randrange(32_000) for _ in range(_TEXT))
+    chance, found = random.Random(f"{seed} text"), list[int]()
+    while len(found) < _TEXT:  # as randrange(32_000), at a third of its cost
+        token = chance.getrandbits(15)
+        if token < 32_000:
+            found.append(token)
+    return tuple(found)
 
 
 def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
