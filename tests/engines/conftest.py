@@ -30,7 +30,6 @@ from tercet.protocol import EngineStatus
 from .processes import EnginePlace
 
 START_SECONDS = 420
-ROUTER_SECONDS = 120
 MODEL = "smollm2"
 
 
@@ -141,7 +140,7 @@ def front_door_over(engines: Mapping[str, str], tmp: Path, *args: str) -> Genera
         command += ["--engine", f"{engine_url},role={name.partition('-')[0]},name={name}"]
     with log.open("wb") as output, subprocess.Popen([*command, *args], stdout=output, stderr=output) as process:
         try:
-            deadline = time.monotonic() + ROUTER_SECONDS
+            deadline = time.monotonic() + START_SECONDS  # engines may still be loading
             while not _answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(f"tercet router does not answer:\n{log.read_text()[-4000:]}")
