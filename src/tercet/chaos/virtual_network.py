@@ -103,17 +103,18 @@ class VirtualServer:
 
 
 class VirtualTransport(asyncio.Transport):
-    """One end of a connection."""
+    """One end of a connection; :meth:`begin` is called first."""
+
+    _protocol: Any
+    _peer: VirtualTransport
 
     def __init__(self, network: NetworkedLoop, process: VirtualProcess, context: Context, names: Any) -> None:
         super().__init__({"sockname": names[0], "peername": names[1]})
         self.process = process
         self._network = network
         self._context = context
-        self._protocol: Any = None
-        self._peer: VirtualTransport | None = None
         self._arriving: deque[bytes | Signal] = deque()
-        self._unread = 0
+        self.unread = 0  # bytes that were sent here
         self._timer: asyncio.TimerHandle | None = None
         self._reading = True
         self._closing = self._writer_waits = False
@@ -133,7 +134,7 @@ class VirtualTransport(asyncio.Transport):
     def arrive(self, item: bytes | Signal) -> None:
         """Something is on its way here."""
         if isinstance(item, bytes):
-            self._unread += len(item)
+            self.unread += len(item)
         self._arriving.append(item)
         self.kick()
 
@@ -162,17 +163,16 @@ class VirtualTransport(asyncio.Transport):
         while self._arriving and isinstance(self._arriving[0], bytes):
             parts.append(cast(bytes, self._arriving.popleft()))
         data = b"".join(parts)
-        self._unread -= len(data)
-        if self._peer is not None:
-            self._peer.written()
+        self.unread -= len(data)
+        self._peer.written()
         if not self._closing:
             self._protocol.data_received(data)
 
     def _readable(self) -> bool:
-        peer = self._peer
-        if peer is None or not self.process.alive or self.process.frozen or peer.process.frozen:
+        here, there = self.process, self._peer.process
+        if not here.alive or here.frozen or there.frozen or here.unreachable or there.unreachable:
             return False
-        return (self._reading or self._closing) and self._network.connects(self.process, peer.process)
+        return self._reading or self._closing
 
     def _lose(self, error: Exception | None) -> None:
         """It is over; the protocol hears of it once."""
@@ -183,30 +183,28 @@ class VirtualTransport(asyncio.Transport):
 
     def die(self) -> None:
         """Its process was killed: what that has not sent is lost, and its peer gets a reset."""
-        peer = self._peer
-        if peer is not None and not self._closing:
+        if not self._closing:
             if self.process.frozen:  # what was never sent does not arrive
-                peer.forget_unread()
-            peer.arrive("reset")
+                self._peer.forget_unread()
+            self._peer.arrive("reset")
         self._lose(None)
 
     def forget_unread(self) -> None:
         """What was on its way here is lost."""
         self._arriving.clear()
-        self._unread = 0
+        self.unread = 0
 
     @property
     def half_open(self) -> bool:
         """Whether the other end is closed, and this one is not."""
-        return self._peer is not None and self._peer.is_closing() and not self._closing
+        return self._peer.is_closing() and not self._closing
 
     # ---- asyncio's transport ---------------------------------------------------------------------------------
 
     def write(self, data: Any) -> None:
-        peer = self._peer
-        if self._closing or peer is None or not data or not self.process.alive:
+        if self._closing or not data or not self.process.alive:
             return
-        peer.arrive(bytes(data))
+        self._peer.arrive(bytes(data))
         if self.get_write_buffer_size() > HIGH_WATER and not self._writer_waits:
             self._writer_waits = True
             self.call(self._protocol.pause_writing)
@@ -222,18 +220,13 @@ class VirtualTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         """Bytes beyond what the kernels hold."""
-        return max(0, self._peer.unread - KERNEL_BYTES) if self._peer is not None else 0
-
-    @property
-    def unread(self) -> int:
-        """Bytes that were sent here and not read."""
-        return self._unread
+        return max(0, self._peer.unread - KERNEL_BYTES)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """The limits are fixed."""
 
     def write_eof(self) -> None:
-        if self._peer is not None and not self._closing:
+        if not self._closing:
             self._peer.arrive("eof")
 
     def can_write_eof(self) -> bool:
@@ -246,7 +239,7 @@ class VirtualTransport(asyncio.Transport):
 
     def abort(self) -> None:
         if not self._closing:
-            if self._peer is not None and self.process.alive:
+            if self.process.alive:
                 self._peer.arrive("reset")
             self._lose(None)
 
@@ -271,7 +264,7 @@ class VirtualTransport(asyncio.Transport):
 
 
 class NetworkedLoop(VirtualLoop):
-    """Virtual time with TCP between virtual processes; ``home`` is the one in which a run begins."""
+    """Virtual time with TCP between virtual processes. Whatever connects or listens runs in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,10 +281,6 @@ class NetworkedLoop(VirtualLoop):
         self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     # ---- processes -------------------------------------------------------------------------------------------
-
-    def connects(self, one: VirtualProcess, other: VirtualProcess) -> bool:
-        """Whether packets pass between the two."""
-        return not (one.unreachable or other.unreachable)
 
     def changed(self) -> None:
         """A process can do something again, or cannot: whoever waits looks again."""
