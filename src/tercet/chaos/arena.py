@@ -174,7 +174,7 @@ class Arena(ABC):
             return
         began, hit = self._clock(), await self._generated_by(fault.engine)
         if len(self._schedule.faults) <= MOST_TOLD:
-            self._note(f"{began:.1f} s: {str(fault).split('  ', 1)[1]}, {len(hit)} requests hit")
+            self._note(f"{fault}; {len(hit)} requests hit")
         try:
             why = await self._happen(fault, engine)
         except TercetError as error:
