@@ -29,13 +29,14 @@ from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role
 from tercet.router.metrics import Metrics
 from tercet.router.service import PROGRAM_HEADER, Service
-from tercet.settings import EngineAddress, RetryBudget
+from tercet.settings import EngineAddress, FrontDoorConfig
 from tercet.sim import EngineOptions, load_profile
 from tercet.sim.sim_server import ServerConfig
 from tercet.streams import StreamListener
 
 FRONT_DOOR, STRANGER = "127.0.0.1", "127.0.0.2"
 PORT = 8000
+PROFILE = "llama-3.1-8b-h100-tp1"
 START_SECONDS = 10.0
 # Idle HTTP connections that a client keeps for later are none too many; it takes one of them every few seconds.
 POOLED = 8
@@ -43,20 +44,19 @@ PROGRAMS = ("disaggregated", "balanced", "data_parallel")
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines by role. ``blocks`` is the size of each one's KV cache, small enough that it is full at times."""
+    """Engines by role, behind a front door with the settings that it has if nobody says otherwise.
+
+    ``blocks`` is the size of each one's KV cache, small enough that it is full at times.
+    """
 
     prefill: int = 40
     decode: int = 60
-    both: int = 0
-    profile: str = "llama-3.1-8b-h100-tp1"
     blocks: int = 1500
-    retries: RetryBudget = RetryBudget()
-    wait_for_engine: float = 30.0
 
     @property
     def roles(self) -> dict[str, Role]:
         """The role of each engine by its name."""
-        counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode), ("both", self.both)]
+        counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
         return {f"{role}-{index}": role for role, count in counts for index in range(count)}
 
     def shape(self) -> FleetShape:
@@ -166,9 +166,10 @@ class SimulatedArena(Arena):
         loop.complaints = self.complaints
         self._front_door = VirtualProcess(loop, FRONT_DOOR)
         self._stranger = VirtualProcess(loop, STRANGER)
-        self._fleet = EngineFleet((), clock=loop.time, seed=schedule.seed)
+        given = FrontDoorConfig()
+        self._fleet = EngineFleet((), clock=loop.time, stuck_after_s=given.stuck_after_s, seed=schedule.seed)
         self._service = Service(
-            self._fleet, "disaggregated", {}, metrics, retries=fleet.retries, wait_for_engine=fleet.wait_for_engine
+            self._fleet, given.program, {}, metrics, retries=given.retries, wait_for_engine=given.wait_for_engine_s
         )
 
     async def run(self, patience: float) -> ChaosResult:
@@ -244,7 +245,7 @@ class SimulatedArena(Arena):
 
 
 def _server_config(fleet: SimulatedFleet, name: str, number: int) -> ServerConfig:
-    profile, address = load_profile(fleet.profile), f"127.1.{number // 250}.{number % 250 + 1}"
+    profile, address = load_profile(PROFILE), f"127.1.{number // 250}.{number % 250 + 1}"
     return ServerConfig(
         name=name, profile=profile, options=EngineOptions(stream_every=1, total_blocks=fleet.blocks), host=address,
         port=PORT, url=f"http://{address}:{PORT}", model=profile.model.name,
