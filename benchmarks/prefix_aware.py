@@ -27,7 +27,7 @@ class Homes:
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+        self.members = members
         self._homes: dict[int, int] = {}
         # Beside the members' own counts: a look at each of a thousand takes longer than all else that is done here.
         self._loads = np.zeros(len(members), dtype=np.int32)
@@ -43,7 +43,7 @@ class Homes:
 
     def choose(self, blocks: list[int]) -> int:
         """The place of the engine to take; its load counts one more, until :meth:`leave`."""
-        place, loads, members = self.find(blocks), self._loads, self._members
+        place, loads, members = self.find(blocks), self._loads, self.members
         idle = int(loads.argmin())
         if not members[idle].reachable:
             idle = min(range(len(members)), key=lambda at: (not members[at].reachable, loads[at]))
@@ -66,6 +66,6 @@ async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
     homes = _homes.get(fleet) or _homes.setdefault(fleet, Homes(fleet.members))
     place = homes.choose(homes.blocks(request.prompt))
     try:
-        yield fleet.members[place].engine.start_generate(request)
+        yield homes.members[place].engine.start_generate(request)
     finally:
         homes.leave(place)

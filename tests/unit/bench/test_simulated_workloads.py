@@ -82,6 +82,7 @@ def test_turns_after_one_that_failed_count_as_failed() -> None:
     outcome = run(PlannedWorkload(workload=(long,), rate=1.0, requests=6))
     assert sum(outcome.failures.values()) == 6
     assert outcome.failures["unsent"] == 4
+    assert len(outcome.sent) == 6
 
 
 def files(folder: Path) -> dict[str, str]:

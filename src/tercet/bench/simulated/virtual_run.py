@@ -245,9 +245,10 @@ async def _converse(
         if follow_ups is None:
             return
         if not served:
-            unsent = follow_ups.unsent(request)
-            if measured:
-                outcome.failures["unsent"] += unsent
+            now = asyncio.get_running_loop().time()
+            for _ in range(follow_ups.unsent(request) if measured else 0):
+                outcome.failures["unsent"] += 1
+                outcome.add(now, math.nan, now, request, 0)
             return
         following = follow_ups.after(request, said)
         if following is None:
