@@ -114,20 +114,33 @@ class FleetKnowledge:
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
         self.loads = LoadTable(clock, stale_after)
         self._routed: dict[tuple[int, int], RoutingHistory] = {}
-        self.stored: dict[int, StoredBlocks] = {}
+        self.told: dict[int, StoredBlocks] = {}
         self._cold: dict[int, int] = {}
         self._turn = 0
         self._begin: Callable[[], None] | None = None
+        self._begin_blocks: Callable[[], None] | None = None
 
-    def hear_from(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` when something is asked for the first time: from then on engines tell what they have to."""
-        self._begin = begin
+    def hear_from(self, begin: Callable[[], None], begin_blocks: Callable[[], None]) -> None:
+        """Call ``begin`` when something is asked for the first time, ``begin_blocks`` when it is what engines store.
+
+        From then on engines tell how busy they are, and what they store and drop.
+        """
+        self._begin, self._begin_blocks = begin, begin_blocks
 
     def needed(self) -> None:
         """A profile picks, or a program asks what is cached."""
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
+
+    @property
+    def stored(self) -> dict[int, StoredBlocks]:
+        """See :class:`tercet.scheduling.Knowledge`; ``told`` is the same, without asking for it."""
+        self.needed()
+        begin, self._begin_blocks = self._begin_blocks, None
+        if begin is not None:
+            begin()
+        return self.told
 
     def add(self, name: str) -> int:
         """The row of an engine that joins."""
@@ -173,16 +186,16 @@ class FleetKnowledge:
             self._stored_in(block_size).hold(row, hashes)
 
     def _stored_in(self, block_size: int) -> StoredBlocks:
-        index = self.stored.get(block_size)
+        index = self.told.get(block_size)
         if index is None:
-            index = self.stored[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
+            index = self.told[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
         return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
         """An engine's KV event: it dropped these blocks."""
         row = self.loads.row(name)
         if row is not None:
-            for index in self.stored.values():
+            for index in self.told.values():
                 index.remove(row, blocks)
 
     def cleared(self, name: str) -> None:
@@ -203,10 +216,10 @@ class FleetKnowledge:
     def _forget_cache(self, row: int) -> None:
         for history in self._routed.values():
             history.forget(row)
-        for size, index in list(self.stored.items()):
+        for size, index in list(self.told.items()):
             index.forget(row)
             if not index:
-                del self.stored[size]
+                del self.told[size]
 
     # ---- turns with new prompts ------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Picking(Generic[ViewT]):
 
         What engines say of themselves counts, and what was routed to them while they say nothing.
         """
-        stored = self.knowledge.stored
+        stored = self.knowledge.told
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
         for size, index in stored.items():
             found = np.maximum(found, size * index.matched(block_hashes(request, size)))
@@ -130,7 +130,7 @@ class Picking(Generic[ViewT]):
         hashes = block_hashes(request, ROUTED_BLOCK)
         for name in names:
             row = self.knowledge.loads.row(name)
-            if row is not None and hashes and not self.knowledge.stored:
+            if row is not None and hashes and not self.knowledge.told:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
     def disaggregates(self, request: Request, decode: str, by: str | PrefillRule | None) -> bool:

@@ -63,7 +63,6 @@ class BlockPool:
     def observe(self, observer: SimObserver) -> None:
         """Tell ``observer`` which blocks can be found by their hash, now and from now on."""
         self.observer = observer
-        observer.cleared()
         observer.stored(list(self._cached))
 
     @property

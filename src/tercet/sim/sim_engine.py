@@ -82,6 +82,7 @@ class SimEngine:
         self._count = 0
         self._down = False
         self._observer: SimObserver | None = None
+        self._block_observer: SimObserver | None = None
         self._generating: dict[str, Work] = {}
         self._sends: dict[Send, str] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -96,12 +97,19 @@ class SimEngine:
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self.pool, self.profile.block_size, limit, self.options.prefix_caching)
         if self._observer is not None:
+            self._observer.cleared()
             self.observe(self._observer)
+        if self._block_observer is not None:
+            self.pool.observe(self._block_observer)
+
+    def observe_blocks(self, observer: SimObserver) -> None:
+        """Tell ``observer`` what is in this engine's cache, from now on."""
+        self._block_observer = observer
+        self.pool.observe(observer)
 
     def observe(self, observer: SimObserver) -> None:
-        """Tell ``observer`` this engine's load and what is in its cache, from now on."""
+        """Tell ``observer`` this engine's load, and when it has lost its cache, from now on."""
         self._observer = observer
-        self.pool.observe(observer)
         self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
         self._scheduler.on_change()
 

@@ -19,7 +19,8 @@ from .models import BLOCK, profile_of, request_of, tokens_of
 def observed(blocks: int = 1000) -> tuple[EngineFleet, SimEngine]:
     engine = SimEngine("e", profile_of(blocks=blocks), Network(), EngineOptions())
     fleet = EngineFleet([Member("e", "sim://e", "both", engine)], stale_after=math.inf)
-    fleet.knowledge.hear_from(lambda: engine.observe(EngineObserver(fleet.knowledge, "e", BLOCK)))
+    observer = EngineObserver(fleet.knowledge, "e", BLOCK)
+    fleet.knowledge.hear_from(lambda: engine.observe(observer), lambda: engine.observe_blocks(observer))
     return fleet, engine
 
 
@@ -78,6 +79,21 @@ def test_a_pick_by_profile_asks() -> None:
         fleet.scheduling = Scheduling({"p": SchedulingProfile("p", [], [], MaxScorePicker())})
         with fleet.pick(by="p"):
             assert fleet.knowledge.loads.last("e") is not None
+
+    run_virtual(main())
+
+
+def test_blocks_are_told_of_once_somebody_asks_for_them() -> None:
+    async def main() -> None:
+        fleet, engine = observed()
+        fleet.knowledge.needed()
+        await tokens_of(engine, request_of("a", 100))
+        assert not fleet.knowledge.told
+        assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 96
+        assert fleet.knowledge.told
+        engine.fail()
+        engine.recover()
+        assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 0
 
     run_virtual(main())
 

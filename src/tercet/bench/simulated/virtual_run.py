@@ -191,7 +191,11 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         for name, engine in engines.items():
             engine.observe(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
-    fleet.knowledge.hear_from(listen)  # programs that never ask need not pay for it
+    def listen_for_blocks() -> None:
+        for name, engine in engines.items():
+            engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
+
+    fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
     # A fleet has one front door: that of the profile that its engines have unless they have another one.
     front_door = profiles[profile].front_door if profile in profiles else 0.0
     return _Fleet(fleet, engines, network, front_door)
