@@ -53,12 +53,19 @@ class FakeEngine:
         self.pause = asyncio.Event()
         self.pause.set()
         self.fail_after: int | None = None
+        self._limit: int | None = None
+        self._more = asyncio.Event()
         self.breaks_off: Output | None = None
         self.on_request: Callable[[Request], object] = lambda _: None
 
     @property
     def name(self) -> str:
         return self._name
+
+    def let(self, limit: int | None) -> None:
+        """Generations go on until they have so many tokens of output, and wait then."""
+        self._limit = limit
+        self._more.set()
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         return self._prep_recv(request, end)
@@ -109,6 +116,9 @@ class FakeEngine:
             wanted = request.sampling_params.get("max_tokens", 3)
             for position in range(len(output), wanted):
                 await self.pause.wait()
+                while self._limit is not None and position >= self._limit:
+                    self._more.clear()
+                    await self._more.wait()
                 if self.fail_after is not None and position >= self.fail_after:
                     raise self.failures["stream"]
                 last = position == wanted - 1

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 LAYERS = {
     0: {"protocol", "aio"},
     1: {"vllm_plugin", "sim", "transport", "streams", "client", "settings"},
-    2: {"programs", "scheduling", "cost"},
+    2: {"programs", "scheduling", "migration", "cost"},
     3: {"fleet"},
     4: {"router", "cluster", "bench", "chaos"},
     5: {"cli"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ ApiKey = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
 HERE = "http://127.0.0.1:8000"
+POLL_SECONDS = 0.5
 
 
 def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
@@ -68,11 +70,24 @@ def add(
 def drain(
     name: Name,
     undo: Annotated[bool, typer.Option("--undo", help="Let it be picked again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs on it any more.")] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
 ) -> None:
-    """Start nothing new on an engine; what runs on it finishes."""
-    typer.echo(_line(ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")))
+    """Empty an engine: nothing new begins there, and what runs goes on at other engines, with its KV.
+
+    What cannot be moved finishes where it is.
+    """
+    if undo and wait:
+        raise BadRequest("--wait: there is nothing to wait for with --undo", "--wait")
+    engine = ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
+    typer.echo(_line(engine))
+    while wait and engine["in_flight"]:
+        time.sleep(POLL_SECONDS)
+        left = engine["in_flight"]
+        engine = next(each for each in ask(url, api_key, "GET", "/engines") if each["name"] == name)
+        if engine["in_flight"] != left:
+            typer.echo(f"{engine['in_flight']} sequences left on {name}")
 
 
 @engines.command()

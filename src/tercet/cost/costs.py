@@ -10,7 +10,7 @@ from random import Random
 from tercet.cost.cost_model import CostModel
 from tercet.cost.engine_work import EngineWork, Job
 from tercet.cost.routes import RouteCandidate, RouteDecision, RouteOption, RouteRequest, Targets, options_of
-from tercet.protocol import Output, Request, Usage
+from tercet.protocol import Output, OutputStream, Request, Usage
 
 CLOSEST = 6
 ENOUGH_TRANSFERS = 3
@@ -132,7 +132,7 @@ class GenerationCost:
         self._job = job
         self._tokens = 0
 
-    def on_start(self) -> None:
+    def on_start(self, stream: OutputStream) -> None:
         """The engine has it now."""
         self._job = self._work.begin(self._seq_id, self._job)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
 from random import Random
 
 from tercet.cost import Costs, Targets
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
+from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
-from tercet.fleet.trace import Trace, TracedEngine
+from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -29,30 +29,6 @@ from tercet.protocol import (
     UnknownEngine,
 )
 from tercet.scheduling import Scheduling
-
-
-@dataclass
-class Member:
-    """One engine of the fleet.
-
-    ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
-    those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
-    words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
-    when somebody (the front door's watch) finds it well. A ``draining`` member is not picked any more. ``when_idle`` is
-    called each time that its last sequence ends.
-    """
-
-    name: str
-    url: str
-    role: Role
-    engine: Engine
-    in_flight: int = 0
-    reachable: bool = True
-    draining: bool = False
-    when_idle: Callable[[], None] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    in_flight_tokens: int = 0
-    calls: CallsInFlight = field(default_factory=CallsInFlight)
 
 
 class EngineFleet:
@@ -84,7 +60,7 @@ class EngineFleet:
         self._open = list[Member]()
         self._trace = Trace()
         self._failed: set[str] | None = None
-        self._on_generate: Callable[[str], object] = lambda _: None
+        self._on_generate: Callable[[Generation], object] = lambda _: None
         random = Random(seed)
         self.knowledge = FleetKnowledge(clock, stale_after)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
@@ -98,10 +74,10 @@ class EngineFleet:
         """Every engine, those that are being drained included."""
         return list(self._members.values())
 
-    def traced(self, trace: Trace, on_generate: Callable[[str], object] = lambda _: None) -> EngineFleet:
+    def traced(self, trace: Trace, on_generate: Callable[[Generation], object] = lambda _: None) -> EngineFleet:
         """A view of this fleet whose engines note in ``trace`` what they do.
 
-        ``on_generate`` is told the name of each engine that begins to generate.
+        ``on_generate`` is told of each generation that begins on one of them.
         """
         view = copy(self)
         view._trace, view._failed, view._on_generate = trace, set(), on_generate
@@ -221,20 +197,23 @@ class EngineFleet:
 
     @contextmanager
     def _counted(self, member: Member, request: Request | None) -> Generator[Engine]:
-        tokens = request.num_tokens if request is not None else 0
-        member.in_flight += 1
-        member.in_flight_tokens += tokens
+        counted = Counted(member, request.num_tokens if request is not None else 0)
         try:
-            yield TracedEngine(
-                member.engine, self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of
-            )
+            yield TracedEngine(member, counted, self._tracing())
         finally:
-            member.in_flight -= 1
-            member.in_flight_tokens -= tokens
+            counted.end()
             if request is not None:
                 self._picking.believed.pop((request.seq_id, member.name), None)
-            if member.in_flight == 0 and member.when_idle is not None:
-                member.when_idle()
+
+    def _tracing(self) -> Tracing:
+        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of)
+
+    def destination(self, generation: Generation, name: str) -> TracedEngine:
+        """The engine of that name, for a sequence that another one generates: its trace and its counts go along.
+
+        Raises :class:`~tercet.protocol.UnknownEngine`.
+        """
+        return generation.engine.instead(self.member(name))
 
     @property
     def answers(self) -> bool:

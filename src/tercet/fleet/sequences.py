@@ -11,7 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from tercet.protocol import Output, Request
+from tercet.fleet.calls_in_flight import CallsInFlight
+from tercet.fleet.trace import Generation
+from tercet.protocol import Conflict, Output, Request, UnknownSequence
 from tercet.settings import RetryBudget
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
@@ -28,23 +30,25 @@ class Retry(msgspec.Struct, frozen=True):
 class RunningSequence:
     """One sequence from its request to its end. Times are seconds of one clock.
 
-    ``tokens`` are those that its client has, ``attempt`` is 0 until it is tried again, ``engine`` is the name of the
-    one that generates, or generated last; empty while none has. ``program`` serves it. ``wait_s`` is for how long it
-    is tried again while no engine takes it.
+    ``tokens`` are those that its client has, ``attempt`` is 0 until it is tried again, ``moves`` counts how often it
+    went to another engine while it ran. ``generation`` is what an engine does for it now, or did last; None while none
+    has. ``program`` serves it. ``waiting`` is what ends with it. ``wait_s`` is for how long it is tried again while no
+    engine takes it.
     """
 
     __slots__ = (
-        "_budget", "_first_at", "_in_vain", "_last_at", "_not_taken_since", "_tries", "_wait_s", "attempt", "began",
-        "ended", "engine", "program", "request", "tokens",
+        "_budget", "_first_at", "_further_ids", "_in_vain", "_last_at", "_not_taken_since", "_tries", "_wait_s",
+        "attempt", "began", "ended", "generation", "moves", "program", "request", "tokens", "waiting",
     )  # fmt: skip
 
     def __init__(self, request: Request, program: str, budget: RetryBudget, now: float, wait_s: float = 0.0) -> None:
         self.request = request
         self.program = program
-        self.engine = ""
-        self.attempt = self._tries = self._in_vain = 0
+        self.generation: Generation | None = None
+        self.attempt = self.moves = self._tries = self._in_vain = self._further_ids = 0
         self.tokens: list[int] = []
         self.ended = False
+        self.waiting = CallsInFlight()
         self.began = self._first_at = self._last_at = now
         self._budget = budget
         self._wait_s = wait_s
@@ -73,9 +77,29 @@ class RunningSequence:
         between = len(self.tokens) - 1
         return (self._last_at - self._first_at) / between if between > 0 else None
 
-    def runs_on(self, engine: str) -> None:
-        """This engine begins to generate for it."""
-        self.engine = engine
+    @property
+    def engine(self) -> str:
+        """The name of the engine that generates it, or generated last; empty while none has."""
+        return self.generation.engine.name if self.generation is not None else ""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether an engine generates it now; its program may also be preparing that, or between two engines."""
+        return self.generation is not None and self.generation.stream is not None
+
+    @property
+    def last_at(self) -> float:
+        """When the client got its last token; while it has none, when the sequence began."""
+        return self._last_at
+
+    def generates(self, generation: Generation) -> None:
+        """An engine begins to generate for it."""
+        self.generation = generation
+
+    def further_id(self) -> str:
+        """An id that no engine knows, for what it does for this sequence next: nothing late is taken for that."""
+        self._further_ids += 1
+        return f"{self.request.seq_id}.{self._further_ids}"
 
     def record(self, output: Output, now: float) -> None:
         """The client gets this output."""
@@ -95,8 +119,8 @@ class RunningSequence:
         The budget counts attempts without a new token: each token refills it. It is there for the engines' sake, which
         a request may kill one after the other; an attempt that none had ``taken`` is not counted, for as long as a
         sequence waits for an engine. The first of these retries begins at once, since it goes to another engine;
-        later ones wait twice as long each time. Each has an id of its own, so that nothing late of an earlier one is
-        taken for it, and asks for no log probabilities of the prompt that came with the first token.
+        later ones wait twice as long each time. Each has an id of its own, and asks for no log probabilities of the
+        prompt that came with the first token.
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
         over = self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s
@@ -107,8 +131,7 @@ class RunningSequence:
         params = self.request.sampling_params
         if self.answered:
             params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
-        seq_id = f"{self.request.seq_id}.{self.attempt}"
-        request = msgspec.structs.replace(self.request, seq_id=seq_id, sampling_params=params)
+        request = msgspec.structs.replace(self.request, seq_id=self.further_id(), sampling_params=params)
         return Retry(pause, request, tuple(self.tokens))
 
     def _may_go_on(self, now: float, taken: bool) -> bool:
@@ -133,6 +156,13 @@ class RunningSequences:
     def __iter__(self) -> Iterator[RunningSequence]:
         return iter(tuple(self._running))
 
+    def named(self, seq_id: str) -> RunningSequence:
+        """The one whose request has this id; raises :class:`~tercet.protocol.UnknownSequence` if none that runs has."""
+        found = next((sequence for sequence in self._running if sequence.request.seq_id == seq_id), None)
+        if found is None:
+            raise UnknownSequence(f"seq_id: no sequence {seq_id!r} runs in this process", "seq_id")
+        return found
+
     def on(self, engine: str) -> list[RunningSequence]:
         """Those that this engine generates."""
         return [sequence for sequence in self._running if sequence.engine == engine]
@@ -145,3 +175,4 @@ class RunningSequences:
             yield
         finally:
             del self._running[sequence]
+            sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))

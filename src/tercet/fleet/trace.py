@@ -10,8 +10,8 @@ import msgspec
 
 from tercet.cost import Costs, RouteDecision
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.fleet.members import Counted, Member
 from tercet.protocol import (
-    Engine,
     EngineError,
     EngineStatus,
     Output,
@@ -20,6 +20,7 @@ from tercet.protocol import (
     Reservation,
     Sent,
     TercetError,
+    Usage,
 )
 
 
@@ -56,30 +57,50 @@ class Trace(msgspec.Struct):
     decision: RouteDecision | None = None
 
 
-@dataclass(eq=False)
-class TracedEngine:
-    """An :class:`~tercet.protocol.Engine` that notes in ``trace`` what it is asked for, from which ``costs`` learn.
+@dataclass(frozen=True)
+class Tracing:
+    """Where one request's engines say what they do.
 
-    ``on_failure`` is told which engine is to blame for an error. ``calls_of`` are the calls in flight of an engine by
-    its name: what is asked of an engine here fails once it, or the engine that it works for, is lost.
+    ``costs`` learn from it. ``on_generate`` is told of each generation that begins, ``on_failure`` which engine is to
+    blame for an error. ``calls_of`` are the calls in flight of an engine by its name: what is asked of an engine fails
+    once it, or the engine that it works for, is lost.
     """
 
-    engine: Engine
     trace: Trace
     costs: Costs
-    on_generate: Callable[[str], object]
+    on_generate: Callable[[Generation], object]
     on_failure: Callable[[str, TercetError], None]
     calls_of: Callable[[str], CallsInFlight]
+
+
+class TracedEngine:
+    """An :class:`~tercet.protocol.Engine` for one request, which is ``counted`` there; ``tracing`` is told of it."""
+
+    def __init__(self, member: Member, counted: Counted, tracing: Tracing) -> None:
+        self._member = member
+        self.engine = member.engine
+        self._counted = counted
+        self.tracing = tracing
+        self.costs = tracing.costs
+
+    def instead(self, member: Member) -> TracedEngine:
+        """Another engine for the same request, which is counted there once that begins to generate for it."""
+        return TracedEngine(member, self._counted, self.tracing)
+
+    def generates(self, generation: Generation) -> None:
+        """A generation begins here."""
+        self._counted.go_to(self._member)
+        self.tracing.on_generate(generation)
 
     @property
     def calls(self) -> CallsInFlight:
         """What waits for this engine."""
-        return self.calls_of(self.name)
+        return self._member.calls
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
         """Blame who is at fault for an error of a call here: a push that ``receiver`` does not take is its failure."""
         by_receiver = receiver if error.param == "kv_addr_info" else None
-        self.on_failure(error.blames or by_receiver or self.name, error)
+        self.tracing.on_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
     def _watched(self, receiver: str | None = None) -> Generator[None]:
@@ -120,7 +141,7 @@ class TracedEngine:
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
         with self._watched(receiver), self.costs.sending(self.name, request, begin, stop) as done:
-            async with until_lost(self.calls, self.calls_of(receiver)):
+            async with until_lost(self.calls, self.tracing.calls_of(receiver)):
                 sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
         event = TraceEvent(
@@ -142,13 +163,13 @@ class TracedEngine:
         stream = self.engine.start_generate(request, begin, output)
         stream.subscribe(self.costs.generating(self.name, request, begin, len(output)))
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
-        stream.subscribe(_GenerationTrace(self, event, stream))
+        stream.subscribe(Generation(self, request, output, event))
         return stream
 
     def note(self, event: TraceEvent, started: float) -> None:
         """Add an event that began then."""
         event.seconds = self.costs.clock() - started
-        self.trace.events.append(event)
+        self.tracing.trace.events.append(event)
 
     async def abort(self, seq_id: str) -> None:
         await self.engine.abort(seq_id)
@@ -157,31 +178,45 @@ class TracedEngine:
         return await self.engine.status()
 
 
-class _GenerationTrace:
-    """Observes one stream for a traced engine: its start in the trace, its failure to who picks engines."""
+class Generation:
+    """One ``start_generate`` of an engine, as an observer of its stream.
 
-    def __init__(self, engine: TracedEngine, event: TraceEvent, stream: OutputStream) -> None:
-        self._engine = engine
+    ``request`` is what the engine was asked for, ``tokens`` are all of its output so far, with what there was before.
+    ``begun`` turns true with the engine's first output. Its start is noted in the trace, its failure told.
+    """
+
+    def __init__(self, engine: TracedEngine, request: Request, output: Sequence[int], event: TraceEvent) -> None:
+        self.engine = engine
+        self.request = request
+        self.tokens = list(output)
+        self.begun = False
+        self.stream: OutputStream | None = None
         self._event = event
-        self._stream = stream
         self._noted = ExitStack()
 
-    def on_start(self) -> None:
-        self._started = self._engine.costs.clock()
-        self._noted.enter_context(self._engine.calls.noted(self._stream.give_up))
-        self._engine.on_generate(self._engine.name)
+    def on_start(self, stream: OutputStream) -> None:
+        self.stream = stream
+        self._started = self.engine.costs.clock()
+        self._noted.enter_context(self.engine.calls.noted(stream.give_up))
+        self.engine.generates(self)
 
     def on_output(self, output: Output) -> None:
-        usage = output.usage
+        if not self.begun:
+            self._begin(output.usage)
+        self.tokens += output.token_ids
+        if output.finish_reason is not None and output.broken_off:
+            error = EngineError(f"{self.engine.name} ended the sequence: {output.finish_reason}")
+            self.engine.failed(error)
+
+    def on_end(self, error: BaseException | None) -> None:
+        self.stream = None
+        self._noted.close()
+        if isinstance(error, TercetError):
+            self.engine.failed(error)
+
+    def _begin(self, usage: Usage | None) -> None:
+        self.begun = True
         if usage is not None:
             event = self._event
             event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
-            self._engine.note(event, self._started)
-        if output.finish_reason is not None and output.broken_off:
-            error = EngineError(f"{self._engine.name} ended the sequence: {output.finish_reason}")
-            self._engine.failed(error)
-
-    def on_end(self, error: BaseException | None) -> None:
-        self._noted.close()
-        if isinstance(error, TercetError):
-            self._engine.failed(error)
+            self.engine.note(event, self._started)

@@ -18,8 +18,8 @@ MOST_QUEUED = 64 * 1024
 class OutputObserver(Protocol):
     """Is told of every output once, in order, before the consumer has it. Must not raise."""
 
-    def on_start(self) -> None:
-        """The work begins; without this call there is none of the others."""
+    def on_start(self, stream: OutputStream) -> None:
+        """The work begins, in this stream; without this call there is none of the others."""
 
     def on_output(self, output: Output) -> None:
         """An output has come."""
@@ -37,12 +37,13 @@ class OutputStream:
 
     The stream is over with the first output that has a finish reason, with an error, and when ``produce`` returns.
     Nothing is put into it then. ``produce`` is cancelled when the consumer leaves, and has ended when :meth:`aclose`
-    returns and before an error is raised to the consumer.
+    returns and before an error is raised to the consumer. The consumer does not see it when another producer goes on
+    with the sequence (:meth:`hand_over`).
     """
 
     __slots__ = (
-        "_begun", "_consume", "_demand", "_failure", "_interrupted", "_observers", "_over", "_produce", "_queue",
-        "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter", "_was_cancelled",
+        "_begun", "_consume", "_demand", "_failure", "_following", "_interrupted", "_observers", "_over", "_produce",
+        "_queue", "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter",
     )  # fmt: skip
 
     def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
@@ -56,8 +57,9 @@ class OutputStream:
         self._demand: asyncio.Future[None] | None = None
         self._until_over: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._runner: asyncio.Task[Any] | None = None
-        self._begun = self._over = self._stopped = self._interrupted = self._was_cancelled = False
+        self._following: Callable[[], OutputStream] | None = None
+        self._runner: asyncio.Task[Any] | None = None  # the task that produces, while it does
+        self._begun = self._over = self._stopped = self._interrupted = False
 
     def subscribe(self, observer: OutputObserver) -> None:
         """Tell ``observer`` of what happens from the start on; the one that came first is told first."""
@@ -72,7 +74,7 @@ class OutputStream:
 
     @property
     def begun(self) -> bool:
-        """Whether an output has come."""
+        """Whether an output has come, since the last :meth:`hand_over` if there was one."""
         return self._begun
 
     def put(self, output: Output) -> None:
@@ -111,6 +113,19 @@ class OutputStream:
             self.fail(error)
             self._interrupt()
 
+    def hand_over(self, following: Callable[[], OutputStream]) -> bool:
+        """Have another producer go on with the sequence, unless the stream is over already; whether it was not.
+
+        The one that works on it is cancelled, wherever it is. ``following`` is called once nothing more can come from
+        there; the producer and the observers of what it returns take the places of those that this stream has. Their
+        stream is not used otherwise.
+        """
+        if self._over:
+            return False
+        self._following = following
+        self._interrupt()
+        return True
+
     async def until_over(self) -> None:
         """Return once nothing more is wanted: for a producer whose outputs come from elsewhere."""
         if not self._over:
@@ -148,28 +163,8 @@ class OutputStream:
                     await until_consumed()
         elif not self._over:
             self._consume, self._until_consumed = consume, until_consumed
-            self._runner = asyncio.current_task()
-            cancelled_before = self._runner.cancelling() if self._runner is not None else 0
             await self._run()
-            if self._interrupted:
-                await self._resume(cancelled_before)
             self._raise_failure()
-
-    def _interrupt(self) -> None:
-        """``produce`` is not to be waited for; in the consumer's task the cancellation ends with it."""
-        if self._runner is not None:
-            self._interrupted = self._runner.cancel()
-        elif self._task is not None:
-            self._task.cancel()
-
-    async def _resume(self, cancelled_before: int) -> None:
-        """The consumer's task goes on behind an interruption, unless somebody else has cancelled it as well."""
-        task = self._runner
-        if not self._was_cancelled:  # it is still to come, as ``produce`` did not wait for anything any more
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)
-        if task is not None and task.uncancel() > cancelled_before:
-            raise asyncio.CancelledError
 
     def __aiter__(self) -> AsyncGenerator[Output, None]:
         return self._outputs()
@@ -225,17 +220,47 @@ class OutputStream:
     # ---- the work --------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        for observer in self._observers:
-            observer.on_start()
+        """One producer after another, in this task, until the stream is over."""
+        goes_on = self._failure is None
+        while goes_on:
+            if self._following is not None:
+                following, self._following = self._following(), None
+                self._produce, self._observers, self._begun = following._produce, following._observers, False
+            for observer in self._observers:
+                observer.on_start(self)
+            error = await self._produced()
+            goes_on = self._following is not None and not self._over and not isinstance(error, asyncio.CancelledError)
+            if not goes_on:
+                self._failure = self._failure or error  # the first one is what ended it
+                self._end()
+            for observer in self._observers:
+                observer.on_end(error if goes_on else self._failure)
+
+    async def _produced(self) -> BaseException | None:
+        """Let ``produce`` work; returns what it failed with. An interruption of this stream's own is no failure."""
+        self._runner = runner = asyncio.current_task()
+        self._interrupted = False
+        cancelled_before = runner.cancelling() if runner is not None else 0
+        failure: BaseException | None = None
         try:
             await self._produce(self)
         except BaseException as error:
-            self._was_cancelled = isinstance(error, asyncio.CancelledError)
-            self._failure = self._failure or error  # the first one is what ended it
-        finally:
-            self._end()
-            for observer in self._observers:
-                observer.on_end(self._failure)
+            failure = error
+        self._runner = None
+        if not self._interrupted or runner is None:
+            return failure
+        if not isinstance(failure, asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):  # it is still to come, as nothing was waited for any more
+                await asyncio.sleep(0)
+        if runner.uncancel() > cancelled_before:  # somebody else has cancelled the task as well
+            self._failure = asyncio.CancelledError()
+            return self._failure
+        return None if isinstance(failure, asyncio.CancelledError) else failure
+
+    def _interrupt(self) -> None:
+        """``produce`` is not to be waited for; the cancellation of its task ends with it."""
+        if self._runner is not None and not self._interrupted:
+            self._interrupted = self._runner.cancel()
 
     async def _run_beside(self) -> None:
         await self._run()

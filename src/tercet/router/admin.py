@@ -14,8 +14,9 @@ from fastapi.routing import APIRoute
 from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
-from tercet.protocol import Role, TercetError
+from tercet.protocol import BadRequest, Role, TercetError
 from tercet.protocol.wire import PREFIX, decode_call
+from tercet.router.moves import MoveRecord
 from tercet.router.routing import Plan, Version
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -43,6 +44,12 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     destination: str
     cache_salt: str | None = None
+
+
+class MoveCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the name of an engine."""
+
+    destination: str
 
 
 def install(app: FastAPI, shared: SharedState) -> None:
@@ -177,6 +184,26 @@ async def sequences(request: Request) -> Response:
     return _json([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
 
 
+@router.post("/sequences/{seq_id}/move")
+async def move_sequence(request: Request, seq_id: str) -> Response:
+    """Have another engine go on with a running sequence; answers when it does, with how that went."""
+    call, service = decode_call(await request.body(), MoveCall), _shared(request).service
+    return _json(_move(await service.moves.move(service.sequences.named(seq_id), call.destination, "asked")))
+
+
+@router.get("/moves")
+async def moves(request: Request) -> Response:
+    """The moves of this process, oldest first; with ``?since=NUMBER`` those after that one."""
+    since = request.query_params.get("since", "0")
+    if not since.isdecimal():
+        raise BadRequest(f"since: {since!r} is not the number of a move", "since")
+    return _json([_move(move) for move in _shared(request).service.moves.since(int(since))])
+
+
+def _move(move: MoveRecord) -> dict[str, Any]:
+    return {**msgspec.to_builtins(move), "bytes": move.bytes}
+
+
 def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
     return {
         "seq_id": sequence.request.seq_id,
@@ -184,6 +211,7 @@ def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
         "engine": sequence.engine,
         "state": sequence.state,
         "attempt": sequence.attempt,
+        "moves": sequence.moves,
         "prompt_tokens": sequence.request.num_tokens,
         "tokens": len(sequence.tokens),
         "seconds": now - sequence.began,
@@ -217,7 +245,7 @@ async def remove_engine(request: Request, name: str) -> Response:
 
 @router.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
-    """Pick it for nothing new; what runs on it finishes."""
+    """Pick it for nothing new; what runs on it goes to other engines, or finishes."""
     return _one(request, name, await _shared(request).change(lambda state: state.with_draining(name, True)))
 
 

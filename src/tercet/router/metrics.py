@@ -69,6 +69,14 @@ class Metrics:
         )
         self.workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
+        self._moves_running = Gauge(
+            "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
+        )
+        self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome"])
+        self._moved_bytes = Counter("tercet_moved_bytes", "KV sent by moves.")
+        self._pause = Histogram(
+            "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
+        )
         self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
         self._ratio = Histogram(
             "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
@@ -102,6 +110,22 @@ class Metrics:
     def retried(self, code: str, answered: bool) -> None:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
+
+    @contextmanager
+    def move(self) -> Generator[None]:
+        """One move under way."""
+        self._moves_running.inc()
+        try:
+            yield
+        finally:
+            self._moves_running.dec()
+
+    def moved(self, reason: str, outcome: str, sent: int, pause: float | None) -> None:
+        """A move is over; ``sent`` bytes of KV, ``pause`` in seconds."""
+        self._moves.labels(reason, outcome).inc()
+        self._moved_bytes.inc(sent)
+        if pause is not None:
+            self._pause.observe(pause)
 
     def admission(self, in_flight: int, queued: int) -> None:
         """So many requests are in, and so many wait."""

@@ -19,6 +19,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
 from tercet.router.admission import Gate
+from tercet.router.emptying import Emptying
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
@@ -51,7 +52,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     ):
         service = Service(
             fleet, config.program, config.program_args, Metrics(), config.return_after, config.retries,
-            config.request_timeout_s, config.wait_for_engine_s,
+            config.request_timeout_s, config.wait_for_engine_s, config.moves,
         )  # fmt: skip
         with state_path(config) as path:
             state = SharedState(path, membership, service)
@@ -63,6 +64,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 promise = membership.promise = await state.until_ready()
                 background.spawn(membership.watch(), "membership")
                 background.spawn(state.follow(), "state")
+                background.spawn(Emptying(fleet, service.sequences, service.moves).run(), "emptying")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
                 await _serve_openai(config, state, promise.max_model_len, shared)

@@ -27,8 +27,9 @@ from tercet.protocol import (
 )
 from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
+from tercet.router.moves import Moves
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
-from tercet.settings import RetryBudget
+from tercet.settings import MoveSettings, RetryBudget
 
 logger = logging.getLogger("tercet.router")
 PROGRAM_HEADER = "x-tercet-program"
@@ -38,6 +39,7 @@ NO_VERSION = 0
 RETURN_AFTER = 5
 PROGRAM_FAILED = "program_failed"
 ON_FAILURE = RetryBudget()
+MOVES = MoveSettings()
 LOOK_SECONDS = 0.1
 
 
@@ -60,9 +62,11 @@ class Service:
         retries: RetryBudget = ON_FAILURE,
         request_timeout: float | None = None,
         wait_for_engine: float = 0.0,
+        moves: MoveSettings = MOVES,
     ) -> None:
         self.fleet = fleet
         self.sequences = RunningSequences()
+        self.moves = Moves(fleet, metrics, moves)
         self._retries = retries
         self._request_timeout = request_timeout
         self._wait_for_engine = wait_for_engine
@@ -115,7 +119,7 @@ class Service:
         trace.program = chosen.name
         tried_at = time.monotonic()
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
-        fleet = self.fleet.traced(trace, sequence.runs_on)
+        fleet = self.fleet.traced(trace, sequence.generates)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace))
         with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):

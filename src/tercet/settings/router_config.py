@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
 from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings, complaint, key_values
+from tercet.settings.move_settings import MoveSettings
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -120,7 +121,7 @@ class Limits(Settings, frozen=True):
 
 
 class FrontDoorConfig(Settings, frozen=True):
-    """What every front door can be told. ``retries`` and ``limits`` are groups; limits are each worker's own.
+    """What every front door can be told. ``retries``, ``limits`` and ``moves`` are groups; limits are one worker's own.
 
     ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
     """
@@ -165,6 +166,7 @@ class FrontDoorConfig(Settings, frozen=True):
         Setting("When no engine answers, how long a sequence waits for one before it is tried again.", unit="seconds"),
     ] = msgspec.field(default=30.0, name="wait-for-engine")
     limits: Limits = Limits()
+    moves: MoveSettings = MoveSettings()
     request_timeout_s: Annotated[
         Seconds | None,
         Setting("How long a request may take; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),

@@ -68,7 +68,7 @@ class Sequence:
         self.stream.subscribe(self)
         self.position = position
 
-    def on_start(self) -> None: ...
+    def on_start(self, stream: OutputStream) -> None: ...
 
     def on_output(self, output: Output) -> None:
         self.outputs.append(output)

@@ -13,7 +13,7 @@ from tercet.cost.cost_model import ArrivalRate, CostModel, EnginePace, OnlineFit
 from tercet.cost.costs import Costs
 from tercet.cost.engine_work import EngineWork, Job
 from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, options_of
-from tercet.protocol import Request
+from tercet.protocol import OutputStream, Request
 
 TOKENS = st.integers(1, 8192)
 SECONDS = st.floats(1e-5, 100)
@@ -329,7 +329,7 @@ def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
     kinds = [costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind for _ in range(3)]
     assert kinds == ["pair"] * 3  # nothing is known of transfers yet
     generation = costs.generating("a", request_of(), 0, 0)
-    generation.on_start()
+    generation.on_start(OutputStream(OutputStream.until_over))
     assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0).chosen.decode == "b"
     generation.on_end(None)
     costs.model.transfers = 3

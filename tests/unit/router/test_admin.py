@@ -307,7 +307,7 @@ async def test_running_sequences_are_listed_with_their_engine(door: Door) -> Non
         engine = shown["engine"]
         assert shown.pop("seconds") >= 0
         assert shown == {
-            "seq_id": "s1", "program": "data_parallel", "engine": engine, "state": "waiting", "attempt": 0,
+            "seq_id": "s1", "program": "data_parallel", "engine": engine, "state": "waiting", "attempt": 0, "moves": 0,
             "prompt_tokens": 100, "tokens": 0,
         }  # fmt: skip
         assert len((await client.get("/sequences", params={"engine": engine})).json()) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,7 @@ from tercet.protocol import (
     Request,
     TercetError,
     TransferFailed,
+    UnknownSequence,
 )
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
@@ -133,15 +136,22 @@ def test_times_to_the_first_token_and_between_two() -> None:
     assert (sequence.ttft, sequence.tpot) == (2.0, 0.5)
 
 
-def test_running_sequences_are_found_by_engine_until_they_end() -> None:
+def generation_on(name: str) -> Any:
+    return SimpleNamespace(engine=SimpleNamespace(name=name))
+
+
+def test_running_sequences_are_found_by_id_and_by_engine_until_they_end() -> None:
     sequences = RunningSequences()
     a, b = (RunningSequence(Request(seq_id=name, prompt=(1,)), "p", RetryBudget(), 0.0) for name in "ab")
     with sequences.running(a), sequences.running(b):
-        a.runs_on("x")
+        a.generation = generation_on("x")
         assert [*sequences] == [a, b]
         assert (sequences.on("x"), sequences.on("y")) == ([a], [])
-        a.runs_on("y")  # another attempt
+        a.generation = generation_on("y")  # another attempt
         assert (sequences.on("x"), sequences.on("y")) == ([], [a])
+        assert sequences.named("b") is b
+        with pytest.raises(UnknownSequence):
+            sequences.named("c")
     assert len(sequences) == 0
 
 

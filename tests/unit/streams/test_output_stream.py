@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ class Observer:
         self.starts = 0
         self.ends = list[BaseException | None]()
 
-    def on_start(self) -> None:
+    def on_start(self, stream: OutputStream) -> None:
         assert not self.starts
         self.starts += 1
 
@@ -232,3 +233,103 @@ async def test_a_consumer_that_stops_taking_ends_the_sequence(monkeypatch: pytes
     assert (await first).token_ids == (0,)
     with pytest.raises(EngineError, match="nobody has taken"):
         assert len([output async for output in stream]) <= 10
+
+
+# ---- another producer goes on ------------------------------------------------------------------------------------
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+async def test_another_producer_goes_on_and_the_consumer_does_not_notice(iterates: bool) -> None:
+    first, second = Fed(), Fed()
+    consumed = list[Output]()
+
+    async def iterate() -> None:
+        async for output in first.stream:
+            consumed.append(output)
+
+    consumer = asyncio.create_task(iterate() if iterates else first.stream.run(consumed.append))
+    await turns(lambda: first.producing == 1)
+    first.stream.put(Output((1,)))
+    assert first.stream.hand_over(lambda: second.stream)
+    first.stream.put(Output((2,)))  # it was on its way already
+    await turns(lambda: second.producing == 1)
+    assert (first.producing, first.produced, first.observer.ends) == (0, 1, [None])
+    assert not first.stream.begun
+    first.stream.put(Output((3,), "stop"))
+    await consumer
+    assert [output.token_ids for output in consumed] == [(1,), (2,), (3,)]
+    assert [output.token_ids for output in first.observer.outputs] == [(1,), (2,)]
+    assert [output.token_ids for output in second.observer.outputs] == [(3,)]
+    assert (second.producing, second.observer.ends) == (0, [None])
+
+
+async def test_what_is_over_is_not_handed_over() -> None:
+    fed = Fed()
+    consumer = asyncio.create_task(fed.stream.run(lambda _: None))
+    await turns(lambda: fed.producing == 1)
+    fed.stream.put(Output((), "stop"))
+    assert not fed.stream.hand_over(lambda: Fed().stream)
+    await consumer
+    assert not fed.stream.hand_over(lambda: Fed().stream)
+
+
+async def test_what_has_not_begun_begins_with_the_other_producer() -> None:
+    first, second = Fed(), Fed()
+    assert first.stream.hand_over(lambda: second.stream)
+    consumer = asyncio.create_task(first.stream.run(lambda _: None))
+    await turns(lambda: second.producing == 1)
+    assert (first.produced, first.observer.starts) == (0, 0)
+    first.stream.put(Output((), "stop"))
+    await consumer
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+async def test_a_consumer_that_leaves_while_it_is_handed_over(iterates: bool) -> None:
+    first, second = Fed(), Fed()
+    consumer = asyncio.create_task(first.consume() if iterates else first.stream.run(lambda _: None))
+    await turns(lambda: first.producing == 1)
+    first.stream.hand_over(lambda: second.stream)
+    consumer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await consumer
+    assert (first.producing, second.producing) == (0, 0)
+    assert first.observer.starts == len(first.observer.ends)
+    assert second.observer.starts == len(second.observer.ends)
+
+
+async def test_an_error_of_the_one_that_is_left_ends_nothing() -> None:
+    async def fails(_: OutputStream) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise EngineError("its engine went away")
+
+    second, stream = Fed(), OutputStream(fails)
+    consumer = asyncio.create_task(stream.run(lambda _: None))
+    await asyncio.sleep(0)
+    assert stream.hand_over(lambda: second.stream)
+    await turns(lambda: second.producing == 1)
+    stream.put(Output((), "stop"))
+    await consumer
+
+
+async def test_a_failure_after_several_producers_reaches_the_consumer() -> None:
+    fed = [Fed() for _ in range(4)]
+    stream = fed[0].stream
+    consumer = asyncio.create_task(stream.run(lambda _: None))
+    for before, after in pairwise(fed):
+        await turns(lambda before=before: before.producing == 1)
+        assert stream.hand_over(lambda after=after: after.stream)
+    await turns(lambda: fed[-1].producing == 1)
+    stream.fail(EngineError("gone"))
+    with pytest.raises(EngineError, match="gone"):
+        await consumer
+    assert [len(each.observer.ends) for each in fed] == [1] * 4

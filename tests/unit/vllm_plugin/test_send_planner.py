@@ -130,3 +130,68 @@ def test_what_is_not_all_cached_needs_a_step(engine: TinyEngine) -> None:
     engine.run(engine.add("before", tokens[: 2 * BLOCK + 1], max_tokens=1))
     assert engine.push_cached(tokens, send_of("s", 0, 3 * BLOCK)) is None
     assert engine.free_blocks == NUM_BLOCKS - 1
+
+
+def decoding(engine: TinyEngine, tokens: list[int], outputs: int) -> list[int]:
+    """A request that has run until it had so many output tokens; all its tokens."""
+    request = engine.add("r", tokens, max_tokens=100)
+    while request.num_output_tokens < outputs:
+        engine.step()
+    return list(request.all_token_ids)
+
+
+def test_what_a_running_request_has_computed_needs_no_step(engine: TinyEngine) -> None:
+    tokens = decoding(engine, tokens_of(2 * BLOCK), outputs=5)
+    blocks = engine.blocks_of("r")
+    push = engine.push_cached(tokens[:-1], send_of("s", BLOCK, len(tokens) - 1))
+    assert push == Push("s", 1, tuple(blocks[1:3])), "the block that it is still filling included"
+    engine.abort("r")
+    assert engine.free_blocks == NUM_BLOCKS - 1 - 2, "the send's pins outlive the request"
+    engine.end_send("s")
+    assert engine.free_blocks == NUM_BLOCKS - 1
+
+
+def test_a_running_request_goes_on_in_a_block_that_is_on_its_way(engine: TinyEngine) -> None:
+    tokens = decoding(engine, tokens_of(2 * BLOCK), outputs=5)
+    first = engine.push_cached(tokens[:-1], send_of("one", 0, len(tokens) - 1))
+    for _ in range(4):
+        engine.step()
+    tokens = list(engine.scheduler.requests["r"].all_token_ids)
+    second = engine.push_cached(tokens[:-1], send_of("two", 2 * BLOCK, len(tokens) - 1))
+    assert first is not None
+    assert second is not None
+    assert second.blocks[0] == first.blocks[-1]
+    engine.end_send("one")
+    engine.end_send("two")
+    engine.abort("r")
+    assert engine.free_blocks == NUM_BLOCKS - 1
+
+
+def test_the_last_token_of_a_running_request_is_not_computed_yet(engine: TinyEngine) -> None:
+    tokens = decoding(engine, tokens_of(2 * BLOCK), outputs=5)
+    assert engine.push_cached(tokens, send_of("s", 0, len(tokens))) is None
+
+
+def test_blocks_of_a_running_request_are_not_sent_for_other_tokens_or_another_salt(engine: TinyEngine) -> None:
+    tokens = decoding(engine, tokens_of(2 * BLOCK + 3), outputs=5)
+    other = [*tokens[:-2], tokens[-2] + 1]
+    assert engine.push_cached(other, send_of("s", 0, len(other))) is None
+    assert engine.push_cached(tokens[:-1], send_of("s", 0, len(tokens) - 1), salt="another") is None
+
+
+def test_blocks_of_a_step_that_is_under_way_are_not_sent(engine: TinyEngine) -> None:
+    tokens = decoding(engine, tokens_of(2 * BLOCK), outputs=5)
+    request = engine.scheduler.requests["r"]
+    request.num_in_flight_tokens = 2
+    assert engine.push_cached(tokens[:-1], send_of("s", 0, len(tokens) - 1)) is None
+    assert engine.push_cached(tokens[:-2], send_of("s", 0, len(tokens) - 2)) is not None
+    request.num_in_flight_tokens = 0
+    engine.end_send("s")
+
+
+def test_a_request_in_its_first_step_sends_nothing(engine: TinyEngine) -> None:
+    tokens = tokens_of(MAX_BATCHED + 10)
+    request = engine.add("r", tokens, max_tokens=5)
+    engine.step()
+    assert request.num_computed_tokens == MAX_BATCHED
+    assert engine.push_cached(tokens[: MAX_BATCHED - 1], send_of("s", 0, MAX_BATCHED - 1)) is None

@@ -210,8 +210,8 @@ class TinyEngine:
     def release(self, lease: str) -> int:
         return core_methods.release(self.core, lease, self.agent.do(RevokeLease(lease)))
 
-    def push_cached(self, tokens: list[int], send: SendParams) -> Push | None:
-        return core_methods.push_cached(self.core, tokens, None, send)
+    def push_cached(self, tokens: list[int], send: SendParams, salt: str | None = None) -> Push | None:
+        return core_methods.push_cached(self.core, tokens, salt, send)
 
     def end_send(self, send_id: str) -> None:
         core_methods.end_send(self.core, send_id)

@@ -91,20 +91,43 @@ class SendPlanner:
         return Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks))
 
     def push_cached(self, probe: VLLMRequest, params: SendParams) -> Push | None:
-        """Pin ``[begin, end)`` if all of it is in the prefix cache; what to push then, with no forward pass.
+        """Pin ``[begin, end)`` if all of it is here by now; what to push then, with no forward pass.
 
+        That is so if it is in the prefix cache, or if a request that runs here has computed it: then the block that
+        this request is still filling goes as it is, since later tokens leave the bytes of earlier ones alone.
         ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
         """
-        computed, matched, _ = self._manager.get_computed_blocks(probe)
-        if matched < params.end or self._steps_in_flight():
-            return None
         first, until = params.begin // self._block_size, -(-params.end // self._block_size)
+        found = self._cached(probe, params.end) or self._running(probe, params.end)
+        if found is None:
+            return None
         sending = self._sending[params.send_id] = Sending(params, first, opened=True)
-        return self._push(sending, computed.blocks[0][first:until])
+        return self._push(sending, list(found[first:until]))
 
-    def _steps_in_flight(self) -> bool:
+    def _cached(self, probe: VLLMRequest, end: int) -> Sequence[KVCacheBlock] | None:
         # Under asynchronous scheduling the cache has blocks of steps that have not run yet.
-        return any(request.num_in_flight_tokens for request in self._scheduler.running)
+        if any(request.num_in_flight_tokens for request in self._scheduler.running):
+            return None
+        computed, matched, _ = self._manager.get_computed_blocks(probe)
+        return computed.blocks[0] if matched >= end else None
+
+    def _running(self, probe: VLLMRequest, end: int) -> Sequence[KVCacheBlock] | None:
+        """The blocks of a request that runs and has computed the probe's first ``end`` tokens.
+
+        A step that is under way may not have run yet. One whose first step has not ended (it still has the statistics
+        that go out with its first output) may stand on blocks that another request's step is computing.
+        """
+        tokens = probe._all_token_ids[:end]
+        for request in self._scheduler.running:
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            if (
+                done >= end
+                and request.prefill_stats is None
+                and request.cache_salt == probe.cache_salt
+                and request._all_token_ids[:end] == tokens
+            ):
+                return self._manager.get_blocks(request.request_id).blocks[0]
+        return None
 
     def end(self, send_id: str) -> None:
         """Stop a send, done or not, and unpin its blocks, which the agents have stopped reading: they may be rewritten.

@@ -1,0 +1,68 @@
+"""One engine of a fleet, and the sequences that are counted at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tercet.fleet.calls_in_flight import CallsInFlight
+from tercet.protocol import Engine, Role
+
+
+@dataclass
+class Member:
+    """One engine of the fleet.
+
+    ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
+    those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
+    words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
+    when somebody (the front door's watch) finds it well. A ``draining`` member is not picked any more. ``when_idle`` is
+    called each time that its last sequence ends.
+    """
+
+    name: str
+    url: str
+    role: Role
+    engine: Engine
+    in_flight: int = 0
+    reachable: bool = True
+    draining: bool = False
+    when_idle: Callable[[], None] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    in_flight_tokens: int = 0
+    calls: CallsInFlight = field(default_factory=CallsInFlight)
+
+    def can(self, role: Role) -> bool:
+        """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
+        return role == "both" or self.role in (role, "both")
+
+
+class Counted:
+    """One sequence in the counts of the engine that was picked for it; they follow it when it goes elsewhere."""
+
+    __slots__ = ("_member", "_tokens")
+
+    def __init__(self, member: Member, tokens: int) -> None:
+        self._tokens = tokens
+        self._member: Member | None = member
+        self._add(member, 1)
+
+    def go_to(self, member: Member) -> None:
+        """It is that engine's from now on."""
+        left = self._member
+        if left is not None and left is not member:
+            self._member = member
+            self._add(member, 1)
+            self._add(left, -1)
+
+    def end(self) -> None:
+        """It is over, wherever it was."""
+        left, self._member = self._member, None
+        if left is not None:
+            self._add(left, -1)
+
+    def _add(self, member: Member, one: int) -> None:
+        member.in_flight += one
+        member.in_flight_tokens += one * self._tokens
+        if member.in_flight == 0 and member.when_idle is not None:
+            member.when_idle()

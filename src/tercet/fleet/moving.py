@@ -1,0 +1,96 @@
+"""One running sequence on its way to another engine, as :func:`tercet.migration.migrate` sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from tercet.fleet.sequences import RunningSequence
+from tercet.fleet.trace import Generation, TracedEngine
+from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request
+
+
+class MovingSequence:
+    """Implements :class:`tercet.migration.Movable` for what an engine generates for ``sequence`` now.
+
+    Once it was cut over, ``recomputed`` is how many positions the destination computes besides that of the next token,
+    and ``pause`` for how many seconds the client has no token between the last one from the source and the first from
+    the destination; None if it had none before.
+
+    Raises :class:`~tercet.protocol.Conflict` if no engine generates it.
+    """
+
+    def __init__(self, sequence: RunningSequence) -> None:
+        generation = sequence.generation
+        if generation is None or generation.stream is None:
+            raise Conflict(f"seq_id: no engine generates {sequence.request.seq_id} at present", "seq_id")
+        self._sequence = sequence
+        self.generation: Generation = generation
+        self._id = sequence.further_id()
+        self.recomputed = 0
+        self.pause: float | None = None
+
+    @property
+    def engine(self) -> TracedEngine:
+        """Who works on it."""
+        return self.generation.engine
+
+    @property
+    def computed(self) -> int:
+        """See :class:`tercet.migration.Movable`. The last token's KV is computed in the step that makes the next."""
+        generation = self.generation
+        return generation.request.num_tokens + len(generation.tokens) - 1 if generation.begun else 0
+
+    def context(self) -> Request:
+        """See :class:`tercet.migration.Movable`."""
+        request = self.generation.request
+        tokens = (*request.prompt, *self.generation.tokens)[: self.computed]
+        return msgspec.structs.replace(request, seq_id=self._id, prompt=tokens, sampling_params={})
+
+    async def cut_over(self, to: Engine, begin: int) -> None:
+        """See :class:`tercet.migration.Movable`."""
+        arrival = _FirstOutput(self.engine.costs.clock)
+        left_at = None
+
+        def following() -> OutputStream:
+            nonlocal left_at
+            # From here on nothing comes from the source any more: what was taken from it is what the client gets.
+            generation, output = self.generation, tuple(self.generation.tokens)
+            left_at = self._sequence.last_at if self._sequence.answered else None
+            self.recomputed = max(0, self.computed - begin)
+            request = generation.request
+            if output:  # log probabilities of the prompt came with the first one
+                params = {name: value for name, value in request.sampling_params.items() if name != "prompt_logprobs"}
+                request = msgspec.structs.replace(request, sampling_params=params)
+            request = msgspec.structs.replace(request, seq_id=self._id)
+            stream = to.start_generate(request, min(begin, request.num_tokens), output)
+            stream.subscribe(arrival)
+            return stream
+
+        stream = self.generation.stream
+        if stream is None or not stream.hand_over(following):
+            raise Conflict(f"seq_id: {self._sequence.request.seq_id} ended at {self.engine.name} meanwhile", "seq_id")
+        arrived_at = await arrival.begun
+        if arrived_at is None:
+            raise EngineUnreachable(f"{to.name} did not begin to generate")
+        self.pause = arrived_at - left_at if left_at is not None else None
+
+
+class _FirstOutput:
+    """Observes the stream of the destination: ``begun`` is when its first output came, None if it has none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._clock = clock
+
+    def on_start(self, stream: OutputStream) -> None: ...
+
+    def on_output(self, output: Output) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None if output.broken_off else self._clock())
+
+    def on_end(self, error: BaseException | None) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)

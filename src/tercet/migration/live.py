@@ -1,0 +1,82 @@
+"""Live migration: a sequence goes on at another engine, with its KV, and its client does not notice.
+
+It is a program over the verbs. While the source decodes, what it has computed is sent in stages, each of which brings
+what came while the one before was on its way. Once few enough tokens are left, the sequence is cut over: nothing more
+is taken from the source, and the destination goes on behind the last token that was; it computes the few positions that
+no stage has brought in the step that makes the next token. The source is not asked, so it cannot be waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from tercet.protocol import Engine, Request, Reservation, Sent
+from tercet.settings import MoveSettings
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One stage: KV of the token positions ``[begin, end)``; ``seconds`` are those of the send."""
+
+    begin: int
+    end: int
+    bytes: int
+    seconds: float
+    transport: str
+
+    @classmethod
+    def of(cls, sent: Sent) -> Stage:
+        """What was sent in it."""
+        return cls(sent.begin, sent.end, sent.bytes, sent.seconds, sent.transport)
+
+
+class Movable(Protocol):
+    """A sequence that an engine works on, as a move sees it."""
+
+    @property
+    def engine(self) -> Engine:
+        """Who works on it."""
+        ...
+
+    @property
+    def computed(self) -> int:
+        """Tokens of it, from the first on, whose KV is in the engine for certain: 0 while it waits there."""
+        ...
+
+    def context(self) -> Request:
+        """A request whose prompt are the first :attr:`computed` tokens, under the id that it shall have next."""
+        ...
+
+    async def cut_over(self, to: Engine, begin: int) -> None:
+        """Have ``to`` go on with it, where the KV of ``[0, begin)`` is; returns when its first output is here.
+
+        Raises :class:`~tercet.protocol.TercetError` if the sequence has ended, or ``to`` does not begin.
+        """
+        ...
+
+
+async def migrate(sequence: Movable, to: Engine, settings: MoveSettings) -> tuple[Stage, ...]:
+    """Move a sequence to another engine; returns what was sent. One that waits is moved without KV.
+
+    Whatever ends this before the cut-over, cancellation included, leaves the sequence where it is and nothing behind at
+    the destination. Raises :class:`~tercet.protocol.TercetError`.
+    """
+    if not sequence.computed:
+        await sequence.cut_over(to, 0)
+        return ()
+    context = sequence.context()
+    async with to.prep_recv(context) as space:
+        sent = [await _send(sequence, context, space)]
+        while sequence.computed - space.end > settings.tail and len(sent) < settings.stages:
+            context = sequence.context()
+            space = await to.extend_recv(space, context)
+            sent.append(await _send(sequence, context, space))
+        await sequence.cut_over(to, space.end)
+    return tuple(sent)
+
+
+async def _send(sequence: Movable, context: Request, space: Reservation) -> Stage:
+    if not space.missing:  # the destination had it cached
+        return Stage(space.end, space.end, 0, 0.0, "")
+    return Stage.of(await sequence.engine.remote_send(context, space, space.matched_len))

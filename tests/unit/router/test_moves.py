@@ -1,0 +1,324 @@
+"""Running sequences go to another engine: clients see nothing of it, and what was taken is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineUnreachable,
+    NoSpace,
+    OutputStream,
+    Request,
+    Sent,
+    TercetError,
+    UnknownEngine,
+)
+from tercet.router.emptying import Emptying
+from tercet.router.routing import Plan
+from tercet.settings import MoveSettings
+
+from .conftest import Door
+
+PROMPT = tuple(range(100))
+TOKENS = 40
+WHOLE = [PROMPT[-1] + 1 + position for position in range(TOKENS)]
+HOLD = 10
+
+
+@dataclass
+class Client:
+    """One request and what its client has got."""
+
+    stream: OutputStream
+    trace: Trace
+    tokens: list[int] = field(default_factory=list[int])
+
+    async def read(self) -> None:
+        await self.stream.run(lambda output: self.tokens.extend(output.token_ids))
+
+    async def iterate(self) -> None:
+        async for output in self.stream:
+            self.tokens.extend(output.token_ids)
+
+
+async def turns(condition: object) -> None:
+    for _ in range(2000):
+        if condition():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+@asynccontextmanager
+async def running(
+    door: Door, program: str = "data_parallel", read: str = "read"
+) -> AsyncGenerator[tuple[Client, RunningSequence]]:
+    """A sequence that waits at ``d`` before its tenth token, and at ``p`` later; its client must get all in the end."""
+    await door.use(Plan(program=program))
+    await door.shared.change(lambda state: state.with_draining("p", True))
+    door.engine("d").let(HOLD)
+    door.engine("p").let(HOLD + 5)
+    trace = Trace()
+    request = Request(seq_id="s", prompt=PROMPT, sampling_params={"max_tokens": TOKENS})
+    client = Client(door.service.run(request, trace), trace)
+    task = asyncio.create_task(getattr(client, read)())
+    await turns(lambda: len(client.tokens) == HOLD)
+    (sequence,) = door.service.sequences
+    try:
+        yield client, sequence
+        for engine in door.engines.values():
+            engine.let(None)
+        await asyncio.wait_for(task, 10)
+        assert client.tokens == WHOLE
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, TercetError):
+            await task
+    assert await door.has_everything_back()
+    assert len(door.service.moves) == 0
+
+
+@pytest.mark.parametrize("read", ["read", "iterate"])
+async def test_a_running_sequence_goes_on_at_another_engine(door: Door, read: str) -> None:
+    async with running(door, read=read) as (client, sequence):
+        move = await door.service.moves.move(sequence, "p", "test")
+        assert (move.outcome, move.source, move.destination, move.recomputed) == ("moved", "d", "p", 0)
+        assert [(stage.begin, stage.end) for stage in move.stages] == [(0, 109)]
+        assert move.pause is not None
+        assert sequence.engine == "p"
+        assert door.engine("d").running == 0
+        assert [member.in_flight for member in door.fleet.members] == [1, 0]
+        assert (sequence.attempt, sequence.moves) == (0, 1)
+    assert ("start_generate", 100, tuple(WHOLE[:HOLD])) in door.engine("p").calls
+    assert [(event.verb, event.engine) for event in client.trace.events] == [
+        ("start_generate", "d"), ("prep_recv", "p"), ("remote_send", "d"), ("start_generate", "p"),
+    ]  # fmt: skip
+
+
+async def test_a_program_that_passes_outputs_on_by_itself_does_not_notice(door: Door, programs: str) -> None:
+    async with running(door, program=f"{programs}:good") as (_, sequence):
+        move = await door.service.moves.move(sequence, "p", "test")
+        assert move.outcome == "moved"
+
+
+async def test_stages_go_on_while_the_source_decodes(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage brings what came while the one before was on its way; the rest is computed at the destination."""
+    source = door.engine("d")
+    async with running(door) as (client, sequence):
+        at_each_stage, send = [HOLD + 8, HOLD + 14, HOLD + 17], source.remote_send
+
+        async def decode_meanwhile(*args: Any) -> Sent:
+            at = at_each_stage.pop(0)
+            source.let(at)
+            await turns(lambda: len(client.tokens) == at)
+            return await send(*args)
+
+        monkeypatch.setattr(source, "remote_send", decode_meanwhile)
+        door.engine("p").let(HOLD + 20)
+        door.service.moves.settings = MoveSettings(stages=5, tail=4)
+        move = await door.service.moves.move(sequence, "p", "test")
+        assert [stage.end for stage in move.stages] == [len(PROMPT) + HOLD - 1 + sent for sent in (0, 8, 14)]
+        assert move.recomputed == 3
+
+
+async def test_the_number_of_stages_is_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = door.engine("d")
+    async with running(door) as (client, sequence):
+        send = source.remote_send
+
+        async def decode_meanwhile(*args: Any) -> Sent:
+            at = len(client.tokens) + 7
+            source.let(at)
+            await turns(lambda: len(client.tokens) == at)
+            return await send(*args)
+
+        monkeypatch.setattr(source, "remote_send", decode_meanwhile)
+        door.engine("p").let(HOLD + 24)
+        door.service.moves.settings = MoveSettings(stages=2, tail=4)
+        move = await door.service.moves.move(sequence, "p", "test")
+        assert (len(move.stages), move.recomputed) == (2, 7)
+
+
+async def test_a_sequence_that_waits_at_its_engine_moves_without_kv(door: Door) -> None:
+    await door.use(Plan(program="data_parallel"))
+    await door.shared.change(lambda state: state.with_draining("p", True))
+    door.engine("d").let(0)
+    client = Client(
+        door.service.run(Request(seq_id="s", prompt=PROMPT, sampling_params={"max_tokens": TOKENS}), Trace()), Trace()
+    )
+    task = asyncio.create_task(client.read())
+    await turns(lambda: "start_generate" in door.engine("d").verbs)
+    (sequence,) = door.service.sequences
+    move = await door.service.moves.move(sequence, "p", "test")
+    assert (move.outcome, move.stages, move.pause) == ("moved", (), None)
+    await asyncio.wait_for(task, 10)
+    assert client.tokens == WHOLE
+    assert "prep_recv" not in door.engine("p").verbs
+    assert await door.has_everything_back()
+
+
+async def test_there_and_back_again_and_again(door: Door) -> None:
+    async with running(door) as (_, sequence):
+        for turn in range(10):
+            source, destination = ("d", "p") if turn % 2 == 0 else ("p", "d")
+            door.engine(destination).let(HOLD + 1 + turn)
+            move = await door.service.moves.move(sequence, destination, "test")
+            assert (move.source, sequence.engine) == (source, destination)
+            await turns(lambda at=HOLD + 1 + turn: len(sequence.tokens) == at)
+        assert sequence.moves == 10
+        assert door.engine("d").running + door.engine("p").running == 1
+
+
+@pytest.mark.parametrize("verb", ["prep_recv", "remote_send"])
+@pytest.mark.parametrize("error", [NoSpace("full"), EngineUnreachable("gone")])
+async def test_a_move_that_fails_leaves_the_sequence_where_it_is(door: Door, verb: str, error: TercetError) -> None:
+    door.engine("p" if verb == "prep_recv" else "d").failures[verb] = error
+    async with running(door) as (_, sequence):
+        with pytest.raises(type(error)):
+            await door.service.moves.move(sequence, "p", "test")
+        assert (sequence.engine, sequence.attempt, sequence.moves) == ("d", 0, 0)
+        (move,) = door.service.moves.since(0)
+        assert (move.outcome, move.error) == ("failed", error.message)
+        assert not door.engine("p").leases
+
+
+async def test_a_destination_that_does_not_begin_is_tried_elsewhere(door: Door) -> None:
+    door.engine("p").failures["start_generate"] = EngineUnreachable("gone")
+    async with running(door) as (_, sequence):
+        with pytest.raises(EngineUnreachable):
+            await door.service.moves.move(sequence, "p", "test")
+        door.engine("d").let(None)
+        await turns(lambda: sequence.attempt == 1)
+
+
+async def test_the_end_of_a_sequence_ends_its_move(door: Door) -> None:
+    door.engine("p").pause.clear()
+    async with running(door) as (_, sequence):
+        move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+        await turns(lambda: "prep_recv" in door.engine("p").verbs)
+        door.engine("d").let(None)
+        with pytest.raises(Conflict):
+            await asyncio.wait_for(move, 10)
+        (record,) = door.service.moves.since(0)
+        assert record.outcome == "ended"
+
+
+@pytest.mark.parametrize("verb", ["prep_recv", "remote_send", "start_generate"])
+async def test_a_client_that_leaves_in_the_middle_of_a_move(door: Door, verb: str) -> None:
+    await door.use(Plan(program="data_parallel"))
+    await door.shared.change(lambda state: state.with_draining("p", True))
+    source, destination = door.engine("d"), door.engine("p")
+    source.let(HOLD)
+    destination.let(HOLD)
+    held = source if verb == "remote_send" else destination
+    request = Request(seq_id="s", prompt=PROMPT, sampling_params={"max_tokens": TOKENS})
+    client = Client(door.service.run(request, Trace()), Trace())
+    task = asyncio.create_task(client.read())
+    await turns(lambda: len(client.tokens) == HOLD)
+    (sequence,) = door.service.sequences
+    if verb != "start_generate":
+        held.pause.clear()
+    move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+    await turns(lambda: verb in held.verbs)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    with pytest.raises(TercetError):
+        await asyncio.wait_for(move, 10)
+    held.pause.set()
+    assert await door.has_everything_back()
+
+
+async def test_who_moves_twice_at_a_time_or_to_nowhere_is_told(door: Door) -> None:
+    async with running(door) as (_, sequence):
+        with pytest.raises(UnknownEngine):
+            await door.service.moves.move(sequence, "x", "test")
+        with pytest.raises(BadRequest):
+            await door.service.moves.move(sequence, "d", "test")
+        door.engine("p").pause.clear()
+        first = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+        await turns(lambda: "prep_recv" in door.engine("p").verbs)
+        with pytest.raises(Conflict):
+            await door.service.moves.move(sequence, "p", "test")
+        door.engine("p").pause.set()
+        assert (await first).outcome == "moved"
+
+
+async def test_a_move_that_takes_too_long_ends(door: Door) -> None:
+    door.service.moves.settings = MoveSettings(deadline_s=0.01)
+    door.engine("p").pause.clear()
+    async with running(door) as (_, sequence):
+        with pytest.raises(Conflict, match="longer than"):
+            await door.service.moves.move(sequence, "p", "test")
+        assert sequence.engine == "d"
+        door.engine("p").pause.set()
+
+
+# ---- engines that are emptied ------------------------------------------------------------------------------------
+
+
+async def test_a_drained_engine_is_emptied(door: Door) -> None:
+    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
+    async with running(door) as (_, sequence):
+        await emptying.look()
+        assert len(door.service.moves) == 0
+        await door.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
+        await emptying.look()
+        await turns(lambda: [move.outcome for move in door.service.moves.since(0)] == ["moved"])
+        assert sequence.engine == "p"
+        (move,) = door.service.moves.since(0)
+        assert move.reason == "drain"
+
+
+async def test_with_nobody_else_a_drained_engine_finishes_its_own(door: Door) -> None:
+    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
+    async with running(door):
+        await door.shared.change(lambda state: state.with_draining("d", True))
+        await emptying.look()
+        assert not door.service.moves.since(0)
+
+
+async def test_a_drained_engine_is_emptied_within_the_limits(door: Door) -> None:
+    await door.use(Plan(program="data_parallel"))
+    await door.shared.change(lambda state: state.with_draining("p", True))
+    door.engine("d").let(HOLD)
+    requests = [Request(seq_id=f"s{n}", prompt=PROMPT, sampling_params={"max_tokens": TOKENS}) for n in range(6)]
+    clients = [Client(door.service.run(request, Trace()), Trace()) for request in requests]
+    tasks = [asyncio.create_task(client.read()) for client in clients]
+    await turns(lambda: all(len(client.tokens) == HOLD for client in clients))
+    await door.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
+    door.engine("p").pause.clear()
+    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
+    await emptying.look()
+    assert len(door.service.moves) == door.service.moves.settings.per_engine == 2
+    door.engine("p").pause.set()
+    for done in (2, 4, 6):
+        await turns(lambda done=done: sum(move.outcome == "moved" for move in door.service.moves.since(0)) == done)
+        await emptying.look()
+    await asyncio.gather(*tasks)
+    assert [client.tokens for client in clients] == [WHOLE] * 6
+    assert await door.has_everything_back()
+
+
+async def test_moves_are_asked_for_and_shown_by_http(door: Door) -> None:
+    async with running(door), door.client() as client:
+        answer = await client.post("/sequences/s/move", json={"destination": "p"})
+        assert (answer.status_code, answer.json()["outcome"], answer.json()["number"]) == (200, "moved", 1)
+        assert (await client.get("/moves")).json() == [answer.json()]
+        assert (await client.get("/moves?since=1")).json() == []
+        refusals = [
+            await client.post("/sequences/x/move", json={"destination": "p"}),
+            await client.post("/sequences/s/move", json={"destination": "x"}),
+            await client.post("/sequences/s/move", json={"to": "p"}),
+            await client.get("/moves?since=-1"),
+        ]
+        assert [answer.status_code for answer in refusals] == [404, 404, 400, 400]
