@@ -170,6 +170,7 @@ def test_a_running_request_goes_on_in_a_block_that_is_on_its_way(engine: TinyEng
 def test_the_last_token_of_a_running_request_is_not_computed_yet(engine: TinyEngine) -> None:
     tokens = decoding(engine, tokens_of(2 * BLOCK), outputs=5)
     assert engine.push_cached(tokens, send_of("s", 0, len(tokens))) is None
+    engine.abort("r")
 
 
 def test_blocks_of_a_running_request_are_not_sent_for_other_tokens_or_another_salt(engine: TinyEngine) -> None:
@@ -177,6 +178,7 @@ def test_blocks_of_a_running_request_are_not_sent_for_other_tokens_or_another_sa
     other = [*tokens[:-2], tokens[-2] + 1]
     assert engine.push_cached(other, send_of("s", 0, len(other))) is None
     assert engine.push_cached(tokens[:-1], send_of("s", 0, len(tokens) - 1), salt="another") is None
+    engine.abort("r")
 
 
 def test_blocks_of_a_step_that_is_under_way_are_not_sent(engine: TinyEngine) -> None:
@@ -184,9 +186,10 @@ def test_blocks_of_a_step_that_is_under_way_are_not_sent(engine: TinyEngine) -> 
     request = engine.scheduler.requests["r"]
     request.num_in_flight_tokens = 2
     assert engine.push_cached(tokens[:-1], send_of("s", 0, len(tokens) - 1)) is None
-    assert engine.push_cached(tokens[:-2], send_of("s", 0, len(tokens) - 2)) is not None
+    assert engine.push_cached(tokens[:-3], send_of("s", 0, len(tokens) - 3)) is not None
     request.num_in_flight_tokens = 0
     engine.end_send("s")
+    engine.abort("r")
 
 
 def test_a_request_in_its_first_step_sends_nothing(engine: TinyEngine) -> None:
@@ -195,3 +198,4 @@ def test_a_request_in_its_first_step_sends_nothing(engine: TinyEngine) -> None:
     engine.step()
     assert request.num_computed_tokens == MAX_BATCHED
     assert engine.push_cached(tokens[: MAX_BATCHED - 1], send_of("s", 0, MAX_BATCHED - 1)) is None
+    engine.abort("r")
