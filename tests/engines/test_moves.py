@@ -68,9 +68,12 @@ async def moving(fleet: Fleet) -> AsyncGenerator[list[Any]]:
 
 
 def answer_of(answer: dict[str, Any]) -> list[Any]:
+    return [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in answer["choices"]]
+
+
+def logprobs_of(answer: dict[str, Any]) -> list[float]:
     return [
-        (choice["text"], choice["token_ids"], choice["finish_reason"], choice["logprobs"])
-        for choice in answer["choices"]
+        value for choice in answer["choices"] if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]
     ]
 
 
@@ -83,14 +86,8 @@ async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, case: str, 
     async with moving(fleet) as moved:
         answer = await complete(fleet.url, prompt, headers, **CASES[case])
     assert answer_of(answer) == answer_of(calm)
+    assert logprobs_of(answer) == pytest.approx(logprobs_of(calm), abs=1e-3)  # rows of another batch round otherwise
     assert len(moved) >= 3
-    print(
-        case,
-        program,
-        len(moved),
-        [move["recomputed"] for move in moved],
-        [f"{move['pause'] * 1000:.0f}" for move in moved],
-    )
 
 
 async def test_many_requests_move_at_once(fleet: Fleet) -> None:
