@@ -17,7 +17,8 @@ class Member:
     those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
     words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
     when somebody (the front door's watch) finds it well. A ``draining`` member is not picked any more. ``when_idle`` is
-    called each time that its last sequence ends.
+    called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV cache has room; 0 while it
+    has not said so.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Member:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     in_flight_tokens: int = 0
     calls: CallsInFlight = field(default_factory=CallsInFlight)
+    kv_tokens: int = 0
 
     def can(self, role: Role) -> bool:
         """Whether it may serve in ``role``; every engine can do both, roles are the router's."""

@@ -216,6 +216,7 @@ class Membership:
     def _answered(self, member: Member, status: EngineStatus) -> None:
         """An engine has said how it is; one that breaks the promise is not picked, and why is said once."""
         self._fleet.heard(member.name, status.stalled_s)
+        member.kv_tokens = status.total_blocks * status.block_size
         try:
             self._admit(member.url, status)
         except BadRequest as error:

@@ -2,5 +2,21 @@
 
 from tercet.migration.limits import MovesUnderWay, Proposal
 from tercet.migration.live import Movable, Stage, migrate
+from tercet.migration.policies import LoadedEngine, Policy, Wanted, balance, drain, prefill_to_decode
+from tercet.migration.selection import Selection, SequenceView
 
-__all__ = ["Movable", "MovesUnderWay", "Proposal", "Stage", "migrate"]
+__all__ = [
+    "LoadedEngine",
+    "Movable",
+    "MovesUnderWay",
+    "Policy",
+    "Proposal",
+    "Selection",
+    "SequenceView",
+    "Stage",
+    "Wanted",
+    "balance",
+    "drain",
+    "migrate",
+    "prefill_to_decode",
+]

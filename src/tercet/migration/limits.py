@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,9 @@ class MovesUnderWay:
 
     def __len__(self) -> int:
         return len(self._moves)
+
+    def __iter__(self) -> Iterator[Proposal]:
+        return iter(tuple(self._moves.values()))
 
     def refusal(self, proposal: Proposal) -> str | None:
         """Why a move may not begin now; None if it may."""

@@ -19,11 +19,11 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
 from tercet.router.admission import Gate
-from tercet.router.emptying import Emptying
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
 from tercet.router.reload import reload_on_change
+from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
@@ -64,7 +64,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 promise = membership.promise = await state.until_ready()
                 background.spawn(membership.watch(), "membership")
                 background.spawn(state.follow(), "state")
-                background.spawn(Emptying(fleet, service.sequences, service.moves).run(), "emptying")
+                rescheduler = Rescheduler(fleet, service.sequences, service.moves, config.reschedule)
+                background.spawn(rescheduler.run(), "rescheduler")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
                 await _serve_openai(config, state, promise.max_model_len, shared)

@@ -2,7 +2,7 @@
 
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
-from tercet.settings.move_settings import MoveSettings
+from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "FrontDoorConfig",
     "Limits",
     "MoveSettings",
+    "RescheduleSettings",
     "RetryBudget",
     "RouterConfig",
     "Setting",

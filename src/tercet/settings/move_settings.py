@@ -1,8 +1,8 @@
-"""How running sequences are moved between engines, and how many at a time."""
+"""How running sequences are moved between engines, how many at a time, and by which policies."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +11,7 @@ from tercet.settings.declaration import Setting, Settings
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 MOVES = "Moves"
+Seconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 
 
 class MoveSettings(Settings, frozen=True):
@@ -27,7 +28,7 @@ class MoveSettings(Settings, frozen=True):
         Setting("A stage is the last one if no more tokens come meanwhile: the rest is computed anew.", panel=MOVES),
     ] = msgspec.field(default=16, name="move-tail")
     deadline_s: Annotated[
-        Annotated[float, Meta(gt=0, le=1_000_000_000)],
+        Seconds,
         Setting("How long a move may take; then the sequence stays where it is.", unit="seconds", panel=MOVES),
     ] = msgspec.field(default=30.0, name="move-deadline")
     at_once: Annotated[
@@ -48,3 +49,31 @@ class MoveSettings(Settings, frozen=True):
         Annotated[float, Meta(ge=0, le=1)],
         Setting("Share of an engine's KV cache in use from which on nothing is moved to it.", panel=MOVES),
     ] = msgspec.field(default=0.95, name="max-move-kv-usage")
+
+
+class RescheduleSettings(Settings, frozen=True):
+    """Which policies propose moves, and what they choose."""
+
+    policies: Annotated[
+        tuple[Literal["prefill_to_decode", "decode_load", "neutral_load"], ...],
+        Setting("A policy that proposes moves, repeatable; see docs/migration.md.", flag="--reschedule", panel=MOVES),
+    ] = msgspec.field(default=(), name="reschedule")
+    interval_s: Annotated[
+        Seconds, Setting("From one look at the fleet to the next.", unit="seconds", panel=MOVES)
+    ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
+    threshold: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        Setting("Difference of two engines' KV usage from which on their loads are balanced.", panel=MOVES),
+    ] = msgspec.field(default=0.2, name="reschedule-threshold")
+    order: Annotated[
+        Literal["SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
+        Setting("Which sequences are moved first to balance loads.", panel=MOVES),
+    ] = msgspec.field(default="SR", name="reschedule-order")
+    measure: Annotated[
+        Literal["num_req", "num_tokens", "block_ratio"],
+        Setting("Of what `--reschedule-value` is the most that is moved from an engine at a time.", panel=MOVES),
+    ] = msgspec.field(default="num_req", name="reschedule-measure")
+    value: Annotated[
+        Annotated[float, Meta(gt=0, le=1_000_000_000)],
+        Setting("So many sequences or tokens, or this part of its KV cache.", panel=MOVES),
+    ] = msgspec.field(default=1.0, name="reschedule-value")

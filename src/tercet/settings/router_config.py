@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
 from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings, complaint, key_values
-from tercet.settings.move_settings import MoveSettings
+from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -121,9 +121,10 @@ class Limits(Settings, frozen=True):
 
 
 class FrontDoorConfig(Settings, frozen=True):
-    """What every front door can be told. ``retries``, ``limits`` and ``moves`` are groups; limits are one worker's own.
+    """What every front door can be told.
 
-    ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
+    ``retries``, ``limits``, ``moves`` and ``reschedule`` are groups; limits are one worker's own. ``model`` gives the
+    tokenizer and the chat template; the engines must serve the same one.
     """
 
     model: Annotated[str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")] = (
@@ -167,6 +168,7 @@ class FrontDoorConfig(Settings, frozen=True):
     ] = msgspec.field(default=30.0, name="wait-for-engine")
     limits: Limits = Limits()
     moves: MoveSettings = MoveSettings()
+    reschedule: RescheduleSettings = RescheduleSettings()
     request_timeout_s: Annotated[
         Seconds | None,
         Setting("How long a request may take; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),

@@ -14,6 +14,7 @@ from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import (
     BadRequest,
     Conflict,
+    EngineLoad,
     EngineUnreachable,
     NoSpace,
     OutputStream,
@@ -22,9 +23,9 @@ from tercet.protocol import (
     TercetError,
     UnknownEngine,
 )
-from tercet.router.emptying import Emptying
+from tercet.router.rescheduler import Rescheduler
 from tercet.router.routing import Plan
-from tercet.settings import MoveSettings
+from tercet.settings import MoveSettings, RescheduleSettings
 
 from .conftest import Door
 
@@ -84,7 +85,7 @@ async def running(
         with suppress(asyncio.CancelledError, TercetError):
             await task
     assert await door.has_everything_back()
-    assert len(door.service.moves) == 0
+    assert len(door.service.moves.under_way) == 0
 
 
 @pytest.mark.parametrize("read", ["read", "iterate"])
@@ -263,16 +264,20 @@ async def test_a_move_that_takes_too_long_ends(door: Door) -> None:
         door.engine("p").pause.set()
 
 
-# ---- engines that are emptied ------------------------------------------------------------------------------------
+# ---- the rescheduler ---------------------------------------------------------------------------------------------
+
+
+def rescheduler_of(door: Door, **settings: Any) -> Rescheduler:
+    return Rescheduler(door.fleet, door.service.sequences, door.service.moves, RescheduleSettings(**settings))
 
 
 async def test_a_drained_engine_is_emptied(door: Door) -> None:
-    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
+    rescheduler = rescheduler_of(door)
     async with running(door) as (_, sequence):
-        await emptying.look()
-        assert len(door.service.moves) == 0
+        await rescheduler.look()
+        assert len(door.service.moves.under_way) == 0
         await door.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
-        await emptying.look()
+        await rescheduler.look()
         await turns(lambda: [move.outcome for move in door.service.moves.since(0)] == ["moved"])
         assert sequence.engine == "p"
         (move,) = door.service.moves.since(0)
@@ -280,10 +285,10 @@ async def test_a_drained_engine_is_emptied(door: Door) -> None:
 
 
 async def test_with_nobody_else_a_drained_engine_finishes_its_own(door: Door) -> None:
-    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
+    rescheduler = rescheduler_of(door)
     async with running(door):
         await door.shared.change(lambda state: state.with_draining("d", True))
-        await emptying.look()
+        await rescheduler.look()
         assert not door.service.moves.since(0)
 
 
@@ -297,13 +302,13 @@ async def test_a_drained_engine_is_emptied_within_the_limits(door: Door) -> None
     await turns(lambda: all(len(client.tokens) == HOLD for client in clients))
     await door.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
     door.engine("p").pause.clear()
-    emptying = Emptying(door.fleet, door.service.sequences, door.service.moves)
-    await emptying.look()
-    assert len(door.service.moves) == door.service.moves.settings.per_engine == 2
+    rescheduler = rescheduler_of(door)
+    await rescheduler.look()
+    assert len(door.service.moves.under_way) == door.service.moves.settings.per_engine == 2
     door.engine("p").pause.set()
     for done in (2, 4, 6):
         await turns(lambda done=done: sum(move.outcome == "moved" for move in door.service.moves.since(0)) == done)
-        await emptying.look()
+        await rescheduler.look()
     await asyncio.gather(*tasks)
     assert [client.tokens for client in clients] == [WHOLE] * 6
     assert await door.has_everything_back()
@@ -322,3 +327,46 @@ async def test_moves_are_asked_for_and_shown_by_http(door: Door) -> None:
             await client.get("/moves?since=-1"),
         ]
         assert [answer.status_code for answer in refusals] == [404, 404, 400, 400]
+
+
+async def test_sequences_leave_prefill_engines_after_their_first_token(door: Door) -> None:
+    """Llumnix's disaggregation: requests are dispatched to prefill engines only, and move once they have a token."""
+    await door.use(Plan(program="data_parallel", args={"role": "prefill"}))
+    door.engine("p").let(0)
+    door.engine("d").let(HOLD)
+    rescheduler = rescheduler_of(door, policies=("prefill_to_decode",))
+    client = Client(
+        door.service.run(Request(seq_id="s", prompt=PROMPT, sampling_params={"max_tokens": TOKENS}), Trace()), Trace()
+    )
+    task = asyncio.create_task(client.read())
+    await turns(lambda: "start_generate" in door.engine("p").verbs)
+    await rescheduler.look()
+    assert not door.service.moves.since(0)
+    door.engine("p").let(1)
+    await turns(lambda: len(client.tokens) == 1)
+    await rescheduler.look()
+    await turns(lambda: len(client.tokens) == HOLD)
+    (move,) = door.service.moves.since(0)
+    assert (move.source, move.destination, move.reason) == ("p", "d", "prefill_to_decode")
+    door.engine("d").let(None)
+    await task
+    assert client.tokens == WHOLE
+    assert await door.has_everything_back()
+
+
+async def test_loads_are_balanced_by_what_engines_report(door: Door) -> None:
+    rescheduler = rescheduler_of(door, policies=("decode_load",), threshold=0.1)
+    async with running(door) as (_, sequence):
+        await door.shared.change(lambda state: state.with_draining("p", False).with_role("p", "decode"))
+        for member in door.fleet.members:
+            member.kv_tokens = 1000
+        await rescheduler.look()
+        assert not door.service.moves.since(0), "nobody has reported anything"
+        door.fleet.report("d", EngineLoad(waiting=0, running=1, kv_usage=0.4))
+        door.fleet.report("p", EngineLoad(waiting=0, running=0, kv_usage=0.1))
+        await rescheduler.look()
+        await turns(lambda: sequence.engine == "p")
+        await turns(lambda: [move.outcome for move in door.service.moves.since(0)] == ["moved"])
+        door.fleet.report("p", EngineLoad(waiting=0, running=1, kv_usage=0.9))
+        await rescheduler.look()
+        assert len(list(door.service.moves.since(0))) == 1, "what was just moved is left alone for a while"

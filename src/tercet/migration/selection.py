@@ -1,0 +1,86 @@
+"""Which sequences of an engine are moved first, and how many: the rules of Llumnix, by their names there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Order = Literal["SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
+Measure = Literal["num_req", "num_tokens", "block_ratio"]
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """One sequence on an engine, as policies see it.
+
+    ``tokens`` are those of its prompt and output, ``share`` the part of the engine's KV cache (0 to 1) that they take;
+    ``age`` is in seconds. It is ``running`` once it has a token, and waits before.
+    """
+
+    seq_id: str
+    tokens: int
+    share: float
+    running: bool
+    age: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """At most ``value`` of an engine's sequences, in an order.
+
+    The measure says of what: sequences (``num_req``), their tokens together (``num_tokens``), or the part of the KV
+    cache that they take together (``block_ratio``). Sequences that do not fit any more are passed over.
+
+    | order | |
+    | --- | --- |
+    | ``SR`` | running ones, the shortest first |
+    | ``LR`` | running ones, the longest first |
+    | ``FCR`` | running ones, the one that came first first |
+    | ``LCR`` | running ones, the one that came last first |
+    | ``FCW`` | waiting ones, the one that came first first |
+    | ``FCWSR`` | ``FCW``, then ``SR`` |
+    """
+
+    order: Order = "SR"
+    measure: Measure = "num_req"
+    value: float = 1.0
+
+    def of(self, sequences: Sequence[SequenceView]) -> Iterator[SequenceView]:
+        """The chosen ones, in their order."""
+        taken, size = 0.0, SIZES[self.measure]
+        for sequence in ORDERS[self.order](sequences):
+            if taken + size(sequence) <= self.value:
+                taken += size(sequence)
+                yield sequence
+
+
+SIZES: Mapping[Measure, Callable[[SequenceView], float]] = {
+    "num_req": lambda sequence: 1.0,
+    "num_tokens": lambda sequence: float(sequence.tokens),
+    "block_ratio": lambda sequence: sequence.share,
+}
+
+
+def _sorted(
+    sequences: Iterable[SequenceView], running: bool, by: Callable[[SequenceView], float]
+) -> list[SequenceView]:
+    return sorted((each for each in sequences if each.running is running), key=by)
+
+
+def _shortest(sequences: Sequence[SequenceView]) -> list[SequenceView]:
+    return _sorted(sequences, True, lambda each: each.tokens)
+
+
+def _longest_waiting(sequences: Sequence[SequenceView]) -> list[SequenceView]:
+    return _sorted(sequences, False, lambda each: -each.age)
+
+
+ORDERS: Mapping[Order, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
+    "SR": _shortest,
+    "LR": lambda sequences: _sorted(sequences, True, lambda each: -each.tokens),
+    "FCR": lambda sequences: _sorted(sequences, True, lambda each: -each.age),
+    "LCR": lambda sequences: _sorted(sequences, True, lambda each: each.age),
+    "FCW": _longest_waiting,
+    "FCWSR": lambda sequences: _longest_waiting(sequences) + _shortest(sequences),
+}
