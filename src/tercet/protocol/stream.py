@@ -38,7 +38,7 @@ class OutputStream:
     The stream is over with the first output that has a finish reason, with an error, and when ``produce`` returns.
     Nothing is put into it then. ``produce`` is cancelled when the consumer leaves, and has ended when :meth:`aclose`
     returns and before an error is raised to the consumer. The consumer does not see it when another producer goes on
-    with the sequence (:meth:`hand_over`).
+    with the sequence (:meth:`hand_over`); so what one has set going puts nothing into the stream after it has ended.
     """
 
     __slots__ = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,8 +33,11 @@ class BrokenOff(EngineError):
 class Attempts:
     """Runs programs for a sequence, one after another: each passes outputs on to ``stream`` until it ends or fails."""
 
-    def __init__(self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None]) -> None:
+    def __init__(
+        self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
         self._sequence = sequence
+        self._clock = clock
         self._stream = stream
         self._on_finish = on_finish
         self._fault: ProgramFault | BrokenOff | None = None
@@ -69,7 +71,7 @@ class Attempts:
         if not isinstance(output, Output):
             self._fault = ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
         elif output.finish_reason is None:
-            self._sequence.record(output, time.monotonic())
+            self._sequence.record(output, self._clock())
             self._stream.put(output)
         elif output.broken_off:
             self._fault = BrokenOff(output)
@@ -81,7 +83,7 @@ class Attempts:
     def finish(self, output: Output) -> None:
         """The sequence ends with this output."""
         if not self._stream.over:
-            self._sequence.record(output, time.monotonic())
+            self._sequence.record(output, self._clock())
             self._on_finish()
             self._stream.put(output)
 

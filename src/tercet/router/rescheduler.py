@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -46,7 +45,7 @@ class Rescheduler:
 
     async def look(self) -> None:
         """Begin the moves that may begin now; what is over a limit is proposed again next time."""
-        now = time.monotonic()
+        now = self._fleet.costs.clock()
         self._not_before = {sequence: at for sequence, at in self._not_before.items() if at > now}
         if not len(self._sequences) or (not self._policies and not any(each.draining for each in self._fleet.members)):
             return

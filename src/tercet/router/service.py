@@ -65,6 +65,7 @@ class Service:
         moves: MoveSettings = MOVES,
     ) -> None:
         self.fleet = fleet
+        self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
         self.moves = Moves(fleet, metrics, moves)
         self._retries = retries
@@ -117,11 +118,11 @@ class Service:
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        tried_at = time.monotonic()
+        tried_at = self._clock()
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
         fleet = self.fleet.traced(trace, sequence.generates)
         program = partial(chosen.program, request, fleet)
-        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace))
+        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
         with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence, self._was_taken(failure, tried_at))
@@ -130,7 +131,7 @@ class Service:
                     return
                 await asyncio.sleep(retry.pause)
                 await self._until_an_engine_answers()
-                tried_at = time.monotonic()
+                tried_at = self._clock()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
 
@@ -186,7 +187,7 @@ class Service:
             self._failed(chosen, error)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
             return None
-        retry = sequence.next_attempt(time.monotonic(), was_taken)
+        retry = sequence.next_attempt(self._clock(), was_taken)
         if retry is not None:
             if chosen.name != ONE_ENGINE:
                 sequence.program = f"{chosen.name} -> {ONE_ENGINE}"

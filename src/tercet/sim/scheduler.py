@@ -116,6 +116,11 @@ class SimScheduler:
             self._between.append(action)
             self._cut()
 
+    def settle(self, work: Work) -> None:
+        """Bring a sequence's counts up to now; to be called between steps."""
+        if work.state == "decoding":
+            self._decoding.settle(work)
+
     def drop(self, work: Work) -> None:
         """Forget a sequence and free its blocks; to be called between steps."""
         if work.state == "left":

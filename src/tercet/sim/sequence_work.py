@@ -62,6 +62,15 @@ class Work:
         """Tokens whose KV may come from the cache: one must be computed if a token is to be produced."""
         return self.known - 1 if self.goal else self.known
 
+    def may_be(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these tokens are its prompt, and output after it."""
+        length = self.length
+        return (
+            len(tokens) > length
+            and tokens[length - 1] == self.prompt.tokens[-1]
+            and tokens[:length] == self.prompt.tokens
+        )
+
     def hashes(self, block_size: int) -> list[int]:
         """The hashes of the full blocks of all known tokens."""
         after = self.given + self.produced

@@ -195,7 +195,10 @@ class SimEngine:
         self._sends[send] = request.seq_id
         scheduler = self._scheduler
         try:
-            scheduler.submit(work)
+            if sample or not await self._sends_running(request, send, end):
+                scheduler.submit(work)
+            else:
+                work.usage = Usage(cached=end)
             await send.done
         finally:
             self._sends.pop(send, None)
@@ -203,6 +206,20 @@ class SimEngine:
         first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
         seconds = self._loop.time() - started
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
+
+    async def _sends_running(self, request: Request, send: Send, end: int) -> bool:
+        """Whether a sequence that is generated here has computed these tokens; its own blocks are sent then."""
+        source = next((work for work in self._generating.values() if work.may_be(request.prompt)), None)
+        return source is not None and await self._between_steps(partial(self._send_running, source, request, send, end))
+
+    def _send_running(self, source: Work, request: Request, send: Send, end: int) -> bool:
+        self._scheduler.settle(source)
+        if source.computed < end or source.prompt.output(0, end - source.length) != request.prompt[source.length : end]:
+            return False
+        now = self._loop.time()
+        send.chunk(0, end, now, now)
+        send.computed()
+        return True
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         return OutputStream(partial(self._generate, request, begin, output))
@@ -217,6 +234,7 @@ class SimEngine:
             scheduler.submit(work)
             await stream.until_over()
         finally:
+            work.stream = None  # another producer may go on with the stream while this work waits to be dropped
             self._generating.pop(request.seq_id, None)
             if work.state != "left":
                 scheduler.between_steps(partial(scheduler.drop, work))

@@ -456,7 +456,7 @@ def test_live_migration_moves_a_running_context() -> None:
         moved = Request(seq_id="move", prompt=(*request.prompt, *whole[:60]), sampling_params={"max_tokens": 1})
         async with destination.prep_recv(moved) as space:
             sent = await source.remote_send(moved, space, 0)
-        assert sent.usage.cached == 96
+        assert (sent.usage.cached, sent.usage.computed) == (160, 0), "its own blocks, the partly filled one included"
         await stream.aclose()
         assert first.token_ids == (whole[0],)
         rest = await tokens_of(destination, request_of("s", 100, 200), output=tuple(whole[:60]))

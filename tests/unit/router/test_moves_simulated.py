@@ -1,0 +1,85 @@
+"""Moves between simulated engines, in virtual time: what they cost can be worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tercet.fleet import EngineFleet, Member, Trace
+from tercet.router.metrics import Metrics
+from tercet.router.moves import MoveRecord
+from tercet.router.service import Service
+from tercet.settings import MoveSettings
+from tercet.sim import SimEngine, run_virtual
+
+from ..sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
+
+STEP = 0.010
+OUTPUT = 400
+
+
+async def serve(
+    metrics: Metrics, length: int, speed: float, others: int = 0, **settings: Any
+) -> tuple[MoveRecord, list[SimEngine]]:
+    """One request of ``length`` tokens is moved after its 20th token; every answer must be that of one that stays."""
+    engines = engines_of("a", "b", profile=profile_of(speed=speed), stream_every=1)
+    clock = asyncio.get_running_loop().time
+    members = [Member("a", "", "prefill", engines[0]), Member("b", "", "decode", engines[1])]
+    fleet, moves = EngineFleet(members, clock=clock), MoveSettings(**settings)
+    service = Service(fleet, "data_parallel", {"role": "prefill"}, metrics, moves=moves)
+    requests = [request_of(f"s{n}", length, OUTPUT, first=n * 10_000) for n in range(1 + others)]
+    tokens: list[list[int]] = [[] for _ in requests]
+    streams = [service.run(request, Trace()) for request in requests]
+    reading = [
+        asyncio.create_task(stream.run(lambda output, into=into: into.extend(output.token_ids)))
+        for stream, into in zip(streams, tokens, strict=True)
+    ]
+    while len(tokens[0]) < 20:
+        await asyncio.sleep(STEP / 2)
+    move = await service.moves.move(service.sequences.named("s0"), "b", "test")
+    assert [sequence.engine for sequence in service.sequences] == ["b"] + ["a"] * others
+    await asyncio.gather(*reading)
+    for request, got in zip(requests, tokens, strict=True):
+        assert tuple(got) == engines[0].network.prompts.get(request.prompt, None).output(0, OUTPUT)
+    return move, engines
+
+
+@pytest.mark.parametrize("length", [256, 1024, 8192])
+def test_the_pause_is_flat_and_at_most_two_steps(metrics: Metrics, length: int) -> None:
+    async def check() -> None:
+        move, engines = await serve(metrics, length, speed=1e9)
+        assert move.pause is not None
+        assert STEP <= move.pause <= 2.5 * STEP
+        assert move.stages[0].begin == 0
+        assert move.stages[0].bytes == move.stages[0].end * KV_BYTES
+        assert move.recomputed <= 16
+        await asyncio.sleep(1)
+        assert all(is_empty(engine) for engine in engines)
+
+    run_virtual(check())
+
+
+def test_a_slow_link_takes_more_stages_and_the_sequence_decodes_meanwhile(metrics: Metrics) -> None:
+    async def check() -> None:
+        # The first stage takes a second, in which a hundred tokens come.
+        move, engines = await serve(metrics, 1000, speed=1000 * KV_BYTES, stages=6)
+        assert len(move.stages) >= 2
+        assert [stage.begin for stage in move.stages[1:]] == [
+            stage.end // engines[0].profile.block_size * engines[0].profile.block_size for stage in move.stages[:-1]
+        ]
+        assert move.pause is not None
+        assert move.pause <= 4 * STEP
+        assert move.seconds >= 0
+
+    run_virtual(check())
+
+
+def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None:
+    async def check() -> None:
+        _, engines = await serve(metrics, 500, speed=1e9, others=3)
+        assert engines[0].counters.prefill_tokens == 4 * 500
+        assert engines[1].counters.prefill_tokens <= 16
+
+    run_virtual(check())
