@@ -101,6 +101,10 @@ class Arena(ABC):
     async def _at_rest(self) -> Holdings:
         """What there is before the load, once nothing of the calm questions is left."""
 
+    @abstractmethod
+    async def _drain(self, engine: str, draining: bool) -> None:
+        """Have the front door empty an engine, or pick it again."""
+
     def _slow_disk(self) -> AbstractAsyncContextManager[None]:
         """While entered, disks are slow."""
         raise ValueError("this fleet has no disk")
@@ -218,6 +222,10 @@ class Arena(ABC):
                 await engine.start()
             case "full_kv":
                 return f"{await self._fill(engine, fault.seconds)} reservations"
+            case "drain":
+                await self._drain(engine.name, True)
+                await asyncio.sleep(fault.seconds)
+                await self._drain(engine.name, False)
             case "slow_disk":
                 async with self._slow_disk():
                     await asyncio.sleep(fault.seconds)

@@ -13,7 +13,7 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import complaint
 
-FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "slow_disk", "clock"]
+FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "slow_disk", "clock"]
 """
 - ``kill``: SIGKILL; a supervisor starts the engine anew after the fault's seconds.
 - ``stop``: SIGSTOP, and SIGCONT after that.
@@ -21,6 +21,7 @@ FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "slow_
 - ``cut``: no packet between the engine and its front door passes; connections survive, as with a lost route.
 - ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
 - ``full_kv``: reservations of a stranger pin all blocks that the engine lends.
+- ``drain``: the front door empties the engine, which is no fault, and picks it again after that.
 - ``slow_disk``: somebody writes and syncs without end where the fleet's files are.
 - ``clock``: the engine's wall clock is wrong, by up to an hour, and then right again.
 """

@@ -43,7 +43,7 @@ REAL_LOAD = LoadShape(
 
 def real_shape(config: UpConfig) -> FleetShape:
     """What can happen to a fleet of this machine: a wrong clock where there is a C compiler."""
-    kinds: tuple[FaultKind, ...] = ("kill", "stop", "hang", "cut", "impostor", "full_kv", "slow_disk")
+    kinds: tuple[FaultKind, ...] = ("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "slow_disk")
     return FleetShape(
         engines=tuple(name for name, _ in config.roles),
         kinds=(*kinds, "clock") if can_be_built() else kinds,
@@ -124,6 +124,12 @@ class RealArena(Arena):
                 named = [NAME.search(sequence["seq_id"]) for sequence in found]
                 return tuple(each[1] for each in named if each is not None)
         return ()
+
+    async def _drain(self, engine: str, draining: bool) -> None:
+        method = "POST" if draining else "DELETE"
+        async with self._session.request(method, f"{self._fleet.url}/tercet/v1/engines/{engine}/drain") as response:
+            if response.status != 200:
+                self.complaints.append(f"{method} of {engine}'s drain: {response.status}")
 
     async def _ask_front_door(self, what: str) -> Any:
         async with self._session.get(f"{self._fleet.url}/tercet/v1/{what}") as response:

@@ -28,6 +28,7 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role
 from tercet.router.metrics import Metrics
+from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import PROGRAM_HEADER, Service
 from tercet.settings import EngineAddress, FrontDoorConfig
 from tercet.sim import EngineOptions, load_profile
@@ -63,7 +64,7 @@ class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
         """What can happen to it."""
         return FleetShape(
             engines=tuple(self.roles),
-            kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv"),
+            kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain"),
             processes=("engine", "api", "core"),
             shortest=0.02,
             longest=8.0,
@@ -186,12 +187,16 @@ class SimulatedArena(Arena):
             for name, role in self._roles.items():
                 await members.enter(EngineAddress(name, self._places[name].url, role))
             members.promise = await members.until_ready(START_SECONDS)
-            watching = asyncio.create_task(members.watch())
+            rescheduler = Rescheduler(
+                self._fleet, self._service.sequences, self._service.moves, FrontDoorConfig().reschedule
+            )
+            looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
                 yield
             finally:
-                watching.cancel()
-                await asyncio.wait([watching])
+                for task in looking:
+                    task.cancel()
+                await asyncio.wait(looking)
         for engine in self._places.values():
             if engine.is_up:
                 await engine.kill()
@@ -214,6 +219,9 @@ class SimulatedArena(Arena):
 
     async def _generated_by(self, engine: str) -> tuple[str, ...]:
         return tuple(sequence.request.seq_id for sequence in self._service.sequences.on(engine))
+
+    async def _drain(self, engine: str, draining: bool) -> None:
+        self._fleet.drain(engine, draining)
 
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         with self._stranger.enter():
