@@ -14,6 +14,7 @@ from tercet.cli.bench import bench
 from tercet.cli.chaos import chaos
 from tercet.cli.demo import demo
 from tercet.cli.fleet_commands import engines, scheduling
+from tercet.cli.moves import moves
 from tercet.cli.profile import profile
 from tercet.cli.program import program
 from tercet.cli.servers import engine, router
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 for command in (up, engine, router, demo, chaos):
     app.command()(command)
-for group in (program, engines, scheduling, bench, sim, profile):
+for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)
 
 
@@ -54,7 +55,7 @@ def tercet(
 
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet scheduling` and `tercet engines` change them while traffic flows.
+    - `tercet program`, `tercet scheduling`, `tercet engines` and `tercet moves` change them while traffic flows.
     """
 
 

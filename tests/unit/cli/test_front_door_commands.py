@@ -17,8 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from tercet.cli import app
+from tercet.migration import Stage
 from tercet.router import admin
 from tercet.router.metrics import Metrics
+from tercet.router.moves import MoveRecord
 
 from ..router.conftest import PROGRAMS, Door, Engine, metrics
 
@@ -180,6 +182,26 @@ def test_engines(front_door: Running, tercet: Any) -> None:
     assert [engine["name"] for engine in json.loads(tercet("engines", "list", "--json"))] == ["p", "d"]
     assert "it has p, d" in tercet("engines", "remove", "new", code=1)
     assert "already" in tercet("engines", "add", "p", "http://new", code=1)
+
+
+def test_moves(front_door: Running, tercet: Any) -> None:
+    assert tercet("moves", "list") == tercet("moves", "sequences") == ""
+    assert "no sequence 'x' runs" in tercet("moves", "start", "x", "p", code=1)
+    move = MoveRecord(1, "s", "d", "p", "drain", 0.0, 120, "moved", (Stage(0, 119, 2_500_000, 0.1, "host"),), 2, 0.05)
+    front_door.door.service.moves._record += [
+        move,
+        MoveRecord(2, "t", "d", "p", "drain", 0.0, 9, "failed", error="oh no"),
+    ]
+    assert tercet("moves", "list").splitlines() == [
+        "    1  s  d -> p  drain  moved  120 tokens, 1 stage, 2.5 MB, 2 tokens computed anew, pause 50 ms",
+        "    2  t  d -> p  drain  failed: oh no",
+    ]
+    assert [json.loads(line)["number"] for line in tercet("moves", "list", "--json").splitlines()] == [1, 2]
+
+
+def test_draining_waits_if_asked_to(front_door: Running, tercet: Any) -> None:
+    assert "draining" in tercet("engines", "drain", "d", "--wait")
+    assert "--wait" in tercet("engines", "drain", "d", "--undo", "--wait", code=2)
 
 
 def test_the_key(metrics: Metrics, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
