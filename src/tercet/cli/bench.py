@@ -30,6 +30,7 @@ from tercet.bench.results import (
     versions,
 )
 from tercet.bench.summary import Summary
+from tercet.cli.bench_migration import migration
 from tercet.cli.bench_options import bench_command
 from tercet.cli.bench_transfer import transfer
 from tercet.cli.terminal import say, write_file
@@ -45,6 +46,7 @@ bench = typer.Typer(
     help="Measure any OpenAI endpoint, compare programs on the same engines, and draw the results.",
 )
 bench.command()(transfer)
+bench.command()(migration)
 
 
 @bench.command()
