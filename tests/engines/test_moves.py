@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -119,3 +119,33 @@ async def test_the_first_move_brings_the_whole_context_and_nothing_is_computed_b
     await request
     _, moves = await ask(fleet, "GET", f"/moves?since={move['number'] - 1}")
     assert moves == [move]
+
+
+async def test_a_drained_engine_is_emptied_while_requests_run(fleet: Fleet) -> None:
+    prompts = [prompt_of(200 + 10 * index, seed=50 + index) for index in range(4)]
+    fields = {**LONG, "max_tokens": 150}
+    headers = {"x-tercet-program": "data_parallel"}
+    calm = [await complete(fleet.url, prompt, headers, **fields) for prompt in prompts]
+    asked = [asyncio.create_task(complete(fleet.url, prompt, headers, **fields)) for prompt in prompts]
+    await until(fleet, lambda running: len(running) == 4 and all(each["state"] == "running" for each in running))
+    status, _ = await ask(fleet, "POST", "/engines/decode-0/drain")
+    assert status == 200
+    try:
+        await until(fleet, lambda running: all(each["engine"] == "prefill-0" for each in running))
+        _, engines = await ask(fleet, "GET", "/engines")
+        assert {each["name"]: each["in_flight"] for each in engines}["decode-0"] == 0
+        answers = await asyncio.gather(*asked)
+    finally:
+        await ask(fleet, "DELETE", "/engines/decode-0/drain")
+    assert [answer_of(answer) for answer in answers] == [answer_of(answer) for answer in calm]
+    _, moves = await ask(fleet, "GET", "/moves")
+    assert [each["reason"] for each in moves if each["outcome"] == "moved"].count("drain") >= 1
+
+
+async def until(fleet: Fleet, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Return once that is true of what runs; the test's own time limit bounds it."""
+    while True:
+        _, running = await ask(fleet, "GET", "/sequences")
+        if holds(running):
+            return
+        await asyncio.sleep(0.05)
