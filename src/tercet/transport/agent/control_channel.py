@@ -53,6 +53,7 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.sndhwm = 0  # a ROUTER drops what its queue has no room for, and no answer may be lost
         host = "tcp://127.0.0.1"
         self.address = f"{host}:{self._socket.bind_to_random_port(host)}"
         self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
