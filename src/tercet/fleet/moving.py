@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tercet.fleet.sequences import RunningSequence
+from tercet.fleet.sequences import RunningSequence, going_on
 from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request
 
@@ -57,14 +57,10 @@ class MovingSequence:
         def following() -> OutputStream:
             nonlocal left_at
             # From here on nothing comes from the source any more: what was taken from it is what the client gets.
-            generation, output = self.generation, tuple(self.generation.tokens)
+            output = tuple(self.generation.tokens)
             left_at = self._sequence.last_at if self._sequence.answered else None
             self.recomputed = max(0, self.computed - begin)
-            request = generation.request
-            if output:  # log probabilities of the prompt came with the first one
-                params = {name: value for name, value in request.sampling_params.items() if name != "prompt_logprobs"}
-                request = msgspec.structs.replace(request, sampling_params=params)
-            request = msgspec.structs.replace(request, seq_id=self._id)
+            request = going_on(self.generation.request, self._id, output)
             stream = to.start_generate(request, min(begin, request.num_tokens), output)
             stream.subscribe(arrival)
             return stream

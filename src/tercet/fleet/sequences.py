@@ -5,7 +5,7 @@ Pure: a :class:`RunningSequence` records and decides, whoever runs it acts.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -25,6 +25,17 @@ class Retry(msgspec.Struct, frozen=True):
     pause: float
     request: Request
     output: tuple[int, ...]
+
+
+def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
+    """The request under another id, for an engine that goes on after ``output``.
+
+    Log probabilities of the prompt came with the first token, and are not asked for again.
+    """
+    params = request.sampling_params
+    if output:
+        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
+    return msgspec.structs.replace(request, seq_id=seq_id, sampling_params=params)
 
 
 class RunningSequence:
@@ -119,8 +130,7 @@ class RunningSequence:
         The budget counts attempts without a new token: each token refills it. It is there for the engines' sake, which
         a request may kill one after the other; an attempt that none had ``taken`` is not counted, for as long as a
         sequence waits for an engine. The first of these retries begins at once, since it goes to another engine;
-        later ones wait twice as long each time. Each has an id of its own, and asks for no log probabilities of the
-        prompt that came with the first token.
+        later ones wait twice as long each time. Each has an id of its own (:func:`going_on`).
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
         over = self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s
@@ -128,11 +138,8 @@ class RunningSequence:
             return None
         self.attempt += 1
         self._tries += 1
-        params = self.request.sampling_params
-        if self.answered:
-            params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
-        request = msgspec.structs.replace(self.request, seq_id=self.further_id(), sampling_params=params)
-        return Retry(pause, request, tuple(self.tokens))
+        output = tuple(self.tokens)
+        return Retry(pause, going_on(self.request, self.further_id(), output), output)
 
     def _may_go_on(self, now: float, taken: bool) -> bool:
         if taken or not self._wait_s:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -87,14 +87,9 @@ class Metrics:
         self._state.set(version)
         self._state_failed.set(failed)
 
-    @contextmanager
-    def sequence(self) -> Generator[None]:
+    def sequence(self) -> AbstractContextManager[object]:
         """One sequence under way."""
-        self._running.inc()
-        try:
-            yield
-        finally:
-            self._running.dec()
+        return self._running.track_inprogress()
 
     def finished(self, trace: Trace) -> None:
         """A sequence was served to its end."""
@@ -111,14 +106,9 @@ class Metrics:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
 
-    @contextmanager
-    def move(self) -> Generator[None]:
+    def move(self) -> AbstractContextManager[object]:
         """One move under way."""
-        self._moves_running.inc()
-        try:
-            yield
-        finally:
-            self._moves_running.dec()
+        return self._moves_running.track_inprogress()
 
     def moved(self, reason: str, outcome: str, sent: int, pause: float | None) -> None:
         """A move is over; ``sent`` bytes of KV, ``pause`` in seconds."""

@@ -19,6 +19,11 @@ import msgspec
 
 from tercet.protocol import BadRequest
 
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+# Infinity, which JSON cannot say, is beyond it.
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
+
 PREFIX = "TERCET_"
 SECRET_VARIABLE = "TERCET_SECRET"
 """What all engines and front doors of a fleet know; it is no flag, since everybody on a machine can read those."""

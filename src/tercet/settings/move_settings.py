@@ -7,11 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tercet.settings.declaration import Setting, Settings
+from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
 MOVES = "Moves"
-Seconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 
 
 class MoveSettings(Settings, frozen=True):
@@ -24,7 +22,7 @@ class MoveSettings(Settings, frozen=True):
         AtLeastOne, Setting("Stages of a move at most, before the sequence is cut over.", panel=MOVES)
     ] = msgspec.field(default=4, name="move-stages")  # fmt: skip
     tail: Annotated[
-        Annotated[int, Meta(ge=0)],
+        NotNegative,
         Setting("A stage is the last one if no more tokens come meanwhile: the rest is computed anew.", panel=MOVES),
     ] = msgspec.field(default=16, name="move-tail")
     deadline_s: Annotated[

@@ -10,13 +10,18 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
-from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings, complaint, key_values
+from tercet.settings.declaration import (
+    SECRET_VARIABLE,
+    AtLeastOne,
+    NotNegative,
+    Seconds,
+    Setting,
+    Settings,
+    complaint,
+    key_values,
+)
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
-# Infinity, which JSON cannot say, is beyond it.
-Seconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
 LABEL = "label."

@@ -27,7 +27,7 @@ from tercet.router.rescheduler import Rescheduler
 from tercet.router.routing import Plan
 from tercet.settings import MoveSettings, RescheduleSettings
 
-from .conftest import Door
+from .conftest import Door, Engine
 
 PROMPT = tuple(range(100))
 TOKENS = 40
@@ -111,19 +111,24 @@ async def test_a_program_that_passes_outputs_on_by_itself_does_not_notice(door: 
         assert move.outcome == "moved"
 
 
+def decodes_while_it_sends(monkeypatch: pytest.MonkeyPatch, source: Engine, client: Client, until: list[int]) -> None:
+    """Before each of its sends is over, its client has so many tokens."""
+    at_each_stage, send = iter(until), source.remote_send
+
+    async def decode_meanwhile(*args: Any) -> Sent:
+        at = next(at_each_stage)
+        source.let(at)
+        await turns(lambda: len(client.tokens) == at)
+        return await send(*args)
+
+    monkeypatch.setattr(source, "remote_send", decode_meanwhile)
+
+
 async def test_stages_go_on_while_the_source_decodes(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage brings what came while the one before was on its way; the rest is computed at the destination."""
     source = door.engine("d")
     async with running(door) as (client, sequence):
-        at_each_stage, send = [HOLD + 8, HOLD + 14, HOLD + 17], source.remote_send
-
-        async def decode_meanwhile(*args: Any) -> Sent:
-            at = at_each_stage.pop(0)
-            source.let(at)
-            await turns(lambda: len(client.tokens) == at)
-            return await send(*args)
-
-        monkeypatch.setattr(source, "remote_send", decode_meanwhile)
+        decodes_while_it_sends(monkeypatch, source, client, [HOLD + 8, HOLD + 14, HOLD + 17])
         door.engine("p").let(HOLD + 20)
         door.service.moves.settings = MoveSettings(stages=5, tail=4)
         move = await door.service.moves.move(sequence, "p", "test")
@@ -134,15 +139,7 @@ async def test_stages_go_on_while_the_source_decodes(door: Door, monkeypatch: py
 async def test_the_number_of_stages_is_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     source = door.engine("d")
     async with running(door) as (client, sequence):
-        send = source.remote_send
-
-        async def decode_meanwhile(*args: Any) -> Sent:
-            at = len(client.tokens) + 7
-            source.let(at)
-            await turns(lambda: len(client.tokens) == at)
-            return await send(*args)
-
-        monkeypatch.setattr(source, "remote_send", decode_meanwhile)
+        decodes_while_it_sends(monkeypatch, source, client, [HOLD + 7, HOLD + 14, HOLD + 21])
         door.engine("p").let(HOLD + 24)
         door.service.moves.settings = MoveSettings(stages=2, tail=4)
         move = await door.service.moves.move(sequence, "p", "test")
