@@ -9,10 +9,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-vllm fuzz lint clean distclean
+.PHONY: help setup demo check test test-moves test-vllm fuzz lint clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
@@ -49,6 +49,9 @@ check: lint ## style, types and the fast tests
 
 test: check ## check, then the tests with real engines, and what took longest
 	$(BIN)/pytest --durations 20 tests/engines
+
+test-moves: setup ## 64 running requests, each moved back and forth 20 times between real engines; no output may change; and from stopped cores
+	TERCET_ALL_MOVES=1 $(BIN)/pytest -s tests/engines/test_moves_back_and_forth.py tests/engines/test_bypass.py
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

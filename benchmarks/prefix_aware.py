@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetKnowledge, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
 
@@ -58,12 +58,13 @@ class Homes:
         self._loads[place] -= 1
 
 
-_homes: WeakKeyDictionary[EngineFleet, Homes] = WeakKeyDictionary()
+# Each request has a view of the fleet; what is known of its engines is shared.
+_homes: WeakKeyDictionary[FleetKnowledge, Homes] = WeakKeyDictionary()
 
 
 async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
     """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
-    homes = _homes.get(fleet) or _homes.setdefault(fleet, Homes(fleet.members))
+    homes = _homes.get(fleet.knowledge) or _homes.setdefault(fleet.knowledge, Homes(fleet.members))
     place = homes.choose(homes.blocks(request.prompt))
     try:
         yield homes.members[place].engine.start_generate(request)

@@ -1,9 +1,9 @@
-"""Seed 1's evaluation in simulation: what the text says against what follows, or a plot's values against it.
+"""Seed 1's evaluation in simulation, beside its figure, and what its text says.
 
     python benchmarks/seed1.py [--figures read.json] [--seeds 3]
 
-Without ``--figures`` one constant is fitted to the one number that the text gives at the lowest rate. With it, two
-constants are fitted to everything that was read there; the file is ``{line: {rate: {"jct": seconds, ...}}}``.
+Three constants are fitted to everything that was read off the figure at the lowest rate; the other rates are
+predictions. The file is ``{line: {rate: {"jct": seconds, ...}}}``; that beside this one has the figure's pixels.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from tercet.bench.simulated.seed1 import (
     LOWEST,
     RATES,
     EvaluationSetup,
+    Figures,
+    Plot,
     Scales,
     fit_to_figures,
-    fit_to_text,
     gains,
     held_out_error,
     order,
@@ -28,34 +29,46 @@ from tercet.bench.simulated.seed1 import (
 )
 from tercet.protocol import BadRequest
 
+READ = Path(__file__).with_name("seed1_figure.json")
+TABLES = (("ttft", "mean TTFT, s", 1.0, 2), ("tpot", "mean TPOT, ms", 1e3, 1), ("jct", "mean JCT, s", 1.0, 2))
+P99 = (("jct_p99", "P99 JCT, s", 1.0, 2),)
+
 
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", type=Path, help="values read off the figure")
+    parser.add_argument("--figures", type=Path, default=READ, help="values read off the figure")
     parser.add_argument("--seeds", type=int, default=3, help="runs to average over")
     given = parser.parse_args()
     setting = EvaluationSetup(given.seeds)
     try:
-        plot = parse_plot(given.figures.read_bytes()) if given.figures else None
-        scales = fit_to_figures(setting, plot) if plot else fit_to_text(setting)
-        report(setting, scales)
-        if plot:
-            print(f"mean error of mean JCT over what was read: {held_out_error(setting, scales, plot):.1%}")
+        plot = parse_plot(given.figures.read_bytes())
+        scales = fit_to_figures(setting, plot)
+        report(setting, scales, plot)
     except (BadRequest, OSError) as error:
         sys.exit(f"seed1: {error}")
 
 
-def report(setting: EvaluationSetup, scales: Scales) -> None:
-    """Print the predicted figure, and the text's claims beside it."""
-    print(f"prefill x {scales.prefill}, decode x {scales.decode}\n")
-    for name, unit, factor in (("ttft", "ms", 1e3), ("tpot", "ms", 1e3), ("jct", "s", 1), ("jct_p99", "s", 1)):
-        print(f"| {name}, {unit} | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " |")
+def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
+    """Print both figures, how far they are apart, and the text's claims beside what was simulated."""
+    latency = f"{scales.latency * 1e3:.0f} ms for each request"
+    print(f"prefill x {scales.prefill}, decode x {scales.decode}, {latency}\n")
+    for name, title, factor, digits in TABLES + P99:
+        print(f"| {title}: simulated / figure | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " |")
         print("| --- |" + " ---: |" * len(RATES))
         for line in LINES:
-            values = [getattr(setting.figures(line, rate, scales), name) * factor for rate in RATES]
-            print(f"| {line} | " + " | ".join(f"{value:.{1 if factor > 1 else 3}f}" for value in values) + " |")
+            cells: list[str] = []
+            for rate in RATES:
+                read = getattr(plot.get(line, {}).get(rate, Figures()), name)
+                shown = "-" if read is None else f"{read * factor:.{digits}f}"
+                cells.append(f"{getattr(setting.figures(line, rate, scales), name) * factor:.{digits}f} / {shown}")
+            print(f"| {line} | " + " | ".join(cells) + " |")
         print()
+    print(f"mean error above {LOWEST}/s | " + " | ".join(name for name, *_ in TABLES + P99))
+    for line in LINES:
+        errors = [held_out_error(setting, scales, plot, [line], name) for name, *_ in TABLES + P99]
+        print(f"{line} | " + " | ".join(f"{error:.1%}" for error in errors))
+    print(f"mean JCT, the two-engine lines together: {held_out_error(setting, scales, plot):.1%}\n")
     mean, tail = (gains(setting, scales, "1P1D", figure) for figure in ("jct", "jct_p99"))
     print(f"TP8 below the best other at {LOWEST}/s: {tp8_gain(setting, scales):.1%} (the text: up to 8%)")
     print(f"1P1D below data parallel, mean JCT: {told(mean)} (the text: up to 16%)")

@@ -27,13 +27,7 @@ LONGEST_GAP = 10
 
 @pytest.fixture(scope="module")
 def calm(breakable: Fleet) -> list[Answer]:
-    """What the front door answers while all is well.
-
-    Each engine has answered everything before. The first grammar that an engine of vLLM's compiles stops its core for
-    seconds, more than five on these machines, and its front door cannot tell that from a core that stands still.
-    """
-    for place in breakable.places.values():
-        asyncio.run(read_all(place.url))
+    """What the front door answers while all is well."""
     return asyncio.run(read_all(breakable.url))
 
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 
+from tercet.client import HttpEngine
+from tercet.protocol import UnknownSequence
+
 from .conftest import Fleet
+from .moving import ENGINES, answer_of, ask, logprobs_of, moving, until
 from .prompts import complete, prompt_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
-ENGINES = ("prefill-0", "decode-0")
 TEXT = "The sea is wide and the wind is cold, and the old sailor tells the children of the ships he saw. " * 8
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 12, "maxLength": 40},
+        "ships": {"type": "array", "items": {"type": "integer"}, "minItems": 6, "maxItems": 8},
+    },
+    "required": ["name", "ships"],
+    "additionalProperties": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": LONG,
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, **LONG},
@@ -29,65 +38,35 @@ CASES: dict[str, dict[str, Any]] = {
     "several choices": {"n": 3, "temperature": 0.8, "seed": 11, **LONG},
     "structured": {"structured_outputs": {"regex": "[a-c]{40,60}"}, "max_tokens": 80},
     "logit bias": {"logit_bias": {"1000": 5}, **LONG},
+    "at most": {"max_tokens": 41, "ignore_eos": True},
+    "stop token": {"stop_token_ids": [30], "min_tokens": 25, "max_tokens": 120, "include_stop_str_in_output": True},
+    "log probabilities of several choices": {"n": 2, "logprobs": 2, "temperature": 0.9, "seed": 5, **LONG},
+    "penalties of several choices": {"n": 2, "temperature": 0.7, "seed": 6, "presence_penalty": 1.5, **LONG},
+    "log probabilities of the prompt": {"prompt_logprobs": 1, **LONG},
+    "json": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 120},
+    "seeded json": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 120, "temperature": 1.0, "seed": 8},
+    "bad words": {"bad_words": ["sailor", "ships"], **LONG},
 }
+OF_TEXT = ("stop string", "structured", "json", "seeded json", "bad words", "stop token")
 
 
-async def ask(fleet: Fleet, method: str, path: str, **options: Any) -> tuple[int, Any]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.request(method, f"{fleet.url}/tercet/v1{path}", **options) as answer,
-    ):
-        return answer.status, await answer.json()
+# What is generated does not depend on how it began, so few cases try both ways.
+DISAGGREGATED = ("greedy", "logprobs", "several choices", "structured", "log probabilities of the prompt")
 
 
-@asynccontextmanager
-async def moving(fleet: Fleet) -> AsyncGenerator[list[Any]]:
-    """While entered, every sequence with tokens is moved to the other engine, over and over; the moves."""
-    moved = list[Any]()
-
-    async def move(sequence: dict[str, Any]) -> None:
-        other = next(name for name in ENGINES if name != sequence["engine"])
-        path = f"/sequences/{sequence['seq_id']}/move"
-        status, answer = await ask(fleet, "POST", path, json={"destination": other})
-        assert status in (200, 404, 409, 503), answer  # it may have ended meanwhile, or be one too many
-        if status == 200:
-            moved.append(answer)
-
-    async def again_and_again() -> None:
-        while True:
-            _, running = await ask(fleet, "GET", "/sequences")
-            await asyncio.gather(*(move(each) for each in running if each["state"] == "running"))
-            await asyncio.sleep(0.02)
-
-    task = asyncio.create_task(again_and_again())
-    try:
-        yield moved
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def answer_of(answer: dict[str, Any]) -> list[Any]:
-    return [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in answer["choices"]]
-
-
-def logprobs_of(answer: dict[str, Any]) -> list[float]:
-    return [
-        value for choice in answer["choices"] if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]
-    ]
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("program", ["data_parallel", "disaggregated"])
+@pytest.mark.parametrize(
+    ("case", "program"),
+    [*((case, "data_parallel") for case in CASES), *((case, "disaggregated") for case in DISAGGREGATED)],
+)
 async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, case: str, program: str) -> None:
-    prompt: Any = TEXT if case in ("stop string", "structured") else prompt_of(300, seed=len(case))
+    prompt: Any = TEXT if case in OF_TEXT else prompt_of(300, seed=len(case))
     headers = {"x-tercet-program": program}
     calm = await complete(fleet.url, prompt, headers, **CASES[case])
     async with moving(fleet) as moved:
         answer = await complete(fleet.url, prompt, headers, **CASES[case])
     assert answer_of(answer) == answer_of(calm)
     assert logprobs_of(answer) == pytest.approx(logprobs_of(calm), abs=1e-3)  # rows of another batch round otherwise
-    assert len(moved) >= 3
+    assert len(moved) >= 2
 
 
 async def test_many_requests_move_at_once(fleet: Fleet) -> None:
@@ -102,7 +81,8 @@ async def test_many_requests_move_at_once(fleet: Fleet) -> None:
 
 async def test_the_first_move_brings_the_whole_context_and_nothing_is_computed_but_the_tail(fleet: Fleet) -> None:
     prompt = prompt_of(700, seed=99)
-    request = asyncio.create_task(complete(fleet.url, prompt, {"x-tercet-program": "data_parallel"}, **LONG))
+    headers = {"x-tercet-program": "data_parallel", "x-tercet-trace": "1"}
+    request = asyncio.create_task(complete(fleet.url, prompt, headers, **LONG))
     while True:
         _, running = await ask(fleet, "GET", "/sequences")
         if running and running[0]["tokens"] > 5:
@@ -116,9 +96,14 @@ async def test_the_first_move_brings_the_whole_context_and_nothing_is_computed_b
     assert move["bytes"] > 0
     assert move["recomputed"] <= 16
     assert move["pause"] > 0
-    await request
+    trace = (await request)["tercet"]["events"]
     _, moves = await ask(fleet, "GET", f"/moves?since={move['number'] - 1}")
     assert moves == [move]
+    assert trace[-1]["verb"] == "move"
+    assert (trace[-1]["to"], trace[-1]["number"], trace[-1]["pause"]) == (other, move["number"], move["pause"])
+    there = [event for event in trace if event["verb"] == "start_generate"][-1]
+    assert (there["engine"], there["computed"]) == (other, move["recomputed"] + 1)
+    assert there["received"] + there.get("cached", 0) + there["computed"] == there["end"]
 
 
 async def test_a_drained_engine_is_emptied_while_requests_run(fleet: Fleet) -> None:
@@ -142,10 +127,23 @@ async def test_a_drained_engine_is_emptied_while_requests_run(fleet: Fleet) -> N
     assert [each["reason"] for each in moves if each["outcome"] == "moved"].count("drain") >= 1
 
 
-async def until(fleet: Fleet, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
-    """Return once that is true of what runs; the test's own time limit bounds it."""
-    while True:
-        _, running = await ask(fleet, "GET", "/sequences")
-        if holds(running):
-            return
-        await asyncio.sleep(0.05)
+async def test_an_engine_passes_a_proposal_on_to_the_front_door(fleet: Fleet) -> None:
+    prompt, fields = prompt_of(200, seed=77), dict[str, Any](LONG, max_tokens=200)
+    calm = await complete(fleet.url, prompt, **fields)
+    request = asyncio.create_task(complete(fleet.url, prompt, {"x-tercet-program": "data_parallel"}, **fields))
+    await until(fleet, lambda running: bool(running) and running[0]["state"] == "running")
+    _, (sequence,) = await ask(fleet, "GET", "/sequences")
+    source, first, other = sequence["engine"], sequence["seq_id"], ""
+    for count, reason in enumerate(("there", "and back")):
+        other = next(name for name in ENGINES if name != source)
+        async with HttpEngine(source, fleet.places[source].url) as engine:
+            await engine.propose_move(first, other, reason)  # by its client's id, each time
+        await until(fleet, lambda running, count=count: running[0]["moves"] == count + 1)
+        source = other
+    answer = await request
+    assert answer_of(answer) == answer_of(calm)
+    _, moves = await ask(fleet, "GET", "/moves")
+    assert [each["reason"] for each in moves[-2:]] == ["there", "and back"]
+    async with HttpEngine(source, fleet.places[source].url) as engine:
+        with pytest.raises(UnknownSequence):
+            await engine.propose_move(first, other, "late")

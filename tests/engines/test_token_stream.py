@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,26 @@ async def test_load_is_reported_and_the_prefix_index_follows_the_cache(fleet: Fl
         async with here.decode.prep_recv(request) as reservation:
             await here.prefill.remote_send(request, reservation, reservation.matched_len)
             await until(lambda: knowledge.cached_tokens("d", request) == whole)
+
+
+async def test_an_engine_reports_what_it_generates(fleet: Fleet, decode: HttpEngine, nothing_leaks: None) -> None:
+    async with front_door(fleet) as here:
+        address = []
+        for engine, streamed in ((here.decode, True), (decode, False)):
+            request, seen = request_of("reported", 60, max_tokens=200, ignore_eos=True), 0
+            async with aclosing(engine.start_generate(request)) as outputs:
+                while seen < 20:
+                    seen += len((await anext(outputs)).token_ids)
+                (report,) = await decode.sequences()
+                status = await decode.status()
+                assert (report.seq_id, report.running) == ("reported", True)
+                assert request.num_tokens + seen <= report.tokens <= request.num_tokens + 200
+                # Under way is one token more than the edge has seen; blocks are had a step before.
+                assert -(-(report.tokens - 1) // status.block_size) <= report.blocks
+                assert report.blocks <= -(-(report.tokens + 8) // status.block_size)
+                assert report.age > 0
+                assert bool(report.door) is streamed
+                address.append(report.door)
+            await settled(decode)
+            assert await decode.sequences() == []
+        assert address[0].startswith("127.0.0.1:")

@@ -156,9 +156,9 @@ async def answering(body: bytes, status: int = 200, has_status: bool = False) ->
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"engine": "\xff"}', DEEP_JSON], ids=["html", "{}", "ff", "deep"])
 async def test_an_engine_that_answers_otherwise_is_an_engine_error(body: bytes) -> None:
     async with answering(body) as url, HttpEngine("e", url) as engine:
-        with pytest.raises(EngineError, match=r"e at .* does not answer as a Tercet engine"):
+        with pytest.raises(EngineError, match="e does not answer as a Tercet engine"):
             await engine.status()
-        with pytest.raises(EngineError, match=r"e at .* does not answer as a Tercet engine"):
+        with pytest.raises(EngineError, match="e does not answer as a Tercet engine"):
             async with engine.prep_recv(Request(seq_id="s", prompt=(1, 2))):
                 pass
 

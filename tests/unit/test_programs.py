@@ -160,10 +160,13 @@ async def test_an_engine_that_does_not_answer_is_left_out_while_others_do() -> N
     assert there.verbs == ["start_generate"] * 3
 
 
-async def test_no_engine_with_the_role_is_said(pair: Pair) -> None:
+async def test_without_an_engine_of_a_role_others_take_its_place(pair: Pair) -> None:
     prefill, *_ = pair
-    with pytest.raises(EngineUnreachable, match="role decode"):
-        await tokens(load_program("disaggregated"), request_of(), fleet_of((prefill, "prefill")))
+    fleet = fleet_of((prefill, "prefill"))
+    assert await tokens(load_program("disaggregated"), request_of(), fleet)
+    fleet.remove(prefill.name)
+    with pytest.raises(EngineUnreachable, match="no engine"):
+        await tokens(load_program("disaggregated"), request_of(), fleet)
 
 
 async def test_two_engines_for_both_roles_share_the_work() -> None:

@@ -77,6 +77,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "transfer_failed": 502,
         "front_door_unreachable": 502,
         "engine_unreachable": 503,
+        "role_unavailable": 503,
     }
 
 

@@ -1,7 +1,8 @@
-"""What a move of a running sequence costs its client, beside two other ways to get it to another engine.
+"""What a move of a running sequence costs its client and its neighbours, beside two other ways to another engine.
 
 ``live`` is :func:`tercet.migration.migrate`. ``blocking`` stops at the source first, then sends all KV and goes on;
-``recompute`` stops at the source and has the destination compute everything anew.
+``recompute`` stops at the source and has the destination compute everything anew. ``stay`` moves nothing: what is found
+of it is the noise of the others' figures.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import random
 import statistics
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -21,26 +23,43 @@ from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
 from tercet.fleet.moving import MovingSequence
 from tercet.fleet.trace import Generation, TracedEngine
 from tercet.migration import Stage, migrate
-from tercet.protocol import Output, OutputStream, Request
+from tercet.protocol import Engine, Output, OutputStream, Request
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.streams import StreamListener
 
-SOURCE, DESTINATION = "source", "destination"
-MOVED_AFTER = 12
+SOURCE: Literal["source"] = "source"
+DESTINATION: Literal["destination"] = "destination"
+MOVED_AFTER = 24
 """Tokens of output before the move; the gaps between them are what the pause is compared with."""
 TOKENS_AFTER = 24
+STAYS_FOR = 4.0
+"""Steps, at most, in which nothing happens to a sequence that is not moved; half of it at least."""
+BYSTANDERS = 2
+"""Sequences of either engine that stay where they are, so that both decode all the time, as engines do."""
 # Token ids of any vocabulary that is not tiny.
 VOCABULARY = range(1000, 20_000)
 
-Way = Callable[["Watched", TracedEngine, MoveSettings], Awaitable[tuple[Stage, ...]]]
+Way = Callable[["Watched", TracedEngine, MoveSettings], Awaitable["Moved"]]
+Side = Literal["source", "destination"]
+
+
+class BystanderGaps(msgspec.Struct, frozen=True):
+    """Seconds between two tokens of a sequence that stays at an engine, which are the engine's steps.
+
+    ``before`` the move, ``during`` it, up to the cut-over (gaps that it touches count), and ``after`` that.
+    """
+
+    engine: Side
+    before: list[float]
+    during: list[float]
+    after: list[float]
 
 
 class MoveCost(msgspec.Struct, frozen=True):
     """One move of a sequence of ``length`` tokens; seconds.
 
     ``pause`` is the longest gap between two tokens around the move, less the median gap (``step``) of the tokens
-    before it. ``bystander`` is the median gap of another sequence on the source while the move was under way, over that
-    of the time before; None if too few tokens came meanwhile.
+    before it; negative if chance made none of those gaps as long as that.
     """
 
     way: str
@@ -48,25 +67,43 @@ class MoveCost(msgspec.Struct, frozen=True):
     pause: float
     step: float
     stages: tuple[Stage, ...]
-    bystander: float | None
+    bystanders: tuple[BystanderGaps, ...]
+
+
+class Moved(NamedTuple):
+    """What was sent, and until when: from ``cut_over`` on the source has nothing to do with the sequence."""
+
+    stages: tuple[Stage, ...]
+    cut_over: float
+
+
+class NotedMove(MovingSequence):
+    """A sequence on its way; ``cut_over_at`` is when that began."""
+
+    cut_over_at = 0.0
+
+    async def cut_over(self, to: Engine, begin: int) -> None:
+        self.cut_over_at = self.engine.costs.clock()
+        await super().cut_over(to, begin)
 
 
 class Watched:
     """A sequence that an engine generates, and when each of its tokens came."""
 
-    def __init__(self, fleet: EngineFleet, length: int, tokens: int, seed: int) -> None:
+    def __init__(self, fleet: EngineFleet, length: int, tokens: int, seed: int, engine: Side = SOURCE) -> None:
         prompt = tuple(random.Random(seed).choices(VOCABULARY, k=length))
         params = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         self.request = Request(seq_id=f"bench-{uuid.uuid4().hex}", prompt=prompt, sampling_params=params)
-        self._clock = fleet.costs.clock
-        self.sequence = RunningSequence(self.request, "bench", RetryBudget(), self._clock())
+        self.clock = fleet.costs.clock
+        self.engine: Side = engine
+        self.sequence = RunningSequence(self.request, "bench", RetryBudget(), self.clock())
         self.at: list[float] = []
         self._more = asyncio.Event()
         self._fleet = fleet.traced(Trace(), self.sequence.generates)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """While entered, it is generated, at the source to begin with."""
+        """While entered, it is generated, at its engine to begin with."""
         self._running = asyncio.create_task(self._run())
         try:
             yield
@@ -75,11 +112,11 @@ class Watched:
             await asyncio.wait([self._running])
 
     async def _run(self) -> None:
-        with self._fleet.engine(SOURCE) as engine:
+        with self._fleet.engine(self.engine) as engine:
             await engine.start_generate(self.request).run(self._take)
 
     def _take(self, output: Output) -> None:
-        now = self._clock()
+        now = self.clock()
         self.sequence.record(output, now)
         self.at += [now] * len(output.token_ids)
         self._more.set()
@@ -101,38 +138,50 @@ class Watched:
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between two tokens of those that came then."""
-        times = [at for at in self.at if begin <= at <= end]
-        return [after - before for before, after in pairwise(times)]
+        return [after - before for before, after in pairwise(self.at) if begin <= before and after <= end]
+
+    def gaps_touching(self, begin: float, end: float) -> list[float]:
+        """Seconds between two tokens, if a part of that time lies between them."""
+        return [after - before for before, after in pairwise(self.at) if before < end and begin < after]
 
 
-async def live(watched: Watched, to: TracedEngine, settings: MoveSettings) -> tuple[Stage, ...]:
+async def live(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
     """Stages while the source decodes, then the cut-over."""
-    return await migrate(MovingSequence(watched.sequence), to, settings)
+    move = NotedMove(watched.sequence)
+    return Moved(await migrate(move, to, settings), move.cut_over_at)
 
 
-async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -> tuple[Stage, ...]:
+async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
     """The source stops; then all KV is sent, and the destination goes on."""
-    stages: list[Stage] = []
+    found: list[Moved] = []
     generation, moving = watched.generation, MovingSequence(watched.sequence)
 
     async def produce(stream: OutputStream) -> None:
         context, tokens = moving.context(), tuple(generation.tokens)
         request = msgspec.structs.replace(watched.request, seq_id=context.seq_id)
         async with to.prep_recv(context) as space:
-            stages.append(Stage.of(await generation.engine.remote_send(context, space, space.matched_len)))
+            sent = await generation.engine.remote_send(context, space, space.matched_len)
+            found.append(Moved((Stage.of(sent),), watched.clock()))
             await to.start_generate(request, request.num_tokens, tokens).run(stream.put)
 
     await _hand_over(watched, generation, OutputStream(produce))
-    return tuple(stages)
+    return found[0]
 
 
-async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) -> tuple[Stage, ...]:
+async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
     """The source stops; the destination computes prompt and output so far, and goes on."""
     generation = watched.generation
     request = msgspec.structs.replace(watched.request, seq_id=f"{watched.request.seq_id}.anew")
     produce = OutputStream(lambda stream: to.start_generate(request, 0, tuple(generation.tokens)).run(stream.put))
     await _hand_over(watched, generation, produce)
-    return ()
+    return Moved((), watched.at[-2])
+
+
+async def stay(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
+    """Nothing happens, for about as long as a live move takes; like its cut-over, the end is anywhere in a step."""
+    step = statistics.median(watched.gaps(0, watched.clock()))
+    await asyncio.sleep(step * STAYS_FOR * random.Random(watched.request.prompt[0]).uniform(0.5, 1.0))
+    return Moved((), watched.clock())
 
 
 async def _hand_over(watched: Watched, generation: Generation, following: OutputStream) -> None:
@@ -142,29 +191,30 @@ async def _hand_over(watched: Watched, generation: Generation, following: Output
     await watched.until(before + 2)
 
 
-WAYS: dict[str, Way] = {"live": live, "blocking": blocking, "recompute": recompute}
+WAYS: dict[str, Way] = {"live": live, "blocking": blocking, "recompute": recompute, "stay": stay}
 
 
 async def measure_moves(
     source: str,
     destination: str,
-    lengths: list[int],
+    lengths: Sequence[int],
+    ways: Sequence[str],
     rounds: int,
     settings: MoveSettings,
     note: Callable[[str], object],
-) -> list[MoveCost]:
-    """Every way once in each round, in turn, for each length, between the engines with these URLs.
+) -> AsyncGenerator[MoveCost]:
+    """Each of the ``ways`` once in each round, in turn, for each length, between the engines with these URLs.
 
     Raises :class:`~tercet.protocol.TercetError`.
     """
-    found: list[MoveCost] = []
+    # Not the same in each run: engines that were measured before would have these prompts cached.
+    seeds = count(random.SystemRandom().randrange(2**32))
     async with _fleet(source, destination) as fleet:
         for turn in range(rounds):
             for length in lengths:
-                for name in WAYS:
+                for name in ways:
                     note(f"round {turn + 1} of {rounds}: {name}, {length} tokens")
-                    found.append(await measure_move(fleet, name, length, settings, seed=len(found)))
-    return found
+                    yield await measure_move(fleet, name, length, settings, next(seeds))
 
 
 @asynccontextmanager
@@ -180,19 +230,29 @@ async def _fleet(source: str, destination: str) -> AsyncGenerator[EngineFleet]:
 
 async def measure_move(fleet: EngineFleet, name: str, length: int, settings: MoveSettings, seed: int) -> MoveCost:
     """One move, in the way of that name, between the engines called source and destination."""
-    watched = Watched(fleet, length, MOVED_AFTER + TOKENS_AFTER, seed)
-    bystander = Watched(fleet, 64, 1500, seed + 1_000_000)
-    async with bystander.running():
-        await bystander.until(4)
-        async with watched.running():
-            await watched.until(MOVED_AFTER)
-            begin = fleet.costs.clock()
-            to = fleet.destination(watched.generation, DESTINATION)
-            stages = await WAYS[name](watched, to, settings)
-            end = fleet.costs.clock()
-            await watched.until(MOVED_AFTER + TOKENS_AFTER)
-    step = statistics.median(watched.gaps(0, begin))
-    pause = max(watched.gaps(begin - step, end + 2 * step)) - step
-    calm, busy = bystander.gaps(watched.at[0], begin), bystander.gaps(begin, end)
-    slowed = statistics.median(busy) / statistics.median(calm) if len(busy) > 2 and calm else None
-    return MoveCost(name, length, pause, step, stages, slowed)
+    watched = Watched(fleet, length, MOVED_AFTER + 2 * TOKENS_AFTER, seed)
+    bystanders = [
+        Watched(fleet, 64, 1500, seed + 1_000_000 * number, side)
+        for number, side in enumerate((SOURCE, DESTINATION) * BYSTANDERS, 1)
+    ]
+    async with AsyncExitStack() as stack:
+        for each in bystanders:
+            await stack.enter_async_context(each.running())
+            await each.until(4)
+        await stack.enter_async_context(watched.running())
+        await watched.until(MOVED_AFTER)
+        began = watched.clock()
+        to = fleet.destination(watched.generation, DESTINATION)
+        moved = await WAYS[name](watched, to, settings)
+        ended, there = watched.clock(), len(watched.at)
+        await watched.until(there + TOKENS_AFTER)
+    step = statistics.median(watched.gaps(0, began))
+    pause = max(watched.gaps_touching(began, ended + step)) - step
+    return MoveCost(name, length, pause, step, moved.stages, tuple(_beside(watched, bystanders, began, moved.cut_over)))
+
+
+def _beside(watched: Watched, bystanders: list[Watched], began: float, cut_over: float) -> Iterator[BystanderGaps]:
+    """The first of either engine: the others have their tokens in the same steps."""
+    for each in bystanders[:2]:
+        before, after = each.gaps(watched.at[1], began), each.gaps(cut_over, watched.at[-1])
+        yield BystanderGaps(each.engine, before, each.gaps_touching(began, cut_over), after)

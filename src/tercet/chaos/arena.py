@@ -17,11 +17,13 @@ from tercet.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFaul
 from tercet.chaos.invariants import Leftover
 from tercet.client import HttpEngine
 from tercet.protocol import Engine, NoSpace, Request, TercetError
+from tercet.router.moves import MoveRecord
 
 Holdings = Counter[tuple[str, str]]
 """How much there is of all that must be given back, by holder and kind."""
 Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
+MOVE_AGAIN_SECONDS = 0.2
 # A schedule with more faults is told by their number only.
 MOST_TOLD = 200
 MOST_RESERVATIONS = 1000
@@ -40,6 +42,10 @@ class BreakableEngine(Protocol):
 
     async def start(self, is_impostor: bool = False) -> None:
         """Start it, or something with another model in its place; returns when that answers."""
+
+    async def terminate(self) -> Sequence[str]:
+        """SIGTERM; returns once it has ended, what did not, and had to be killed."""
+        ...
 
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
         """SIGKILL; returns what should have ended with it, and lives on."""
@@ -83,6 +89,7 @@ class Arena(ABC):
         self._zero = now()
         self._outcomes: list[InjectedFault] = []
         self._left: list[Leftover] = []
+        self._moves: dict[int, MoveRecord] = {}
         self._clients = ClientLoad(self._ask, self._clock, lambda complaint: self.complaints.append(complaint))
 
     @abstractmethod
@@ -102,6 +109,14 @@ class Arena(ABC):
         """What there is before the load, once nothing of the calm questions is left."""
 
     @abstractmethod
+    async def _move(self, name: str, destination: str) -> None:
+        """Have the front door move what it serves under this name; no matter if it cannot."""
+
+    @abstractmethod
+    async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
+        """The front door's moves after that one, those under way, too."""
+
+    @abstractmethod
     async def _drain(self, engine: str, draining: bool) -> None:
         """Have the front door empty an engine, or pick it again."""
 
@@ -118,6 +133,7 @@ class Arena(ABC):
         self._note(f"{len(questions)} questions answered; {len(schedule.faults)} faults follow")
         self._zero = self._now()
         telling = asyncio.create_task(self._tell_progress())
+        noting = asyncio.create_task(self._note_moves())
         async with asyncio.TaskGroup() as group:
             group.create_task(self._inject_all())
             await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
@@ -125,7 +141,9 @@ class Arena(ABC):
         self._note(f"all is well again; {clients.under_way} requests under way")
         await clients.settle(patience + self.leftover_seconds)
         telling.cancel()
+        noting.cancel()
         left = await self._settled(before) - before
+        await self._take_moves()
         return ChaosResult(
             seed=schedule.seed,
             seconds=schedule.seconds,
@@ -136,6 +154,7 @@ class Arena(ABC):
             left=[*self._left, *(Leftover(who, what, count) for (who, what), count in sorted(left.items()))],
             patience=patience,
             complaints=self.complaints,
+            moves=list(self._moves.values()),
         )
 
     async def _settled(self, before: Holdings) -> Holdings:
@@ -153,6 +172,17 @@ class Arena(ABC):
 
     async def _sleep_until(self, when: float) -> None:
         await asyncio.sleep(max(0.0, when - self._clock()))
+
+    async def _note_moves(self) -> None:
+        """The front door forgets the oldest of them."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            await self._take_moves()
+
+    async def _take_moves(self) -> None:
+        under_way = [number for number, move in self._moves.items() if move.outcome == "under_way"]
+        since = min(under_way) - 1 if under_way else max(self._moves, default=0)
+        self._moves.update({move.number: move for move in await self._moves_since(since)})
 
     async def _tell_progress(self) -> None:
         while True:
@@ -226,6 +256,11 @@ class Arena(ABC):
                 await self._drain(engine.name, True)
                 await asyncio.sleep(fault.seconds)
                 await self._drain(engine.name, False)
+            case "restart":
+                self._note_left(engine, fault, await engine.terminate())
+                await engine.start()
+            case "move":
+                await self._move_away(engine, fault)
             case "slow_disk":
                 async with self._slow_disk():
                     await asyncio.sleep(fault.seconds)
@@ -237,8 +272,19 @@ class Arena(ABC):
 
     async def _kill(self, engine: BreakableEngine, fault: PlannedFault, process: ProcessKind = "engine") -> None:
         """An engine that loses a part of itself must end, so that whoever supervises it starts it anew."""
-        for what in await engine.kill(process):
+        self._note_left(engine, fault, await engine.kill(process))
+
+    def _note_left(self, engine: BreakableEngine, fault: PlannedFault, lives_on: Sequence[str]) -> None:
+        for what in lives_on:
             self._left.append(Leftover(engine.name, f"{what} lives on after {fault.kind} {fault.process}", 1))
+
+    async def _move_away(self, engine: BreakableEngine, fault: PlannedFault) -> None:
+        chance, until = random.Random(fault.at), self._clock() + fault.seconds
+        others = [name for name in self._engines if name != engine.name]
+        while self._clock() < until:
+            for name in await self._generated_by(engine.name):
+                await self._move(name, chance.choice(others))
+            await asyncio.sleep(MOVE_AGAIN_SECONDS)
 
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         async with HttpEngine(engine.name, engine.url) as stranger:

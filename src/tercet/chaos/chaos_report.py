@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -9,9 +10,12 @@ import msgspec
 
 from tercet.chaos.fault_schedule import KINDS, PlannedFault
 from tercet.chaos.invariants import ClientRecord, Leftover, Piece, Violation, violations_of
+from tercet.router.moves import MoveRecord
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
+MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "computed anew", "pause, median", "longest"]
 MOST_SHOWN = 20
+ORPHANS = "orphan generations"
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +35,7 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run of an arena.
 
     ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
-    as far as the arena heard of them.
+    as far as the arena heard of them. ``moves`` are the front door's.
     """
 
     seed: int
@@ -43,6 +47,12 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     left: Sequence[Leftover]
     patience: float
     complaints: Sequence[str] = ()
+    moves: Sequence[MoveRecord] = ()
+
+    @property
+    def orphans(self) -> int:
+        """Sequences that engines went on with in the end, though no front door had them."""
+        return round(sum(each.count for each in self.left if each.what == ORPHANS))
 
     @property
     def violations(self) -> list[Violation]:
@@ -68,6 +78,20 @@ def fault_rows(result: ChaosResult) -> list[list[str]]:
     return rows
 
 
+def move_rows(result: ChaosResult) -> list[list[str]]:
+    """One row for each reason and outcome of a move: how many, tokens computed anew, and what their clients waited."""
+    groups: defaultdict[tuple[str, str], list[MoveRecord]] = defaultdict(list)
+    for move in result.moves:
+        groups[move.reason, move.outcome].append(move)
+    rows: list[list[str]] = []
+    for (reason, outcome), moves in sorted(groups.items()):
+        pauses = [move.pause for move in moves if move.pause is not None]
+        waited = [f"{pause * 1000:.0f} ms" for pause in (statistics.median(pauses), max(pauses))] if pauses else []
+        sent, anew = sum(move.bytes for move in moves) / 1e6, sum(move.recomputed for move in moves)
+        rows.append([reason, outcome, str(len(moves)), f"{sent:.0f}", str(anew), *(waited or ["-", "-"])])
+    return rows
+
+
 def figures(result: ChaosResult) -> list[str]:
     """The lines below the table."""
     outcomes = Counter(record.outcome for record in result.records)
@@ -85,6 +109,8 @@ def figures(result: ChaosResult) -> list[str]:
         f"their clients, {outcomes['failed']} failed{failed}, {outcomes['pending']} never ended",
         f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
+        f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves went through, "
+        f"{result.orphans} {ORPHANS}",
     ]
 
 

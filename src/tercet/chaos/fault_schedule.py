@@ -13,7 +13,9 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import complaint
 
-FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "slow_disk", "clock"]
+FaultKind = Literal[
+    "kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move", "slow_disk", "clock"
+]  # fmt: skip
 """
 - ``kill``: SIGKILL; a supervisor starts the engine anew after the fault's seconds.
 - ``stop``: SIGSTOP, and SIGCONT after that.
@@ -22,6 +24,8 @@ FaultKind = Literal["kill", "stop", "hang", "cut", "impostor", "full_kv", "drain
 - ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
 - ``full_kv``: reservations of a stranger pin all blocks that the engine lends.
 - ``drain``: the front door empties the engine, which is no fault, and picks it again after that.
+- ``restart``: no fault either: SIGTERM, and when it has ended the engine is started anew at once, as somebody else.
+- ``move``: nor that: whatever the engine generates during the fault's seconds is moved elsewhere, as often as it comes.
 - ``slow_disk``: somebody writes and syncs without end where the fleet's files are.
 - ``clock``: the engine's wall clock is wrong, by up to an hour, and then right again.
 """

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from tercet.chaos.arena import Arena, Holdings, Note
-from tercet.chaos.chaos_report import ChaosResult
+from tercet.chaos.chaos_report import ORPHANS, ChaosResult
 from tercet.chaos.client_load import Arrival, LoadShape
 from tercet.chaos.engine_processes import alive
 from tercet.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape
@@ -26,7 +26,8 @@ from tercet.chaos.real_fleet import RealFleet, running_fleet, slow_disk
 from tercet.chaos.wrong_clock import can_be_built
 from tercet.client import HttpEngine
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import EngineUnreachable
+from tercet.protocol import EngineUnreachable, SequenceReport
+from tercet.router.moves import MoveRecord
 
 # Connections that are kept for later use, logs, and what libraries open when they are used for the first time.
 SPARE_DESCRIPTORS = 32
@@ -43,7 +44,18 @@ REAL_LOAD = LoadShape(
 
 def real_shape(config: UpConfig) -> FleetShape:
     """What can happen to a fleet of this machine: a wrong clock where there is a C compiler."""
-    kinds: tuple[FaultKind, ...] = ("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "slow_disk")
+    kinds: tuple[FaultKind, ...] = (
+        "kill",
+        "stop",
+        "hang",
+        "cut",
+        "impostor",
+        "full_kv",
+        "drain",
+        "restart",
+        "move",
+        "slow_disk",
+    )
     return FleetShape(
         engines=tuple(name for name, _ in config.roles),
         kinds=(*kinds, "clock") if can_be_built() else kinds,
@@ -108,6 +120,7 @@ class RealArena(Arena):
     ) -> None:
         self._fleet = fleet
         self._session = session
+        self._ids: dict[str, str] = {}
         self._openai = OpenAIClients(session, fleet.url, model)
         super().__init__(fleet.engines, schedule, load, time.monotonic, note)
 
@@ -121,9 +134,19 @@ class RealArena(Arena):
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with asyncio.timeout(5.0):
                 found = await self._ask_front_door(f"sequences?engine={engine}")
-                named = [NAME.search(sequence["seq_id"]) for sequence in found]
-                return tuple(each[1] for each in named if each is not None)
+                named = {sequence["seq_id"]: NAME.search(sequence["seq_id"]) for sequence in found}
+                self._ids.update({each[1]: seq_id for seq_id, each in named.items() if each is not None})
+                return tuple(each[1] for each in named.values() if each is not None)
         return ()
+
+    async def _move(self, name: str, destination: str) -> None:
+        url = f"{self._fleet.url}/tercet/v1/sequences/{self._ids[name]}/move"
+        with suppress(aiohttp.ClientError, OSError):
+            async with self._session.post(url, json={"destination": destination}) as response:
+                await response.read()
+
+    async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
+        return msgspec.convert(await self._ask_front_door(f"moves?since={number}"), list[MoveRecord])
 
     async def _drain(self, engine: str, draining: bool) -> None:
         method = "POST" if draining else "DELETE"
@@ -143,10 +166,13 @@ class RealArena(Arena):
 
     async def _holdings(self) -> Holdings:
         found = Holdings()
+        sequences: list[dict[str, Any]] = await self._ask_front_door("sequences")
+        owned = tuple(each["seq_id"] for each in sequences)
         for name, engine in self._fleet.engines.items():
             async with HttpEngine(name, engine.url) as client:
                 try:
                     status = await client.status()
+                    found[name, ORPHANS] = sum(not is_owned(each, owned) for each in await client.sequences())
                 except EngineUnreachable as error:
                     found[name, f"does not answer ({error.message})"] = 1
                     continue
@@ -160,12 +186,17 @@ class RealArena(Arena):
         for member in await self._ask_front_door("engines"):
             found["front door", f"in flight on {member['name']}"] = member["in_flight"]
             found["front door", f"{member['name']} is not picked again"] = int(not member["reachable"])
-        found["front door", "sequences"] = len(await self._ask_front_door("sequences"))
+        found["front door", "sequences"] = len(sequences)
         if self._fleet.router.pid is not None:
             children = psutil.Process(self._fleet.router.pid).children(recursive=True)
             found["front door", "processes"] = len(children)
             found["front door", "file descriptors"] = _descriptors([child.pid for child in children])
         return found
+
+
+def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
+    """Whether it is one of these, as the front door calls it at first, or after a retry or a move."""
+    return any(report.seq_id == seq_id or report.seq_id.startswith(f"{seq_id}.") for seq_id in owned)
 
 
 def _descriptors(pids: Sequence[int]) -> int:

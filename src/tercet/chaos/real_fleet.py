@@ -34,6 +34,8 @@ from tercet.protocol import Role
 # Of the guard: a fleet that is broken on purpose is not given long to end by itself.
 GRACE_SECONDS = 5.0
 GONE_SECONDS = 30.0
+# One that is asked to end may empty itself first.
+TERMINATED_SECONDS = 90.0
 LOOK_SECONDS = 0.2
 IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
 
@@ -88,6 +90,14 @@ class RealEngine:
         await until_ready(await self.launch(spec), self.url, self._on_event)
         self.is_up = not is_impostor
 
+    async def terminate(self) -> Sequence[str]:
+        self.is_up = False
+        pids = self.processes()
+        send_signal(pids.get("api", ())[:1], signal.SIGTERM)
+        still = await _ended(pids.get("engine", ()), TERMINATED_SECONDS)
+        await self.stop()
+        return [f"process {pid}" for pid in still]
+
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
         self.is_up = False
         pids = self.processes()
@@ -118,9 +128,9 @@ class RealEngine:
             self._clock.step(seconds)
 
 
-async def _ended(pids: Sequence[int]) -> list[int]:
+async def _ended(pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
     """Wait until all these processes have ended; returns those that have not in time."""
-    for _ in range(round(GONE_SECONDS / LOOK_SECONDS)):
+    for _ in range(round(seconds / LOOK_SECONDS)):
         if not alive(pids):
             break
         await asyncio.sleep(LOOK_SECONDS)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import aiohttp.connector
@@ -19,15 +19,16 @@ import msgspec
 from prometheus_client import REGISTRY
 
 from tercet.chaos.arena import Arena, BreakableEngine, Holdings, Note
-from tercet.chaos.chaos_report import ChaosResult
+from tercet.chaos.chaos_report import ORPHANS, ChaosResult
 from tercet.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
 from tercet.chaos.fault_schedule import FaultSchedule, FleetShape
 from tercet.chaos.simulated_engine import SimulatedEngine
 from tercet.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
-from tercet.protocol import Request, Role
+from tercet.protocol import Request, Role, TercetError
 from tercet.router.metrics import Metrics
+from tercet.router.moves import MoveRecord
 from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import PROGRAM_HEADER, Service
 from tercet.settings import EngineAddress, FrontDoorConfig
@@ -39,6 +40,7 @@ FRONT_DOOR, STRANGER = "127.0.0.1", "127.0.0.2"
 PORT = 8000
 PROFILE = "llama-3.1-8b-h100-tp1"
 START_SECONDS = 10.0
+REST_SECONDS = 12
 # Idle HTTP connections that a client keeps for later are none too many; it takes one of them every few seconds.
 POOLED = 8
 PROGRAMS = ("disaggregated", "balanced", "data_parallel")
@@ -64,7 +66,7 @@ class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
         """What can happen to it."""
         return FleetShape(
             engines=tuple(self.roles),
-            kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain"),
+            kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move"),
             processes=("engine", "api", "core"),
             shortest=0.02,
             longest=8.0,
@@ -220,6 +222,13 @@ class SimulatedArena(Arena):
     async def _generated_by(self, engine: str) -> tuple[str, ...]:
         return tuple(sequence.request.seq_id for sequence in self._service.sequences.on(engine))
 
+    async def _move(self, name: str, destination: str) -> None:
+        with suppress(TercetError):
+            await self._service.moves.move(self._service.sequences.named(name), destination, "chaos")
+
+    async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
+        return list(self._service.moves.since(number))
+
     async def _drain(self, engine: str, draining: bool) -> None:
         self._fleet.drain(engine, draining)
 
@@ -229,13 +238,21 @@ class SimulatedArena(Arena):
 
     async def _at_rest(self) -> Holdings:
         await asyncio.sleep(self.leftover_seconds)  # connections that nobody uses are closed by then
-        return await self._holdings()
+        # Each engine is asked how it is every few seconds, all of them at one time here, by a connection that is kept
+        # for a part of that: how many there are depends on the moment.
+        most = Holdings()
+        for _ in range(REST_SECONDS):
+            most |= await self._holdings()
+            await asyncio.sleep(1.0)
+        return most
 
     async def _holdings(self) -> Holdings:
         found = Holdings()
+        owned = {each.generation.request.seq_id for each in self._service.sequences if each.generation is not None}
         for name, place in self._places.items():
             found[name, "blocks in use"] = place.engine.pool.total - place.engine.pool.free
             found[name, "busy"] = int(place.engine.busy)
+            found[name, ORPHANS] = sum(each.seq_id not in owned for each in place.engine.reports())
         for member in self._fleet.members:
             found["front door", f"in flight on {member.name}"] = member.in_flight
             found["front door", f"prompt tokens in flight on {member.name}"] = member.in_flight_tokens

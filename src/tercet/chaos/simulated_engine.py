@@ -72,6 +72,9 @@ class SimulatedEngine:
             started.set_result(engine)
             await killed.wait()
 
+    async def terminate(self) -> Sequence[str]:
+        return await self.kill()
+
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
         self.is_up = False
         self.process.kill()

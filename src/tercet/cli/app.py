@@ -17,7 +17,7 @@ from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.moves import moves
 from tercet.cli.profile import profile
 from tercet.cli.program import program
-from tercet.cli.servers import engine, router
+from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
@@ -31,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, engine, router, demo, chaos):
+for command in (up, engine, router, rescheduler, demo, chaos):
     app.command()(command)
 for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)

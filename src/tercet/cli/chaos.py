@@ -12,7 +12,15 @@ import msgspec
 import typer
 from msgspec import Meta
 
-from tercet.chaos.chaos_report import HEADINGS, ChaosResult, fault_rows, figures, violation_lines
+from tercet.chaos.chaos_report import (
+    HEADINGS,
+    MOVE_HEADINGS,
+    ChaosResult,
+    fault_rows,
+    figures,
+    move_rows,
+    violation_lines,
+)
 from tercet.chaos.client_load import LoadShape
 from tercet.chaos.fault_schedule import (
     KINDS,
@@ -173,6 +181,8 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
 def _report(result: ChaosResult, replay: str) -> None:
     violations = result.violations
     show_table("faults, and the requests that they met", HEADINGS, fault_rows(result))
+    if result.moves:
+        show_table("moves, by reason", MOVE_HEADINGS, move_rows(result))
     for line in [*figures(result), *violation_lines(violations, result.seed, replay)]:
         typer.echo(line)
     if violations:

@@ -15,7 +15,7 @@ import typer
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, Role
 
-Url = Annotated[str, typer.Option(help="The front door's base URL.")]
+Url = Annotated[str, typer.Option(envvar="TERCET_URL", help="The front door's base URL.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="TERCET_API_KEY", help="Its API key, if it was started with `-- --api-key`.")
 ]
@@ -113,7 +113,8 @@ def _path(name: str) -> str:
 
 
 def _line(engine: dict[str, Any], width: int = 0) -> str:
-    state = "draining" if engine["draining"] else "serving" if engine["reachable"] else "unreachable"
+    leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
+    state = leaving or ("serving" if engine["reachable"] else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
         f"{_report(engine['report'])}"

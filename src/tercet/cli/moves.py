@@ -53,7 +53,10 @@ def start(
 
     Example: `tercet moves start cmpl-8d1f-0 decode-1`
     """
-    say(in_words(ask(url, api_key, "POST", f"/sequences/{quote(seq_id, safe='')}/move", {"destination": destination})))
+    path = f"/sequences/{quote(seq_id, safe='')}/move"
+    answer = ask(url, api_key, "POST", path, {"destination": destination})
+    passed_on = "accepted" in answer
+    say("passed on to the front door that runs it, which has it on record" if passed_on else in_words(answer))
 
 
 def _moves(url: str, api_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:

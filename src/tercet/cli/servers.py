@@ -23,12 +23,14 @@ from tercet.cluster.engine_command import (
 )
 from tercet.cluster.model import BUILT_IN, resolve_model
 from tercet.cluster.ports import require_free, url_of
+from tercet.migration import policies_of
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.router import serve
+from tercet.router.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
-from tercet.settings import RouterConfig, key_values
+from tercet.settings import ReschedulerConfig, RouterConfig, key_values
 from tercet.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.sim.sim_server import ServerConfig
 from tercet.sim.sim_server import serve as serve_simulated
@@ -145,9 +147,27 @@ def router(config: RouterConfig) -> None:
     model = resolve_model(config.model, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     load_program(config.program, config.program_args)
+    policies_of(config.reschedule)
     if config.scheduling is not None:
         load_scheduling(Path(config.scheduling).expanduser())
     require_free(config.host, config.port)
     if config.workers > 1:
         raise typer.Exit(supervise(config))
     serve(config)
+
+
+@settings_command(ReschedulerConfig)
+def rescheduler(config: ReschedulerConfig) -> None:
+    """Run one rescheduler for a fleet that several front doors share.
+
+    It asks engines what they run, for whichever front door, and has that one move what policies propose. The limits
+    hold for all that it proposes together. A single front door, or one with several workers, has its own.
+
+    Examples:
+    - `tercet rescheduler --url http://10.0.0.1:8000 --reschedule decode_load`
+    - `tercet rescheduler --reschedule binpack_consolidation --reschedule-interval 1 --max-moves-per-engine 4`
+    """
+    if not config.reschedule.policies:
+        raise BadRequest("--reschedule: without a policy there is nothing to do", "--reschedule")
+    policies_of(config.reschedule)
+    serve_rescheduler(config)

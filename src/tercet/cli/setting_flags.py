@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +20,8 @@ from tercet.settings import (
     key_values,
     read_yaml,
 )
+
+S = TypeVar("S", bound=Settings)
 
 Model = Annotated[
     str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
@@ -45,7 +47,7 @@ Config = Annotated[
 ]
 
 
-def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """A command that takes a record of ``kind``, with a flag for each of its settings and ``--config``.
 
     Arguments after ``--`` are the setting ``rest``. The record is decoded when the command is called, from flags, the
@@ -60,6 +62,32 @@ def settings_command(kind: type[Settings], rest: str) -> Callable[[Callable[[Any
             command(decode_settings(kind, *sources))
 
         return taking(run, {**parameters_of(kind, rest), "config": Config})
+
+    return decorate
+
+
+def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A flag for each setting of ``kind`` beside a command's own parameters, of which the last one gets the record.
+
+    Nothing but flags counts: no variable of the environment, and no file.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        *own, last = inspect.signature(command, eval_str=True).parameters.values()
+        flags = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in parameters_of(kind).items()
+        ]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            told = {flag.name: given.pop(flag.name) for flag in flags}
+            command(**given, **{last.name: decode_settings(kind, flags_given(kind, told))})
+
+        parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *flags]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
 
     return decorate
 

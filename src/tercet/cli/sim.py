@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from tercet.bench.simulated import PlannedWorkload, Simulation, SyntheticWorkload, table
-from tercet.bench.simulated.simulation import HEADINGS
+from tercet.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
+from tercet.bench.simulated.simulation import headings as headings_of_run
 from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
 from tercet.bench.summary import Slo
-from tercet.cli.setting_flags import ProgramArg
+from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
@@ -23,6 +23,7 @@ from tercet.settings.declaration import complaint
 sim = typer.Typer(name="sim", rich_markup_mode="markdown")
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
+MOVING = MovingSettings()
 DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
 Fleet = Annotated[
@@ -56,6 +57,9 @@ WarmUp = Annotated[int, typer.Option(help="First requests that count in no metri
 InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
 OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
 Deviation = Annotated[float, typer.Option(help="Its standard deviation.")]
+Lengths = Annotated[
+    Literal["normal", "lognormal"], typer.Option(help="How lengths are distributed; `lognormal` has a long tail.")
+]
 Workload = Annotated[
     list[str] | None,
     typer.Option(
@@ -64,7 +68,7 @@ Workload = Annotated[
     ),
 ]
 # What a workload of `tercet bench` says itself.
-LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix")
+LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 Arrivals = Annotated[
     Literal["poisson", "constant", "gamma", "trace"],
     typer.Option(help="How requests arrive; `trace`: at the times of the workload's trace."),
@@ -80,6 +84,7 @@ Json = Annotated[
 
 
 @sim.callback(invoke_without_command=True)
+@with_flags_of(MovingSettings)
 def simulate(
     context: typer.Context,
     program: Program = "data_parallel",
@@ -94,6 +99,7 @@ def simulate(
     input_dev: Deviation = 0,
     output_mean: OutputMean = 128,
     output_dev: Deviation = 0,
+    lengths: Lengths = "normal",
     arrivals: Arrivals = "poisson",
     burstiness: Burstiness = 2.0,
     prefixes: Prefixes = 0,
@@ -104,6 +110,7 @@ def simulate(
     label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
     json: Json = None,
+    moving: MovingSettings = MOVING,
 ) -> None:
     """Run a program over simulated engines in virtual time, at one or several rates.
 
@@ -113,6 +120,7 @@ def simulate(
     - `tercet sim --program disaggregated --fleet 1P1D --rate 2,4,8`
     - `tercet sim --fleet both=1000 --rate 2000 --requests 20000`
     - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrivals trace`
+    - `tercet sim --fleet both=16 --rate 60 --option total_blocks=2000 --reschedule neutral_load`
     - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
     - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
     """
@@ -124,17 +132,19 @@ def simulate(
     report = simulation.report(rates, label or program, note)
     _write_out(json, report.to_json())
     if str(json) != "-":
-        show_table(f"{program} on {fleet}, {profile}", HEADINGS, table(report))
+        show_table(f"{program} on {fleet}, {profile}", headings_of_run(report), table(report))
 
 
 @sim.command("sweep")
+@with_flags_of(MovingSettings)
 def sweep_command(
     context: typer.Context,
     over: Annotated[
         list[str],
         typer.Option(
             metavar="NAME=V[,V...]",
-            help="`fleet`, `profile`, `program`, `rate`, an engine option or a program's parameter; repeatable.",
+            help="`fleet`, `profile`, `program`, `rate`, an engine option, a setting of moves (such as "
+            "`reschedule-threshold`) or a program's parameter; repeatable.",
         ),
     ],
     program: Program = "data_parallel",
@@ -149,6 +159,9 @@ def sweep_command(
     input_dev: Deviation = 0,
     output_mean: OutputMean = 128,
     output_dev: Deviation = 0,
+    lengths: Lengths = "normal",
+    arrivals: Arrivals = "poisson",
+    burstiness: Burstiness = 2.0,
     option: Option = None,
     scheduling: Scheduling = None,
     x: Annotated[
@@ -160,12 +173,14 @@ def sweep_command(
     ] = None,
     seed: Seed = 0,
     json: Json = None,
+    moving: MovingSettings = MOVING,
 ) -> None:
     """Simulate every combination of some settings, and star those that no other one beats in two metrics.
 
     Examples:
     - `tercet sim sweep --program balanced --fleet 1P1D --rate 8 --over balance_ratio=0,0.1,0.2,0.3`
     - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --plot sweep.png`
+    - `tercet sim sweep --fleet both=16 --rate 60 --reschedule neutral_load --over reschedule-threshold=0.05,0.2,0.5`
     """
     require_folder(json, "--json")
     if plot is not None:
@@ -178,7 +193,7 @@ def sweep_command(
     if plot is not None:
         plot_sweep(report, plot)
     if str(json) != "-":
-        show_table(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(axes), rows(report))
+        show_table(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(report), rows(report))
 
 
 def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
@@ -193,6 +208,7 @@ def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulatio
         seed=given["seed"],
         slo=slo_of(given.get("slo")),
         scheduling=given["scheduling"],
+        moving=given["moving"],
     )
 
 

@@ -17,6 +17,7 @@ from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
+from tercet.migration import policies_of
 from tercet.programs import load_program
 from tercet.scheduling import load_scheduling
 from tercet.sim import load_profile
@@ -73,6 +74,7 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
     """
     load_program(config.program, config.program_args)
+    policies_of(config.reschedule)
     if config.port:
         require_free(config.host, config.port)
     # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.

@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from tercet.client.connection_errors import reason_of
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.wire import PREFIX, UNREADABLE
 
@@ -32,8 +33,7 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, api
         ):
             status, answer = response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        reason = str(error) or f"no answer within {ANSWER.total:.0f} s"
-        raise EngineUnreachable(f"no front door answers at {url}: {reason}", "url") from error
+        raise EngineUnreachable(f"no front door answers at {url}: {reason_of(error)}", "url") from error
     try:
         found = msgspec.json.decode(answer)
     except UNREADABLE as error:

@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.aio import TaskSet
+from tercet.client.connection_errors import reason_of
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
     Conflict,
@@ -24,11 +26,13 @@ from tercet.protocol import (
     EngineStatus,
     EngineUnreachable,
     LeaseEnded,
+    MoveProposal,
     Output,
     OutputStream,
     Request,
     Reservation,
     Sent,
+    SequenceReport,
     TercetError,
     UnknownSequence,
     from_wire,
@@ -42,6 +46,7 @@ from tercet.protocol.wire import (
     ConnectCall,
     Destination,
     Door,
+    MoveCall,
     PrepRecvAnswer,
     PrepRecvCall,
     ReleaseCall,
@@ -72,9 +77,9 @@ Admit = Callable[[EngineStatus], object]
 class HttpEngine:
     """Implements :class:`~tercet.protocol.Engine`, which says what its methods do, for a server at ``url``.
 
-    Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, and ``on_load`` is
-    told how busy the engine is, ten times a second; without one, or where the engine cannot connect to it, they come as
-    server-sent events.
+    Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, ``on_load`` is told
+    how busy the engine is, ten times a second, and ``on_proposal`` which moves it passes on; without one, or where the
+    engine cannot connect to it, they come as server-sent events.
 
     The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
     that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
@@ -91,6 +96,7 @@ class HttpEngine:
         on_new: Callable[[], object] = lambda: None,
         secret: str = "",
         tls: ssl.SSLContext | None = None,
+        on_proposal: Callable[[MoveProposal], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
@@ -108,7 +114,8 @@ class HttpEngine:
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._keeper = None
         if listener is not None:
-            self._keeper = StreamKeeper(listener, name, self.url, self._connect, self.status, on_load)
+            connection = listener.connection_of(name, on_load, on_proposal)
+            self._keeper = StreamKeeper(listener, connection, self.url, self._connect, self.status)
 
     async def __aenter__(self) -> HttpEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
@@ -226,7 +233,7 @@ class HttpEngine:
                         stream.put(self._output_of(line[len(DATA) :]))
                         await stream.until_asked()
             except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self.name} broke off: {error}") from error
+                raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
@@ -241,6 +248,21 @@ class HttpEngine:
             status = await self._decode(response, EngineStatus)
         self._meet(status)
         return status
+
+    async def sequences(self) -> list[SequenceReport]:
+        """What the engine generates, for whomever; of one that stands still as it was last known."""
+        async with self._call("sequences", None, QUICK) as response:
+            return await self._decode(response, list[SequenceReport])
+
+    async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
+        """Have the engine pass on, to the front door that runs the sequence, that it should be on another engine.
+
+        ``seq_id`` is the engine's id for it, or its client's. Returns when it is on its way; what the front door makes
+        of it is on record there. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate it,
+        and :class:`~tercet.protocol.Conflict` if its tokens go to no front door.
+        """
+        path = f"sequences/{quote(seq_id, safe='')}/move"
+        await self._post(path, MoveCall(destination=destination, reason=reason), dict[str, Any])
 
     def _meet(self, status: EngineStatus) -> None:
         """Whether it may be asked is checked each time; what a start before it held is void."""
@@ -276,7 +298,7 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _call(
-        self, verb: str, call: msgspec.Struct, timeout: aiohttp.ClientTimeout
+        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         async with AsyncExitStack() as stack:
             try:
@@ -298,9 +320,9 @@ class HttpEngine:
         try:
             response = await self._client.request(method, url, data=body, headers=JSON | headers, timeout=timeout)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineNotReached(f"{self.name} at {self.url} cannot be reached: {error}") from error
+            raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} at {self.url} does not answer: {error}") from error
+            raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
         try:
             if response.status >= 400:
                 await self._decode(response, dict[str, Any])
@@ -313,7 +335,7 @@ class HttpEngine:
         try:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} broke off: {error}") from error
+            raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
         if response.status >= 400:
             raise _error_of(response.status, body)
         return self._understood(body, kind)
@@ -322,7 +344,7 @@ class HttpEngine:
         try:
             return msgspec.json.decode(said, type=kind)
         except UNREADABLE as error:
-            raise EngineError(f"{self.name} at {self.url} does not answer as a Tercet engine: {error}") from error
+            raise EngineError(f"{self.name} does not answer as a Tercet engine: {error}") from error
 
     def _output_of(self, data: bytes) -> Output:
         if data.startswith(b'{"error"'):

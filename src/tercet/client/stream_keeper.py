@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from tercet.protocol import EngineLoad, EngineUnreachable, TercetError
+from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.wire import Door
 from tercet.streams import EngineConnection, StreamListener
 
@@ -23,7 +23,7 @@ ATTEMPT_SECONDS = 0.05
 
 
 class StreamKeeper:
-    """Gets an engine to connect to ``listener``, again when the connection is lost.
+    """Gets an engine to connect to ``listener`` by ``connection``, again when that is lost.
 
     ``connect`` makes the engine connect to a door, ``alive`` asks it for any answer; both raise
     :class:`~tercet.protocol.EngineUnreachable` if there is none. An engine that cannot connect is served by
@@ -33,18 +33,17 @@ class StreamKeeper:
     def __init__(
         self,
         listener: StreamListener,
-        name: str,
+        connection: EngineConnection,
         url: str,
         connect: Callable[[Door], Awaitable[object]],
         alive: Callable[[], Awaitable[object]],
-        on_load: Callable[[EngineLoad], None],
     ) -> None:
         self._listener = listener
-        self._name = name
+        self._name = connection.engine
         self._url = url
         self._connect = connect
         self._alive = alive
-        self.connection = listener.connection_of(name, on_load)
+        self.connection = connection
         self._falls_back_until: float | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None

@@ -25,6 +25,11 @@ class Costs:
         self.clock = clock
         self._random = random
         self._works: dict[str, EngineWork] = {}
+        self._watches = True
+
+    def watch_once_asked(self) -> None:
+        """Look at nothing until a route is asked for: where none ever is, nobody would know what was learned."""
+        self._watches = False
 
     def work(self, name: str) -> EngineWork:
         """The work of an engine."""
@@ -45,6 +50,7 @@ class Costs:
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float
     ) -> RouteDecision:
         """The route over these engines, at least one; ``matched`` tokens are believed to be cached on some."""
+        self._watches = True
         now = self.clock()
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
         candidates = [
@@ -106,6 +112,9 @@ class Costs:
     @contextmanager
     def sending(self, name: str, request: Request, begin: int, end: int) -> Generator[Callable[[Usage], None]]:
         """An engine prefills ``prompt[:end)`` and sends ``[begin, end)``; call what is given when it has."""
+        if not self._watches:
+            yield lambda _: None
+            return
         work = self.work(name)
         job = self._job(request, 0, end, 0)
         job.sent = end - begin
@@ -115,8 +124,13 @@ class Costs:
         finally:
             work.leave(request.seq_id)
 
-    def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost:
-        """An engine shall generate; ``prompt[:begin)`` is there, and ``given`` tokens of output."""
+    def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
+        """An engine shall generate; ``prompt[:begin)`` is there, and ``given`` tokens of output.
+
+        None if nobody watches.
+        """
+        if not self._watches:
+            return None
         job = self._job(request, begin, request.num_tokens + given, 0)
         job.output = max(1.0, self.model.output_of(job.max_tokens) - given)
         job.context, job.given = request.num_tokens + given, given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.members import Counted, Member
-from tercet.fleet.picking import Picking
+from tercet.fleet.picking import NOBODY, Picking
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     BadRequest,
@@ -21,14 +22,18 @@ from tercet.protocol import (
     Engine,
     EngineLoad,
     EngineUnreachable,
+    MoveProposal,
     PrefillRule,
     Request,
     Role,
     Route,
     TercetError,
     UnknownEngine,
+    WithoutRole,
 )
 from tercet.scheduling import Scheduling
+
+logger = logging.getLogger("tercet.fleet")
 
 
 class EngineFleet:
@@ -41,7 +46,8 @@ class EngineFleet:
     ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
     reported more than ``stale_after`` seconds ago counts as unknown, and who made no progress for ``stuck_after_s`` is
     stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears
-    from them; ``costs`` what serving costs here, as far as it was seen, and the work that is under way.
+    from them; ``costs`` what serving costs here, as far as it was seen, and the work that is under way. ``on_proposal``
+    is told of each move that an engine passes on, with the engine's name.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class EngineFleet:
         seed: int | None = None,
     ) -> None:
         self.liveness = Liveness(stuck_after_s)
+        self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
         self._clock = clock
         self._members = {member.name: member for member in members}
         self._open = list[Member]()
@@ -92,10 +99,36 @@ class EngineFleet:
     def scheduling(self, scheduling: Scheduling) -> None:
         self._picking.scheduling = scheduling
 
+    @property
+    def without_role(self) -> WithoutRole:
+        """What becomes of picks while no engine of their role answers."""
+        return self._picking.without_role
+
+    @without_role.setter
+    def without_role(self, without_role: WithoutRole) -> None:
+        self._picking.without_role = without_role
+
     def report(self, name: str, load: EngineLoad) -> None:
         """An engine said how busy it is; that of an engine which is not here (any more) is ignored."""
         self.knowledge.loads.report(name, load)
         self.heard(name, load.stalled_s)
+        self._note_stopping(name, load.stopping)
+
+    def started_anew(self, name: str) -> None:
+        """Another start of the engine has been met: what is known of the one before is void."""
+        self.knowledge.cleared(name)
+        self._note_stopping(name, False)
+
+    def _note_stopping(self, name: str, stopping: bool) -> None:
+        member = self._members.get(name)
+        if member is not None and member.stopping is not stopping:
+            member.stopping = stopping
+            logger.warning("engines: %s %s", name, "stops, and is emptied" if stopping else "is picked again")
+            self._reopen()
+
+    def proposed(self, name: str, proposal: MoveProposal) -> None:
+        """An engine passes on that a sequence which it generates should be elsewhere."""
+        self.on_proposal(name, proposal)
 
     def heard(self, name: str, stalled_s: float) -> None:
         """An engine said for how many seconds it has stood still; one that is not here (any more) is ignored."""
@@ -107,11 +140,14 @@ class EngineFleet:
         return self.liveness.heard_within(name, seconds, self._clock())
 
     def stand_still(self, interval: float) -> list[Stuck]:
-        """Engines that stand still now and did not ``interval`` seconds ago; what waits for them has failed."""
-        stuck = self.liveness.look(self._clock(), interval)
-        for engine, why in stuck:
+        """Engines that stand still now and did not ``interval`` seconds ago.
+
+        What waits for any that stands still has failed, whether it began to wait before or after that was found.
+        """
+        new = self.liveness.look(self._clock(), interval)
+        for engine, why in self.liveness.stuck:
             self.lose(engine, why)
-        return stuck
+        return new
 
     def member(self, name: str) -> Member:
         """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
@@ -149,7 +185,7 @@ class EngineFleet:
 
     def _reopen(self) -> None:
         # In place: views hold the same list.
-        self._open[:] = [member for member in self._members.values() if not member.draining]
+        self._open[:] = [member for member in self._members.values() if not member.leaving]
         self._picking.reopen(self._open)
 
     @contextmanager
@@ -182,7 +218,7 @@ class EngineFleet:
         able = [member for member in self._open if member.reachable] or self._open
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
-            raise EngineUnreachable("this fleet has no engine that may be picked")
+            raise EngineUnreachable(NOBODY)
         matched = self._picking.matched(request, able)
         decision = self.costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen

@@ -83,6 +83,7 @@ class LoadTable:
             tokens=None if math.isnan(found["tokens"]) else int(found["tokens"]),
             step_time=None if math.isnan(found["step_time"]) else found["step_time"],
             stalled_s=found["stalled_s"],
+            stopping=bool(found["stopping"]),
         )
         return load, self._clock() - float(self._at[row])
 

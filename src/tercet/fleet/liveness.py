@@ -46,6 +46,12 @@ class Liveness:
         self._progressed_at.pop(engine, None)
         self._stuck.discard(engine)
 
+    @property
+    def stuck(self) -> list[Stuck]:
+        """Who was found to stand still, and has shown no progress since."""
+        now = self._looked_at or 0.0
+        return [Stuck(engine, self._why(engine, now)) for engine in sorted(self._stuck)]
+
     def is_stuck(self, engine: str) -> bool:
         """Whether it was found to stand still, and has shown no progress since."""
         return engine in self._stuck
@@ -53,6 +59,12 @@ class Liveness:
     def progressed_since(self, engine: str, then: float) -> bool:
         """Whether it has made progress after that, for all that is known."""
         return self._progressed_at.get(engine, then) >= then
+
+    def stalled_s(self, engine: str) -> float:
+        """For how many seconds it had shown no progress when it was looked at last."""
+        if self._looked_at is None:
+            return 0.0
+        return max(0.0, self._looked_at - self._progressed_at.get(engine, self._looked_at))
 
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
         """Whether it has said anything lately."""

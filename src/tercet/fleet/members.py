@@ -16,9 +16,9 @@ class Member:
     ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
     those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
     words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
-    when somebody (the front door's watch) finds it well. A ``draining`` member is not picked any more. ``when_idle`` is
-    called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV cache has room; 0 while it
-    has not said so.
+    when somebody (the front door's watch) finds it well. ``draining`` is its operator's wish, ``stopping`` its own
+    word. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV
+    cache has room; 0 while it has not said so.
     """
 
     name: str
@@ -33,10 +33,20 @@ class Member:
     in_flight_tokens: int = 0
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     kv_tokens: int = 0
+    stopping: bool = False
+
+    @property
+    def leaving(self) -> bool:
+        """Whether nothing new shall begin there, and what runs there shall go elsewhere."""
+        return self.draining or self.stopping
 
     def can(self, role: Role) -> bool:
         """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
         return role == "both" or self.role in (role, "both")
+
+    def share(self, tokens: int) -> float:
+        """The part of its KV cache that so many tokens take; 0 while it has not said what it has."""
+        return tokens / self.kv_tokens if self.kv_tokens else 0.0
 
 
 class Counted:

@@ -41,8 +41,9 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, started_anew = partial(fleet.report, name), partial(fleet.knowledge.cleared, name)
-        async with HttpEngine(name, url, listener, report, admit, started_anew, secret, tls) as engine:
+        report, started_anew = partial(fleet.report, name), partial(fleet.started_anew, name)
+        proposed = partial(fleet.proposed, name)
+        async with HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
             try:
                 yield engine

@@ -26,6 +26,7 @@ class MovingSequence:
         generation = sequence.generation
         if generation is None or generation.stream is None:
             raise Conflict(f"seq_id: no engine generates {sequence.request.seq_id} at present", "seq_id")
+        generation.stream.catch_up()
         self._sequence = sequence
         self.generation: Generation = generation
         self._id = sequence.further_id()
@@ -40,8 +41,7 @@ class MovingSequence:
     @property
     def computed(self) -> int:
         """See :class:`tercet.migration.Movable`. The last token's KV is computed in the step that makes the next."""
-        generation = self.generation
-        return generation.request.num_tokens + len(generation.tokens) - 1 if generation.begun else 0
+        return self.generation.computed
 
     def context(self) -> Request:
         """See :class:`tercet.migration.Movable`."""
@@ -66,6 +66,8 @@ class MovingSequence:
             return stream
 
         stream = self.generation.stream
+        if stream is not None:
+            stream.catch_up()
         if stream is None or not stream.hand_over(following):
             raise Conflict(f"seq_id: {self._sequence.request.seq_id} ended at {self.engine.name} meanwhile", "seq_id")
         arrived_at = await arrival.begun

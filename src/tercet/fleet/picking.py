@@ -11,7 +11,16 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from tercet.fleet.knowledge import FleetKnowledge
-from tercet.protocol import BadRequest, EngineUnreachable, EngineView, PrefillRule, Request, Role
+from tercet.protocol import (
+    BadRequest,
+    EngineUnreachable,
+    EngineView,
+    PrefillRule,
+    Request,
+    Role,
+    RoleUnavailable,
+    WithoutRole,
+)
 from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
 from tercet.scheduling.hashing import block_hashes
 from tercet.scheduling.pickers import TurnPicker
@@ -20,12 +29,16 @@ from tercet.scheduling.plugin import Integers
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
+NOBODY = "this fleet has no engine that may be picked"
+
 ViewT = TypeVar("ViewT", bound=EngineView)
 
 
 @dataclass
 class Picking(Generic[ViewT]):
     """What all views of a fleet pick by; ``views`` are the engines that may be picked, ``rows`` their rows.
+
+    ``without_role`` says what becomes of a pick while no engine of its role answers.
 
     ``believed`` are the tokens that engines were believed to hold when they were picked, for picks that are not over:
     afterwards a pick itself makes them believed to hold the whole prompt.
@@ -37,6 +50,7 @@ class Picking(Generic[ViewT]):
     views: Sequence[ViewT] = ()
     rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    without_role: WithoutRole = "serve"
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
 
@@ -51,8 +65,8 @@ class Picking(Generic[ViewT]):
 
         ``without`` are names not to pick while there are others; the last one matters least.
 
-        Raises :class:`~tercet.protocol.EngineUnreachable` if none has the role or a strict filter leaves none, and
-        :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if there is none or a strict filter leaves none,
+        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         turns = PICKERS.get(by)
         if turns is not None:
@@ -67,12 +81,13 @@ class Picking(Generic[ViewT]):
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
         able = self.views if role == "both" else [v for v in self.views if v.role == role or v.role == "both"]
         candidates = [view for view in able if view.reachable]
-        if able and not candidates:  # roles are the router's: every engine can do what is left to do
-            candidates = [view for view in self.views if view.reachable] or able
+        if not candidates:
+            self._require_role(role)
+            candidates = [view for view in self.views if view.reachable] or able or self.views
         for name in without:
             candidates = [view for view in candidates if view.name != name] or candidates
         if not candidates:
-            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
+            raise EngineUnreachable(NOBODY)
         key = role, by
         turn = self._turns[key]
         self._turns[key] += 1
@@ -86,7 +101,7 @@ class Picking(Generic[ViewT]):
         for name in without:
             candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
-            raise EngineUnreachable(f"no engine of this fleet has the role {role}")
+            raise EngineUnreachable(NOBODY)
         decision = Decision(request, role, self.knowledge, self.random)
         row = profile.pick(decision, candidates)
         picked = self.views[self._places[row]]
@@ -97,17 +112,24 @@ class Picking(Generic[ViewT]):
     def candidates(self, role: Role) -> Engines:
         """Those that have the role, without those that do not answer while others do.
 
-        If none of them answers, those that do, whatever their role: every engine can do both.
+        If none of them answers, those that do, whatever their role: every engine can do both. Or none, if the fleet is
+        told so: raises :class:`~tercet.protocol.RoleUnavailable`.
         """
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         able = everyone
         if role != "both":
             able = everyone.where([engine.role == role or engine.role == "both" for engine in everyone])
         answering = able.where([engine.reachable for engine in able])
-        if len(answering) or not len(able):
+        if len(answering):
             return answering
+        self._require_role(role)
         others = everyone.where([engine.reachable for engine in everyone])
-        return others if len(others) else able
+        return others if len(others) else able if len(able) else everyone
+
+    def _require_role(self, role: Role) -> None:
+        """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
+        if role != "both" and self.without_role == "refuse":
+            raise RoleUnavailable(f"no engine of the role {role} can be picked, and others are not to take its place")
 
     def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
         """How much of the prompt each of these engines is believed to hold, in tokens; who holds none is left out.

@@ -14,6 +14,7 @@ import msgspec
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.trace import Generation
 from tercet.protocol import Conflict, Output, Request, UnknownSequence
+from tercet.protocol.seq_ids import further_id
 from tercet.settings import RetryBudget
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
@@ -99,6 +100,13 @@ class RunningSequence:
         return self.generation is not None and self.generation.stream is not None
 
     @property
+    def known_tokens(self) -> int:
+        """Tokens of prompt and output, as of now."""
+        if self.generation is not None and self.generation.stream is not None:
+            self.generation.stream.catch_up()
+        return self.request.num_tokens + len(self.tokens)
+
+    @property
     def last_at(self) -> float:
         """When the client got its last token; while it has none, when the sequence began."""
         return self._last_at
@@ -110,7 +118,7 @@ class RunningSequence:
     def further_id(self) -> str:
         """An id that no engine knows, for what it does for this sequence next: nothing late is taken for that."""
         self._further_ids += 1
-        return f"{self.request.seq_id}.{self._further_ids}"
+        return further_id(self.request.seq_id, self._further_ids)
 
     def record(self, output: Output, now: float) -> None:
         """The client gets this output."""
@@ -170,6 +178,13 @@ class RunningSequences:
             raise UnknownSequence(f"seq_id: no sequence {seq_id!r} runs in this process", "seq_id")
         return found
 
+    def generated(self, engine: str, seq_id: str) -> RunningSequence | None:
+        """The one that this engine generates, or generated last, under that id, which need not be its request's."""
+        for sequence in self.on(engine):
+            if sequence.generation is not None and sequence.generation.request.seq_id == seq_id:
+                return sequence
+        return None
+
     def on(self, engine: str) -> list[RunningSequence]:
         """Those that this engine generates."""
         return [sequence for sequence in self._running if sequence.engine == engine]
@@ -182,4 +197,5 @@ class RunningSequences:
             yield
         finally:
             del self._running[sequence]
-            sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))
+            if len(sequence.waiting):
+                sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))

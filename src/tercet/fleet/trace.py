@@ -27,7 +27,9 @@ from tercet.protocol import (
 class TraceEvent(msgspec.Struct, omit_defaults=True):
     """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
 
-    For ``start_generate`` ``seconds`` is the time to its first output.
+    For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` is no verb: it comes behind those
+    that were called for it, and has the ``number`` that it has among the moves of its front-door process, why it was
+    made, what came of it, and for how many seconds the client had no token.
     """
 
     verb: str
@@ -42,6 +44,10 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     chunks: int = 0
     transport: str = ""
     to: str = ""
+    number: int = 0
+    reason: str = ""
+    outcome: str = ""
+    pause: float | None = None
 
 
 class Trace(msgspec.Struct):
@@ -161,7 +167,9 @@ class TracedEngine:
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         stream = self.engine.start_generate(request, begin, output)
-        stream.subscribe(self.costs.generating(self.name, request, begin, len(output)))
+        cost = self.costs.generating(self.name, request, begin, len(output))
+        if cost is not None:
+            stream.subscribe(cost)
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
         stream.subscribe(Generation(self, request, output, event))
         return stream
@@ -193,6 +201,11 @@ class Generation:
         self.stream: OutputStream | None = None
         self._event = event
         self._noted = ExitStack()
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is in the engine for certain: 0 while it waits there, afterwards all but the last one's."""
+        return self.request.num_tokens + len(self.tokens) - 1 if self.begun else 0
 
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream

@@ -1,22 +1,35 @@
 """Moves of running sequences between engines: how one is made, and which are worth making."""
 
-from tercet.migration.limits import MovesUnderWay, Proposal
+from tercet.migration.limits import CountedMove, MovesUnderWay
 from tercet.migration.live import Movable, Stage, migrate
-from tercet.migration.policies import LoadedEngine, Policy, Wanted, balance, drain, prefill_to_decode
+from tercet.migration.loaded_engines import LoadedEngine, Policy, Wanted, best_fit, least_loaded, move
+from tercet.migration.packing import consolidate, defragment, mitigate
+from tercet.migration.policies import balance, drain, failover, prefill_to_decode
+from tercet.migration.policy_names import policies_of
+from tercet.migration.rescheduling import Rescheduling
 from tercet.migration.selection import Selection, SequenceView
 
 __all__ = [
+    "CountedMove",
     "LoadedEngine",
     "Movable",
     "MovesUnderWay",
     "Policy",
-    "Proposal",
+    "Rescheduling",
     "Selection",
     "SequenceView",
     "Stage",
     "Wanted",
     "balance",
+    "best_fit",
+    "consolidate",
+    "defragment",
     "drain",
+    "failover",
+    "least_loaded",
     "migrate",
+    "mitigate",
+    "move",
+    "policies_of",
     "prefill_to_decode",
 ]

@@ -2,68 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
+
+from tercet.protocol import NoSpace
 from tercet.settings import MoveSettings
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A sequence of ``tokens`` tokens is to be moved; ``usage`` is the destination's KV usage, if that is known."""
+class CountedMove(msgspec.Struct, frozen=True):
+    """A move as limits count it: of ``tokens`` tokens, which take ``share`` of the destination's KV cache.
+
+    ``usage`` is how much of that is in use, if it is known.
+    """
 
     source: str
     destination: str
     tokens: int
+    share: float = 0.0
     usage: float | None = None
 
 
-class MovesUnderWay:
-    """The moves of this process that are under way."""
+class Announcements(Protocol):
+    """Where processes whose moves the limits hold for together say what is on its way."""
 
-    def __init__(self, limits: MoveSettings) -> None:
+    def announce(self, moves: Sequence[CountedMove]) -> None:
+        """These are this process's, from now on."""
+        ...
+
+    def announced(self) -> Sequence[CountedMove]:
+        """Those of all others."""
+        ...
+
+
+class MovesUnderWay:
+    """The moves of this process that are under way.
+
+    Limits hold for them together with those of the other processes, if there are any: ``shared``.
+    """
+
+    def __init__(self, limits: MoveSettings, shared: Announcements | None = None) -> None:
         self._limits = limits
-        self._moves: dict[object, Proposal] = {}
+        self.shared = shared
+        self._moves: dict[object, CountedMove] = {}
 
     def __len__(self) -> int:
         return len(self._moves)
 
-    def __iter__(self) -> Iterator[Proposal]:
-        return iter(tuple(self._moves.values()))
+    def everywhere(self) -> list[CountedMove]:
+        """Those under way, in this process and in the others."""
+        return [*self._moves.values(), *(self.shared.announced() if self.shared is not None else ())]
 
-    def refusal(self, proposal: Proposal) -> str | None:
+    def refusal(self, proposed: CountedMove) -> str | None:
         """Why a move may not begin now; None if it may."""
-        limits, moves = self._limits, list(self._moves.values())
-        if proposal.usage is not None and proposal.usage >= limits.kv_usage:
-            return f"{proposal.destination} uses {proposal.usage:.0%} of its KV cache"
-        groups = (
-            (f"to {proposal.destination}", [move for move in moves if move.destination == proposal.destination]),
-            (f"away from {proposal.source}", [move for move in moves if move.source == proposal.source]),
-        )
-        for where, group in groups:
-            reached = _reached(where, group, proposal.tokens, limits.per_engine, limits.tokens_per_engine)
-            if reached:
-                return reached
-        return _reached("in this process", moves, proposal.tokens, limits.at_once, limits.tokens)
+        return self._refusal(proposed, self.everywhere())
 
     @contextmanager
-    def counted(self, proposal: Proposal) -> Generator[None]:
-        """While entered, it is one of them."""
+    def counted(self, proposed: CountedMove) -> Generator[None]:
+        """While entered, it is one of them. Raises :class:`~tercet.protocol.NoSpace` if a limit does not allow it."""
         key = object()
-        self._moves[key] = proposal
         try:
+            # First it is announced, then it is seen who else has been: of two that exceed a limit together, at least
+            # one sees the other.
+            self._moves[key] = proposed
+            self._announce()
+            others = self.everywhere()
+            others.remove(proposed)
+            refusal = self._refusal(proposed, others)
+            if refusal is not None:
+                raise NoSpace(f"destination: {refusal}", "destination")
             yield
         finally:
             del self._moves[key]
+            self._announce()
+
+    def _announce(self) -> None:
+        if self.shared is not None:
+            self.shared.announce(list(self._moves.values()))
+
+    def _refusal(self, proposed: CountedMove, moves: Sequence[CountedMove]) -> str | None:
+        limits = self._limits
+        if proposed.usage is not None and proposed.usage >= limits.ceiling:
+            return f"{proposed.destination} uses {proposed.usage:.0%} of its KV cache"
+        of_one = limits.per_engine, limits.tokens_per_engine, limits.kv_usage_per_engine
+        groups = (
+            (
+                f"to {proposed.destination}",
+                [each for each in moves if each.destination == proposed.destination],
+                of_one,
+            ),
+            (f"away from {proposed.source}", [each for each in moves if each.source == proposed.source], of_one),
+            ("already", moves, (limits.at_once, limits.tokens, limits.kv_usage)),
+        )
+        reached = (_reached(where, group, proposed, *most) for where, group, most in groups)
+        return next((found for found in reached if found is not None), None)
 
 
-def _reached(where: str, moves: list[Proposal], tokens: int, most: int, most_tokens: int | None) -> str | None:
-    """Which limit one more move of so many tokens would exceed beside ``moves``; None if none."""
+def _reached(
+    where: str,
+    moves: Sequence[CountedMove],
+    proposed: CountedMove,
+    most: int,
+    most_tokens: int | None,
+    most_kv: float | None,
+) -> str | None:
+    """Which limit one more move would exceed beside ``moves``; None if none."""
     if len(moves) >= most:
         return f"{len(moves)} sequences move {where}, and at most {most} may"
-    under_way = sum(move.tokens for move in moves)
-    # A sequence with more tokens than the limit may move alone: else it never could.
-    if most_tokens is not None and moves and under_way + tokens > most_tokens:
-        return f"{under_way} tokens move {where}; with {tokens} more they exceed {most_tokens}"
+    if not moves:  # what has more than a limit by itself may move alone: else it never could
+        return None
+    tokens, share = sum(move.tokens for move in moves), sum(move.share for move in moves)
+    if most_tokens is not None and tokens + proposed.tokens > most_tokens:
+        return f"{tokens} tokens move {where}; with {proposed.tokens} more they exceed {most_tokens}"
+    if most_kv is not None and share + proposed.share > most_kv:
+        return f"{share:.1%} of a KV cache move {where}; with {proposed.share:.1%} more they exceed {most_kv:.1%}"
     return None

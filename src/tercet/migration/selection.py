@@ -1,4 +1,4 @@
-"""Which sequences of an engine are moved first, and how many: the rules of Llumnix, by their names there."""
+"""Which sequences of an engine are moved first, and how many: the rules of Llumnix, by their names there, and ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Order = Literal["SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
+Order = Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
 Measure = Literal["num_req", "num_tokens", "block_ratio"]
 
 
@@ -34,6 +34,7 @@ class Selection:
 
     | order | |
     | --- | --- |
+    | ``FIT`` | running ones, first the one whose share is closest to what should be moved |
     | ``SR`` | running ones, the shortest first |
     | ``LR`` | running ones, the longest first |
     | ``FCR`` | running ones, the one that came first first |
@@ -42,14 +43,15 @@ class Selection:
     | ``FCWSR`` | ``FCW``, then ``SR`` |
     """
 
-    order: Order = "SR"
+    order: Order = "FIT"
     measure: Measure = "num_req"
     value: float = 1.0
 
-    def of(self, sequences: Sequence[SequenceView]) -> Iterator[SequenceView]:
-        """The chosen ones, in their order."""
+    def of(self, sequences: Sequence[SequenceView], wanted: float = 0.0) -> Iterator[SequenceView]:
+        """The chosen ones, in their order; ``wanted`` is the part of the KV cache that should be moved."""
         taken, size = 0.0, SIZES[self.measure]
-        for sequence in ORDERS[self.order](sequences):
+        in_order = _closest(sequences, wanted) if self.order == "FIT" else ORDERS[self.order](sequences)
+        for sequence in in_order:
             if taken + size(sequence) <= self.value:
                 taken += size(sequence)
                 yield sequence
@@ -68,6 +70,10 @@ def _sorted(
     return sorted((each for each in sequences if each.running is running), key=by)
 
 
+def _closest(sequences: Sequence[SequenceView], wanted: float) -> list[SequenceView]:
+    return _sorted(sequences, True, lambda each: abs(each.share - wanted))
+
+
 def _shortest(sequences: Sequence[SequenceView]) -> list[SequenceView]:
     return _sorted(sequences, True, lambda each: each.tokens)
 
@@ -76,7 +82,7 @@ def _longest_waiting(sequences: Sequence[SequenceView]) -> list[SequenceView]:
     return _sorted(sequences, False, lambda each: -each.age)
 
 
-ORDERS: Mapping[Order, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
+ORDERS: Mapping[str, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
     "SR": _shortest,
     "LR": lambda sequences: _sorted(sequences, True, lambda each: -each.tokens),
     "FCR": lambda sequences: _sorted(sequences, True, lambda each: -each.age),

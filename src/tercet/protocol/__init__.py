@@ -18,6 +18,7 @@ from tercet.protocol.errors import (
     LeaseEnded,
     NoSpace,
     RequestTooLarge,
+    RoleUnavailable,
     Saturated,
     TercetError,
     TransferFailed,
@@ -26,10 +27,21 @@ from tercet.protocol.errors import (
     UnknownSequence,
     from_wire,
 )
-from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route
+from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
 from tercet.protocol.ranges import resolve_range
 from tercet.protocol.stream import OutputStream
-from tercet.protocol.types import EngineLoad, EngineStatus, KVEvents, Output, Request, Sent, TokenLogprob, Usage
+from tercet.protocol.types import (
+    EngineLoad,
+    EngineStatus,
+    KVEvents,
+    MoveProposal,
+    Output,
+    Request,
+    Sent,
+    SequenceReport,
+    TokenLogprob,
+    Usage,
+)
 
 __all__ = [
     "BadRequest",
@@ -50,6 +62,7 @@ __all__ = [
     "KVLayout",
     "LayoutMismatch",
     "LeaseEnded",
+    "MoveProposal",
     "NoSpace",
     "Output",
     "OutputStream",
@@ -59,9 +72,11 @@ __all__ = [
     "RequestTooLarge",
     "Reservation",
     "Role",
+    "RoleUnavailable",
     "Route",
     "Saturated",
     "Sent",
+    "SequenceReport",
     "TercetError",
     "TokenLogprob",
     "TransferFailed",
@@ -69,6 +84,7 @@ __all__ = [
     "UnknownEngine",
     "UnknownSequence",
     "Usage",
+    "WithoutRole",
     "content_of",
     "from_wire",
     "packed",

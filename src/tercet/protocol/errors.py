@@ -103,6 +103,10 @@ class EngineUnreachable(TercetError, status=503):
     """The engine's process does not answer."""
 
 
+class RoleUnavailable(TercetError, status=503):
+    """No engine of a role can be picked, and the fleet's policy is not to have others do its work."""
+
+
 class EngineNotReached(EngineUnreachable):
     """It did not even get the call, so nothing that was asked for has been begun. Its code is its base's."""
 

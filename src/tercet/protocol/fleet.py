@@ -11,6 +11,8 @@ from tercet.protocol.engine import Engine
 from tercet.protocol.types import Request
 
 Role = Literal["prefill", "decode", "both"]
+WithoutRole = Literal["serve", "refuse"]
+"""What becomes of a pick while no engine of its role answers: others take its place, or it is refused."""
 
 
 class EngineView(Protocol):
@@ -81,8 +83,9 @@ class Fleet(Protocol):
         of the role. Profiles that look at prompts or headers need the ``request``.
 
         Engines that are being drained are left out; those that do not answer are while others do, and so is
-        ``other_than``. Raises :class:`~tercet.protocol.EngineUnreachable` if no engine has the role or a strict filter
-        leaves none, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
+        ``other_than``. If no engine of the role answers, others serve in its place, unless the fleet is told to refuse
+        that. Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine or a strict filter leaves none,
+        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         ...
 

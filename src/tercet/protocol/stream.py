@@ -43,7 +43,7 @@ class OutputStream:
 
     __slots__ = (
         "_begun", "_consume", "_demand", "_failure", "_following", "_interrupted", "_observers", "_over", "_produce",
-        "_queue", "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter",
+        "_queue", "_runner", "_stopped", "_task", "_until_consumed", "_until_over", "_waiter", "held_back",
     )  # fmt: skip
 
     def __init__(self, produce: Callable[[OutputStream], Awaitable[None]]) -> None:
@@ -60,6 +60,8 @@ class OutputStream:
         self._following: Callable[[], OutputStream] | None = None
         self._runner: asyncio.Task[Any] | None = None  # the task that produces, while it does
         self._begun = self._over = self._stopped = self._interrupted = False
+        # A producer that holds outputs back to put several at once says here how to have them put now.
+        self.held_back: Callable[[], object] | None = None
 
     def subscribe(self, observer: OutputObserver) -> None:
         """Tell ``observer`` of what happens from the start on; the one that came first is told first."""
@@ -112,6 +114,11 @@ class OutputStream:
         if not self._over:
             self.fail(error)
             self._interrupt()
+
+    def catch_up(self) -> None:
+        """Have all put that is produced by now: for who goes by how far the sequence is."""
+        if self.held_back is not None and not self._over:
+            self.held_back()
 
     def hand_over(self, following: Callable[[], OutputStream]) -> bool:
         """Have another producer go on with the sequence, unless the stream is over already; whether it was not.

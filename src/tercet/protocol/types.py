@@ -143,12 +143,41 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: NotNegativeNumber = 0.0
 
 
+class SequenceReport(msgspec.Struct, frozen=True):
+    """One sequence that an engine generates, as the engine knows it.
+
+    ``seq_id`` is its caller's name for it. ``tokens`` counts prompt and output so far, ``blocks`` the KV blocks that it
+    holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is
+    in seconds since it arrived there. ``door`` is the address of the front door that its tokens go to by stream; empty
+    if it was asked for over plain HTTP.
+    """
+
+    seq_id: str
+    tokens: Count
+    blocks: Count
+    running: bool
+    age: NotNegativeNumber
+    door: str = ""
+
+
+class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody would have a sequence on another engine: ``destination`` is that one's name, ``reason`` says why.
+
+    ``seq_id`` is its id on the engine that generates it. Only the front door that runs it can move it.
+    """
+
+    seq_id: str
+    destination: str
+    reason: str
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How busy an engine is.
 
     ``waiting`` and ``running`` count requests, ``tokens`` those that the engine has still to work on, ``kv_usage`` is
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
     ``stalled_s`` is for how many seconds at least one of its processes (core, workers, agents) has shown no progress.
+    An engine that is ``stopping`` ends when it is empty, or soon: what runs there is to go elsewhere.
     """
 
     waiting: Count
@@ -157,3 +186,4 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: Count | None = None
     step_time: NotNegativeNumber | None = None
     stalled_s: NotNegativeNumber = 0.0
+    stopping: bool = False

@@ -112,6 +112,16 @@ class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seq_id: Name
 
 
+class MoveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the ``destination`` is an engine's name in its fleet.
+
+    A front door moves what it runs; an engine passes the proposal on to the front door that has the sequence.
+    """
+
+    destination: Name
+    reason: Name = "asked"
+
+
 class ReleaseCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/release``: end a lease; what arrived under it stays as prefix cache."""
 

@@ -14,9 +14,10 @@ from fastapi.routing import APIRoute
 from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, Role, TercetError
-from tercet.protocol.wire import PREFIX, decode_call
+from tercet.protocol import BadRequest, Role, TercetError, UnknownSequence
+from tercet.protocol.wire import PREFIX, MoveCall, decode_call
 from tercet.router.moves import MoveRecord
+from tercet.router.proposals import pass_on
 from tercet.router.routing import Plan, Version
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -44,12 +45,6 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     destination: str
     cache_salt: str | None = None
-
-
-class MoveCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the name of an engine."""
-
-    destination: str
 
 
 def install(app: FastAPI, shared: SharedState) -> None:
@@ -184,11 +179,19 @@ async def sequences(request: Request) -> Response:
     return _json([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
 
 
-@router.post("/sequences/{seq_id}/move")
+@router.post("/sequences/{seq_id:path}/move")
 async def move_sequence(request: Request, seq_id: str) -> Response:
-    """Have another engine go on with a running sequence; answers when it does, with how that went."""
+    """Have another engine go on with a running sequence; answers when it does, with how that went.
+
+    If another process runs it the proposal is passed on to that one, and 202 answers.
+    """
     call, service = decode_call(await request.body(), MoveCall), _shared(request).service
-    return _json(_move(await service.moves.move(service.sequences.named(seq_id), call.destination, "asked")))
+    try:
+        sequence = service.sequences.named(seq_id)
+    except UnknownSequence:
+        await pass_on(service.fleet, seq_id, call.destination, call.reason)
+        return _json({"accepted": True}, 202)
+    return _json(_move(await service.moves.move(sequence, call.destination, call.reason)))
 
 
 @router.get("/moves")
@@ -280,6 +283,7 @@ def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
         "role": member.role,
         "reachable": everywhere.reachable,
         "draining": member.draining,
+        "stopping": member.stopping,
         "in_flight": everywhere.in_flight,
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels),

@@ -137,6 +137,11 @@ class Gate:
         self._woken: dict[Ticket, asyncio.Event] = {}
 
     @property
+    def has_engines(self) -> bool:
+        """Whether an engine that may be picked answers."""
+        return self._fleet.answers
+
+    @property
     def is_open(self) -> bool:
         """Whether every request comes in at once: there is no limit."""
         return not self._admission.limits.any
@@ -202,7 +207,7 @@ class Gate:
         limits, members = self._admission.limits, self._fleet.members
         engines = tokens = 0
         if limits.in_flight_per_engine or limits.tokens_per_engine:
-            able = [member for member in members if member.reachable and not member.draining]
+            able = [member for member in members if member.reachable and not member.leaving]
             engines = sum(member.role != "prefill" for member in able) or len(able)
         if limits.tokens or limits.tokens_per_engine:
             tokens = sum(member.in_flight_tokens for member in members)

@@ -1,23 +1,30 @@
 """The front-door processes that follow one state: which are alive, what each has applied, and what runs on it.
 
-Each has two files in one directory: one that it holds a lock on while it lives, and its report.
+Each has files of its own in one directory: one that it holds a lock on while it lives, its report, and its moves.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from tercet.migration import CountedMove
+from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import write_whole
 
-ALIVE, REPORT = ".alive", ".json"
+logger = logging.getLogger("tercet.router")
+T = TypeVar("T")
+
+ALIVE, REPORT, MOVES = ".alive", ".json", ".moves"
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -79,8 +86,18 @@ class Followers:
 
     def others(self) -> list[FollowerReport]:
         """Reports of the others that live; one that has not said anything yet has none."""
-        found = (_report(self._directory / (name + REPORT)) for name in self._living() if name != self._name)
-        return [report for report in found if report is not None]
+        return self._of_others(REPORT, FollowerReport)
+
+    def announce(self, moves: Sequence[CountedMove]) -> None:
+        """See :class:`tercet.migration.limits.Announcements`; what cannot be written, the others do not count."""
+        try:
+            write_whole(self._directory / (self._name + MOVES), msgspec.json.encode(moves))
+        except TercetError as error:
+            logger.error("moves: the limits of several processes do not hold together: %s", error.message)
+
+    def announced(self) -> Sequence[CountedMove]:
+        """See :class:`tercet.migration.limits.Announcements`."""
+        return [move for moves in self._of_others(MOVES, list[CountedMove]) for move in moves]
 
     def close(self) -> None:
         """This process follows no more."""
@@ -89,6 +106,12 @@ class Followers:
             self._alive = None
             with suppress(OSError):  # without the lock, others take them away
                 self._remove(self._name)
+
+    def _of_others(self, suffix: str, kind: type[T]) -> list[T]:
+        """What each of the others that live has written into its file of that kind."""
+        files = (self._directory / (name + suffix) for name in self._living() if name != self._name)
+        found = (_read(file, kind) for file in files)
+        return [each for each in found if each is not None]
 
     def _living(self) -> Iterator[str]:
         for file in sorted(self._directory.glob(f"*{ALIVE}")):
@@ -99,7 +122,7 @@ class Followers:
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
-        for suffix in (REPORT, ALIVE):
+        for suffix in (REPORT, MOVES, ALIVE):
             (self._directory / (name + suffix)).unlink(missing_ok=True)
 
 
@@ -118,7 +141,7 @@ def _is_held(file: Path) -> bool:
     return False
 
 
-def _report(file: Path) -> FollowerReport | None:
+def _read(file: Path, kind: type[T]) -> T | None:
     with suppress(FileNotFoundError, *UNREADABLE):
-        return msgspec.json.decode(file.read_bytes(), type=FollowerReport)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     return None

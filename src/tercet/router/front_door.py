@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.protocol import RequestTooLarge, Saturated, TercetError
+from tercet.protocol import EngineUnreachable, RequestTooLarge, Saturated, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.admission import ClientLeft, Gate
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # Where refusals are on their way through the layers around them.
 ERROR = "tercet.error"
 # As on a vLLM server, for probes and for those who scrape metrics; they tell nothing of what clients send.
-OPEN = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/metrics/"})
+LIVE = "/live"
+READY = frozenset({"/health", "/ping"})
+OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 # Of vLLM's routes those that generate; the others cost engines nothing.
 GENERATING = frozenset(
@@ -63,6 +65,9 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         context = context_of(scope)
+        if context.path == LIVE:
+            await _answer(send, 200, b"")
+            return
         async with AsyncExitStack() as held:
             try:
                 body = await self._enter(context, scope, receive)
@@ -77,6 +82,8 @@ class FrontDoor:
                 await self._serve(context, scope, receive if body is None else body.receive, send)
 
     async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
+        if context.path in READY and not self._gate.has_engines:
+            raise EngineUnreachable("no engine that may be picked answers")
         if context.path not in OPEN:
             refusal = "this front door asks for its API key: Authorization: Bearer KEY"
             self._keys.require(context.headers.get("authorization"), refusal)
@@ -174,8 +181,13 @@ async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error."""
     error: TercetError = scope[ERROR]
     body = msgspec.json.encode(error.to_wire())
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json")]
     if isinstance(error, Saturated):
         headers.append((b"retry-after", str(error.retry_after).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await _answer(send, error.status, body, headers)
+
+
+async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    length = b"content-length", str(len(body)).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})

@@ -25,6 +25,11 @@ GAUGES = {
 }
 
 
+# Whoever proposes a move says why, in words of his own.
+MOST_REASONS = 32
+OTHER_REASONS = "other"
+
+
 class Metrics:
     """Counters of programs and verbs; what takes more than one call has a method. Times are in seconds."""
 
@@ -72,8 +77,16 @@ class Metrics:
         self._moves_running = Gauge(
             "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
         )
+        self._moves_held_back = Gauge(
+            "tercet_moves_held_back", "Moves that policies propose and limits do not allow yet.",
+            multiprocess_mode="livesum",
+        )  # fmt: skip
         self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome"])
+        self._reasons: set[str] = set()
         self._moved_bytes = Counter("tercet_moved_bytes", "KV sent by moves.")
+        self._moves_recomputed = Counter(
+            "tercet_moves_recomputed_tokens", "Positions of moved sequences that were computed anew."
+        )
         self._pause = Histogram(
             "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
         )
@@ -110,12 +123,19 @@ class Metrics:
         """One move under way."""
         return self._moves_running.track_inprogress()
 
-    def moved(self, reason: str, outcome: str, sent: int, pause: float | None) -> None:
-        """A move is over; ``sent`` bytes of KV, ``pause`` in seconds."""
-        self._moves.labels(reason, outcome).inc()
+    def moved(self, reason: str, outcome: str, sent: int, recomputed: int, pause: float | None) -> None:
+        """A move is over; ``sent`` bytes of KV, ``recomputed`` positions, ``pause`` in seconds."""
+        if len(self._reasons) < MOST_REASONS:
+            self._reasons.add(reason)
+        self._moves.labels(reason if reason in self._reasons else OTHER_REASONS, outcome).inc()
         self._moved_bytes.inc(sent)
+        self._moves_recomputed.inc(recomputed)
         if pause is not None:
             self._pause.observe(pause)
+
+    def held_back(self, moves: int) -> None:
+        """So many moves that policies propose are not allowed yet."""
+        self._moves_held_back.set(moves)
 
     def admission(self, in_flight: int, queued: int) -> None:
         """So many requests are in, and so many wait."""
@@ -142,7 +162,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Gauges by engine. One that has reported nothing has none; its age says how old a report is, in seconds."""
+    """Gauges by engine. One that has reported nothing has but one; the age says how old a report is, in seconds."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
@@ -156,6 +176,10 @@ class EngineCollector(Collector):
         for name, (_, age) in reports.items():
             ages.add_metric([name], age)
         yield ages
+        up = GaugeMetricFamily("tercet_engine_up", "Whether the engine answers and makes progress.", labels=["engine"])
+        for member in self._fleet.members:
+            up.add_metric([member.name], member.reachable)
+        yield up
         for field, meaning in GAUGES.items():
             gauge = GaugeMetricFamily(f"tercet_engine_{field}", meaning, labels=["engine"])
             for name, (load, _) in reports.items():

@@ -7,22 +7,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Literal, Protocol
 
 import msgspec
 
 from tercet.fleet import EngineFleet, RunningSequence
 from tercet.fleet.calls_in_flight import until_lost
+from tercet.fleet.loaded_fleet import counted_move
 from tercet.fleet.moving import MovingSequence
-from tercet.migration import MovesUnderWay, Proposal, Stage, migrate
-from tercet.protocol import BadRequest, Conflict, NoSpace, TercetError
-from tercet.router.metrics import Metrics
+from tercet.fleet.trace import TracedEngine, TraceEvent
+from tercet.migration import MovesUnderWay, Stage, migrate
+from tercet.protocol import BadRequest, Conflict, EngineUnreachable, TercetError
 from tercet.settings import MoveSettings
 
 logger = logging.getLogger("tercet.router")
 REMEMBERED = 1000
 
-Outcome = Literal["under_way", "moved", "ended", "failed"]
+Outcome = Literal["under_way", "moved", "ended", "failed", "dropped"]
 
 
 class MoveRecord(msgspec.Struct):
@@ -30,7 +32,8 @@ class MoveRecord(msgspec.Struct):
 
     ``pause`` is how long the client waited between the last token from the source and the first from the destination;
     None if there was no token before. ``recomputed`` counts the positions that no stage had brought. ``outcome`` is
-    ``ended`` if the sequence was over first, and ``failed`` if it stays where it was, or went on as after any failure.
+    ``ended`` if the sequence was over first, ``failed`` if it stays where it was, or went on as after any failure, and
+    ``dropped`` if it was proposed by somebody else and could not begin.
     """
 
     number: int
@@ -53,12 +56,28 @@ class MoveRecord(msgspec.Struct):
         return sum(stage.bytes for stage in self.stages)
 
 
+class MoveMetrics(Protocol):
+    """Who counts moves: the front door's metrics, or a simulation."""
+
+    def move(self) -> AbstractContextManager[object]:
+        """One move is under way while entered."""
+        ...
+
+    def moved(self, reason: str, outcome: str, sent: int, recomputed: int, pause: float | None) -> None:
+        """A move is over; ``sent`` bytes of KV, ``recomputed`` positions, ``pause`` in seconds."""
+        ...
+
+    def held_back(self, moves: int) -> None:
+        """So many moves that policies propose are not allowed yet."""
+        ...
+
+
 class Moves:
     """The moves of this process, as ``settings`` say; ``under_way`` are those that have begun and not ended."""
 
-    def __init__(self, fleet: EngineFleet, metrics: Metrics, settings: MoveSettings) -> None:
+    def __init__(self, fleet: EngineFleet, metrics: MoveMetrics, settings: MoveSettings) -> None:
         self._fleet = fleet
-        self._metrics = metrics
+        self.metrics = metrics
         self.settings = settings
         self.under_way = MovesUnderWay(settings)
         self._moving: set[RunningSequence] = set()
@@ -75,15 +94,42 @@ class Moves:
 
     def refusal(self, sequence: RunningSequence, destination: str) -> str | None:
         """Which limit a move would exceed now; None if none."""
-        return self.under_way.refusal(self._proposal(MovingSequence(sequence), destination))
+        generation = sequence.generation
+        computed = generation.computed if generation is not None else 0
+        return self.under_way.refusal(counted_move(self._fleet, sequence.engine, destination, computed))
 
     async def move(self, sequence: RunningSequence, destination: str, reason: str) -> MoveRecord:
         """Move what an engine generates to another engine; returns when that has generated something.
 
         Raises :class:`~tercet.protocol.Conflict` for a sequence that no engine generates, or that is on its way,
         :class:`~tercet.protocol.NoSpace` if a limit is reached, :class:`~tercet.protocol.UnknownEngine`,
-        :class:`~tercet.protocol.BadRequest`, and what failed otherwise. The sequence goes on then, where it was.
+        :class:`~tercet.protocol.EngineUnreachable`, :class:`~tercet.protocol.BadRequest`, and what failed otherwise.
+        The sequence goes on then, where it was.
         """
+        with ExitStack() as counted:
+            moving, to = self._admit(sequence, destination, counted)
+            return await self._carry_out(sequence, moving, to, reason)
+
+    async def follow(self, sequence: RunningSequence, destination: str, reason: str) -> None:
+        """As :meth:`move`, for a proposal of somebody who hears no answer: what becomes of it is on record.
+
+        One that cannot begin now is dropped: its time has passed when it could.
+        """
+        with ExitStack() as counted:
+            try:
+                moving, to = self._admit(sequence, destination, counted)
+            except TercetError as error:
+                move = self._recorded(sequence, sequence.engine, destination, reason, 0)
+                move.outcome, move.error = "dropped", error.message
+                self._over(move)
+                return
+            with suppress(TercetError):
+                await self._carry_out(sequence, moving, to, reason)
+
+    def _admit(
+        self, sequence: RunningSequence, destination: str, counted: ExitStack
+    ) -> tuple[MovingSequence, TracedEngine]:
+        """What moves and where to; until ``counted`` is left it counts for the limits. Raises as :meth:`move`."""
         if sequence in self._moving:
             raise Conflict(f"seq_id: {sequence.request.seq_id} is being moved already", "seq_id")
         moving = MovingSequence(sequence)
@@ -91,18 +137,20 @@ class Moves:
         to = self._fleet.destination(moving.generation, destination)
         if destination == source:
             raise BadRequest(f"destination: {sequence.request.seq_id} is generated by {source} already", "destination")
-        proposal = self._proposal(moving, destination)
-        refusal = self.under_way.refusal(proposal)
-        if refusal is not None:
-            raise NoSpace(f"destination: {refusal}", "destination")
-        self._count += 1
-        move = MoveRecord(
-            self._count, sequence.request.seq_id, source, destination, reason, time.time(), moving.computed
-        )
-        self._record.append(move)
+        if not self._fleet.member(destination).reachable:
+            raise EngineUnreachable(f"destination: {destination} does not answer at present")
+        proposed = counted_move(self._fleet, source, destination, moving.computed)
+        counted.enter_context(self.under_way.counted(proposed))
+        return moving, to
+
+    async def _carry_out(
+        self, sequence: RunningSequence, moving: MovingSequence, to: TracedEngine, reason: str
+    ) -> MoveRecord:
+        move = self._recorded(sequence, moving.engine.name, to.name, reason, moving.computed)
         self._moving.add(sequence)
+        started = moving.engine.costs.clock()
         try:
-            with self.under_way.counted(proposal), self._metrics.move():
+            with self.metrics.move():
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
                     move.stages = await migrate(moving, to, self.settings)
             sequence.moves += 1
@@ -118,15 +166,30 @@ class Moves:
             raise
         finally:
             self._moving.discard(sequence)
-            move.seconds = time.time() - move.at
-            self._metrics.moved(reason, move.outcome, move.bytes, move.pause)
-            _log(move)
+            move.seconds = moving.engine.costs.clock() - started
+            moving.engine.note(_traced(move), started)
+            self._over(move)
         return move
 
-    def _proposal(self, moving: MovingSequence, destination: str) -> Proposal:
-        last = self._fleet.knowledge.loads.last(destination)
-        usage = None if last is None else last[0].kv_usage
-        return Proposal(moving.engine.name, destination, moving.computed, usage)
+    def _recorded(
+        self, sequence: RunningSequence, source: str, destination: str, reason: str, tokens: int
+    ) -> MoveRecord:
+        self._count += 1
+        seq_id = sequence.request.seq_id
+        move = MoveRecord(self._count, seq_id, source, destination, reason, time.time(), tokens)
+        self._record.append(move)
+        return move
+
+    def _over(self, move: MoveRecord) -> None:
+        self.metrics.moved(move.reason, move.outcome, move.bytes, move.recomputed, move.pause)
+        _log(move)
+
+
+def _traced(move: MoveRecord) -> TraceEvent:
+    return TraceEvent(
+        "move", move.source, to=move.destination, end=move.tokens, computed=move.recomputed, bytes=move.bytes,
+        number=move.number, reason=move.reason, outcome=move.outcome, pause=move.pause,
+    )  # fmt: skip
 
 
 def _log(move: MoveRecord) -> None:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 from tercet.aio import TaskSet
-from tercet.fleet import EngineFleet, Member, RunningSequence, RunningSequences
-from tercet.migration import LoadedEngine, Policy, Selection, SequenceView, Wanted, balance, drain, prefill_to_decode
+from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
+from tercet.fleet.loaded_fleet import is_stale, loaded_engines
+from tercet.migration import LoadedEngine, Rescheduling, SequenceView, Wanted, drain, failover, policies_of
 from tercet.protocol import TercetError
 from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
 
 logger = logging.getLogger("tercet.router")
-# A sequence is left alone for so long after a move of it has begun: what an engine reports is older than the move, and
-# what failed would fail again.
-AGAIN_SECONDS = 2.0
 
 
 class Rescheduler:
-    """Moves the sequences of this process by policies. Engines that are being drained are emptied by any setting."""
+    """Moves the sequences of this process as :class:`~tercet.migration.Rescheduling` decides.
+
+    Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
+    Raises :class:`~tercet.protocol.BadRequest` if the settings name a policy that there is not.
+    """
 
     def __init__(
         self, fleet: EngineFleet, sequences: RunningSequences, moves: Moves, settings: RescheduleSettings
@@ -29,63 +30,62 @@ class Rescheduler:
         self._fleet = fleet
         self._sequences = sequences
         self._moves = moves
-        self._interval = settings.interval_s
-        self._policies = policies_of(settings)
+        self._settings = settings
+        self._rescheduling = Rescheduling((drain, failover, *policies_of(settings)))
         self._tasks = TaskSet()
-        self._not_before: dict[RunningSequence, float] = {}
 
     async def run(self) -> None:
         """Look until cancelled."""
         try:
             while True:
                 await self.look()
-                await asyncio.sleep(self._interval)
+                await asyncio.sleep(self._settings.interval_s)
         finally:
             await self._tasks.close()
 
     async def look(self) -> None:
         """Begin the moves that may begin now; what is over a limit is proposed again next time."""
         now = self._fleet.costs.clock()
-        self._not_before = {sequence: at for sequence, at in self._not_before.items() if at > now}
-        if not len(self._sequences) or (not self._policies and not any(each.draining for each in self._fleet.members)):
-            return
-        movable = {
+        self._rescheduling.begins(now)
+        movable, members = self._movable(), {member.name for member in self._fleet.members}
+        held_back = 0
+        for wanted in self._rescheduling.wanted(self._engines(movable, now)) if movable else ():
+            sequence = movable.get(wanted.seq_id)
+            if sequence is None or wanted.destination not in members or wanted.destination == sequence.engine:
+                continue
+            if self._moves.refusal(sequence, wanted.destination) is not None:
+                held_back += 1
+                continue
+            self._rescheduling.moved(wanted.seq_id, now)
+            self._tasks.spawn(self._move(sequence, wanted), f"move of {wanted.seq_id}")
+            await asyncio.sleep(0)  # it begins, and counts for the limits
+        self._moves.metrics.held_back(held_back)
+
+    def _movable(self) -> Mapping[str, RunningSequence]:
+        """By its id, each sequence that policies may propose to move; none while they have nothing to decide."""
+        fleet, stale_after_s = self._fleet, self._settings.stale_after_s
+        if not self._settings.policies and not any(
+            member.leaving or is_stale(fleet, member, stale_after_s) for member in fleet.members
+        ):
+            return {}
+        return {
             sequence.request.seq_id: sequence
             for sequence in self._sequences
-            if sequence.is_generated and sequence not in self._not_before and not self._moves.is_moving(sequence)
+            if sequence.is_generated
+            and not self._rescheduling.leaves_alone(sequence.request.seq_id)
+            and not self._moves.is_moving(sequence)
         }
-        for wanted in self._wanted(movable, now):
-            sequence = movable.pop(wanted.seq_id, None)
-            if sequence is not None and self._moves.refusal(sequence, wanted.destination) is None:
-                self._not_before[sequence] = now + AGAIN_SECONDS
-                self._tasks.spawn(self._move(sequence, wanted), f"move of {wanted.seq_id}")
-                await asyncio.sleep(0)  # it begins, and counts for the limits
 
-    def _wanted(self, movable: dict[str, RunningSequence], now: float) -> Iterator[Wanted]:
-        engines = self._engines(movable, now)
-        for policy in (drain, *self._policies):
-            yield from policy(engines)
-
-    def _engines(self, movable: dict[str, RunningSequence], now: float) -> list[LoadedEngine]:
-        capacity = {member.name: member.kv_tokens for member in self._fleet.members}
-        on: dict[str, list[SequenceView]] = {name: [] for name in capacity}
+    def _engines(self, movable: Mapping[str, RunningSequence], now: float) -> list[LoadedEngine]:
+        members = {member.name: member for member in self._fleet.members}
+        on: dict[str, list[SequenceView]] = {name: [] for name in members}
         for seq_id, sequence in movable.items():
-            if sequence.engine in on:
+            member = members.get(sequence.engine)
+            if member is not None:
                 tokens = sequence.request.num_tokens + len(sequence.tokens)
-                share = _share(tokens, capacity[sequence.engine])
-                view = SequenceView(seq_id, tokens, share, sequence.answered, now - sequence.began)
-                on[sequence.engine].append(view)
-        engines = {member.name: self._engine(member, on[member.name]) for member in self._fleet.members}
-        for move in self._moves.under_way:
-            for name, sign in ((move.source, -1), (move.destination, 1)):
-                if name in engines:
-                    engines[name].arriving += sign * _share(move.tokens, capacity[name])
-        return list(engines.values())
-
-    def _engine(self, member: Member, sequences: Sequence[SequenceView]) -> LoadedEngine:
-        last = self._fleet.knowledge.loads.last(member.name)
-        load = last[0].kv_usage if last is not None else None
-        return LoadedEngine(member.name, member.role, load, sequences, member.draining, member.reachable)
+                view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
+                on[member.name].append(view)
+        return loaded_engines(self._fleet, on, self._moves.under_way.everywhere(), self._settings.stale_after_s)
 
     async def _move(self, sequence: RunningSequence, wanted: Wanted) -> None:
         try:
@@ -93,23 +93,3 @@ class Rescheduler:
         except TercetError as error:
             if not sequence.ended:
                 logger.warning("moves: %s stays where it is for now: %s", wanted.seq_id, error.message)
-
-
-def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
-    """What the settings name, in their order."""
-    selection = Selection(settings.order, settings.measure, settings.value)
-    known: dict[str, Policy] = {
-        "prefill_to_decode": prefill_to_decode,
-        "decode_load": partial(
-            balance, roles=("decode",), threshold=settings.threshold, selection=selection, reason="decode_load"
-        ),
-        "neutral_load": partial(
-            balance, roles=("both",), threshold=settings.threshold, selection=selection, reason="neutral_load"
-        ),
-    }
-    return tuple(known[name] for name in settings.policies)
-
-
-def _share(tokens: int, capacity: int) -> float:
-    """The part of a KV cache of ``capacity`` tokens that so many take; 0 while the engine has not said what it has."""
-    return tokens / capacity if capacity else 0.0

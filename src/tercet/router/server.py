@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.workers import Shared
 from tercet.settings import RouterConfig
+from tercet.settings.log_lines import log_to_stderr
 from tercet.streams import StreamListener
 
 
@@ -36,14 +36,15 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
     """Run the front door until SIGINT or SIGTERM; as one of several workers with what they have in common."""
     import uvloop
 
-    logging.basicConfig(level=config.log_level.upper())
+    log_to_stderr(config.log_level)
     uvloop.run(_serve(config, shared))
 
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    tls = engine_tls(config.engine_ca, config.engine_cert, config.engine_key)
+    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
+    fleet.without_role = config.without_role
     export(fleet)
     background = TaskSet()
     async with (

@@ -23,11 +23,13 @@ from tercet.protocol import (
     Output,
     OutputStream,
     Request,
+    RoleUnavailable,
     TercetError,
 )
 from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
+from tercet.router.proposals import Proposals
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
 from tercet.settings import MoveSettings, RetryBudget
 
@@ -68,6 +70,7 @@ class Service:
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
         self.moves = Moves(fleet, metrics, moves)
+        fleet.on_proposal = Proposals(self.sequences, self.moves).heard
         self._retries = retries
         self._request_timeout = request_timeout
         self._wait_for_engine = wait_for_engine
@@ -186,6 +189,8 @@ class Service:
         if is_own_fault and not sequence.attempt:
             self._failed(chosen, error)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
+            return None
+        if isinstance(error, RoleUnavailable) and not sequence.answered:
             return None
         retry = sequence.next_attempt(self._clock(), was_taken)
         if retry is not None:

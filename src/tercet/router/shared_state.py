@@ -53,6 +53,7 @@ class SharedState:
         self._membership = membership
         self._metrics = service.metrics
         self._followers = Followers(path)
+        service.moves.under_way.shared = self._followers
         self._turn = asyncio.Lock()
         self._stamp: object = None
         self._serving = False

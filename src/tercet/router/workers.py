@@ -22,6 +22,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.settings import RouterConfig
+from tercet.settings.log_lines import log_to_stderr
 
 LOAD_BYTES = 4
 SERVING = b"serving"
@@ -83,7 +84,7 @@ def supervise(config: RouterConfig) -> int:
 
     It is not 0 if a worker ends before it serves, at the start or again and again later.
     """
-    logging.basicConfig(level=config.log_level.upper())
+    log_to_stderr(config.log_level)
     return asyncio.run(_supervise(config))
 
 

@@ -3,16 +3,19 @@
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+from tercet.settings.rescheduler_config import ReschedulerConfig
+from tercet.settings.router_config import EngineAddress, EngineTLS, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 
 __all__ = [
     "SECRET_VARIABLE",
     "Declared",
     "EngineAddress",
+    "EngineTLS",
     "FrontDoorConfig",
     "Limits",
     "MoveSettings",
     "RescheduleSettings",
+    "ReschedulerConfig",
     "RetryBudget",
     "RouterConfig",
     "Setting",

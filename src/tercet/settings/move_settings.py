@@ -10,6 +10,7 @@ from msgspec import Meta
 from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 
 MOVES = "Moves"
+KVCaches = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 
 
 class MoveSettings(Settings, frozen=True):
@@ -44,18 +45,41 @@ class MoveSettings(Settings, frozen=True):
         Setting("The same, to one engine or from one.", default="no limit", panel=MOVES),
     ] = msgspec.field(default=None, name="max-move-tokens-per-engine")
     kv_usage: Annotated[
+        KVCaches | None,
+        Setting(
+            "KV of sequences on their way at once, in KV caches of an engine; one alone may have more.",
+            default="no limit", panel=MOVES,
+        ),
+    ] = msgspec.field(default=None, name="max-move-kv-usage")  # fmt: skip
+    kv_usage_per_engine: Annotated[
+        KVCaches | None,
+        Setting("The same, to one engine or from one.", default="no limit", panel=MOVES),
+    ] = msgspec.field(default=None, name="max-move-kv-usage-per-engine")
+    ceiling: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         Setting("Share of an engine's KV cache in use from which on nothing is moved to it.", panel=MOVES),
-    ] = msgspec.field(default=0.95, name="max-move-kv-usage")
+    ] = msgspec.field(default=0.95, name="move-ceiling")
 
 
 class RescheduleSettings(Settings, frozen=True):
     """Which policies propose moves, and what they choose."""
 
     policies: Annotated[
-        tuple[Literal["prefill_to_decode", "decode_load", "neutral_load"], ...],
-        Setting("A policy that proposes moves, repeatable; see docs/migration.md.", flag="--reschedule", panel=MOVES),
-    ] = msgspec.field(default=(), name="reschedule")
+        tuple[str, ...],
+        Setting(
+            "A policy that proposes moves: `prefill_to_decode`, `decode_load`, `neutral_load`, `binpack_mitigation`, "
+            "`binpack_consolidation`, `defragment`, or your own: `file.py:function`. Repeatable.",
+            flag="--reschedule", panel=MOVES,
+        ),
+    ] = msgspec.field(default=(), name="reschedule")  # fmt: skip
+    stale_after_s: Annotated[
+        Seconds,
+        Setting(
+            "Without progress of an engine, until it is emptied; less than `--stuck-after`.",
+            unit="seconds",
+            panel=MOVES,
+        ),
+    ] = msgspec.field(default=2.5, name="reschedule-stale-after")
     interval_s: Annotated[
         Seconds, Setting("From one look at the fleet to the next.", unit="seconds", panel=MOVES)
     ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
@@ -63,10 +87,14 @@ class RescheduleSettings(Settings, frozen=True):
         Annotated[float, Meta(ge=0, le=1)],
         Setting("Difference of two engines' KV usage from which on their loads are balanced.", panel=MOVES),
     ] = msgspec.field(default=0.2, name="reschedule-threshold")
+    ceiling: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Setting("KV usage up to which the policies that pack engines fill one.", panel=MOVES),
+    ] = msgspec.field(default=0.8, name="reschedule-ceiling")  # fmt: skip
     order: Annotated[
-        Literal["SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
-        Setting("Which sequences are moved first to balance loads.", panel=MOVES),
-    ] = msgspec.field(default="SR", name="reschedule-order")
+        Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
+        Setting("Which sequences are moved first, to balance loads and by `binpack_mitigation`.", panel=MOVES),
+    ] = msgspec.field(default="FIT", name="reschedule-order")
     measure: Annotated[
         Literal["num_req", "num_tokens", "block_ratio"],
         Setting("Of what `--reschedule-value` is the most that is moved from an engine at a time.", panel=MOVES),

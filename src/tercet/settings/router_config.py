@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, Role, WithoutRole
 from tercet.settings.declaration import (
     SECRET_VARIABLE,
     AtLeastOne,
@@ -171,6 +171,12 @@ class FrontDoorConfig(Settings, frozen=True):
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("When no engine answers, how long a sequence waits for one before it is tried again.", unit="seconds"),
     ] = msgspec.field(default=30.0, name="wait-for-engine")
+    without_role: Annotated[
+        WithoutRole,
+        Setting(
+            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503)."
+        ),
+    ] = "serve"
     limits: Limits = Limits()
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
@@ -209,8 +215,23 @@ class FrontDoorConfig(Settings, frozen=True):
         return self.served_model_name or self.model
 
 
+class EngineTLS(Settings, frozen=True):
+    """How engines behind https:// are known, and how they know us."""
+
+    ca: Annotated[
+        str | None,
+        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
+    ] = msgspec.field(default=None, name="engine-ca")
+    cert: Annotated[
+        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
+    ] = msgspec.field(default=None, name="engine-cert")
+    key: Annotated[
+        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
+    ] = msgspec.field(default=None, name="engine-key")  # fmt: skip
+
+
 class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
-    """Everything that ``tercet router`` needs."""
+    """Everything that ``tercet router`` needs; ``engine_tls`` is a group."""
 
     engines: Annotated[
         tuple[EngineAddress, ...],
@@ -230,16 +251,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
             metavar="FILE", default="of this front door alone",
         ),
     ] = None  # fmt: skip
-    engine_ca: Annotated[
-        str | None,
-        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
-    ] = None
-    engine_cert: Annotated[
-        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
-    ] = None
-    engine_key: Annotated[
-        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
-    ] = None  # fmt: skip
+    engine_tls: EngineTLS = EngineTLS()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
 
     def __post_init__(self) -> None:

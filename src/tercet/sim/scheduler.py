@@ -85,6 +85,15 @@ class SimScheduler:
             return self.pool.free
         return self.pool.free - self._decoding.blocks_for(run.steps_at(self._time.time() if now is None else now))
 
+    def holding(self, work: Work) -> tuple[int, int]:
+        """How many tokens a sequence has now, and how many blocks it holds, within the current run of steps."""
+        if work.state != "decoding":
+            return work.known, work.holding.blocks
+        run, now = self._run, self._frozen_since
+        begun = 0 if run is None else run.steps_at(self._time.time() if now is None else now)
+        # A step takes its blocks as it begins, and has its token at its end.
+        return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
+
     def load(self) -> EngineLoad:
         """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` is the mean so far."""
         total, counters = self.pool.total, self.counters
@@ -120,6 +129,20 @@ class SimScheduler:
         """Bring a sequence's counts up to now; to be called between steps."""
         if work.state == "decoding":
             self._decoding.settle(work)
+
+    def catch_up(self, work: Work) -> None:
+        """Hand over the tokens of a sequence whose steps are over; what is under way goes on as it was planned."""
+        ahead = self.holding(work)[0] - work.known
+        if work.produced + ahead > work.delivered:
+            work.deliver(ahead)
+
+    def follow(self, work: Work) -> None:
+        """Hand over each of a sequence's tokens as it comes, from now on; to be called between steps."""
+        work.each_token = True
+        self.catch_up(work)
+        if work.state == "decoding":
+            self.settle(work)
+            self._decoding.wake(work, 1)
 
     def drop(self, work: Work) -> None:
         """Forget a sequence and free its blocks; to be called between steps."""
@@ -369,7 +392,7 @@ class SimScheduler:
 
     def _ticks_to_wake(self, work: Work) -> int:
         left, every = work.goal - work.produced, self._options.stream_every
-        if work.delivered == 0:
+        if work.delivered == 0 or work.each_token:
             return 1
         return min(left, every) if every else left
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tercet.protocol import Output, OutputStream, Usage
-from tercet.protocol.types import FinishReason
 from tercet.sim.block_pool import Holding
 from tercet.sim.prompts import Prompt
 
@@ -27,6 +26,7 @@ class Work:
     ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
     tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
     :class:`~tercet.sim.sequence_work.DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
+    ``arrived`` is a time of the event loop.
     """
 
     prompt: Prompt
@@ -42,10 +42,12 @@ class Work:
     delivered: int = 0
     usage: Usage | None = None
     started: bool = False
+    each_token: bool = False
     state: Literal["waiting", "prefilling", "sending", "decoding", "left"] = "waiting"
     joined: int = 0
     phase: int = 0
     wake: int = 0
+    arrived: float = 0.0
 
     @property
     def known(self) -> int:
@@ -78,13 +80,16 @@ class Work:
             return self.prompt.hashes(block_size)
         return self.prompt.hashes_with(self.prompt.output(0, after), block_size)
 
-    def deliver(self, reason: FinishReason | None = None) -> None:
-        """Hand over what was produced since the last time, with a finish reason if that was all."""
-        begin, end = self.given + self.delivered, self.given + self.produced
-        if reason is None and self.produced >= self.goal:
-            reason = "length"
+    def deliver(self, ahead: int = 0) -> None:
+        """Hand over what was produced since the last time, with a finish reason if that was all.
+
+        ``ahead`` of what is accounted for so many tokens more were produced.
+        """
+        produced = self.produced + ahead
+        begin, end = self.given + self.delivered, self.given + produced
+        reason = "length" if produced >= self.goal else None
         usage = self.usage if self.delivered == 0 else None
-        self.delivered = self.produced
+        self.delivered = produced
         if self.stream is not None:
             self.stream.put(Output(self.prompt.output(begin, end), reason, usage=usage))
 
@@ -153,6 +158,11 @@ class DecodingBatch:
         work.computed += ticks
         # Joined anew, with the same remainder and the same contribution to the context.
         work.joined = self.tick
+
+    def after(self, work: Work, ticks: int) -> tuple[int, int]:
+        """A decoding sequence's known tokens, and the blocks that it holds, ``ticks`` from now."""
+        tick = self.tick + ticks
+        return work.known + tick - work.joined, work.holding.blocks + self._hits(work.joined, tick, work.phase)
 
     def _hits(self, begin: int, end: int, phase: int) -> int:
         size = self._block_size

@@ -25,6 +25,7 @@ from tercet.protocol import (
     Request,
     Reservation,
     Sent,
+    SequenceReport,
     TercetError,
     UnknownSequence,
     Usage,
@@ -213,7 +214,7 @@ class SimEngine:
         return source is not None and await self._between_steps(partial(self._send_running, source, request, send, end))
 
     def _send_running(self, source: Work, request: Request, send: Send, end: int) -> bool:
-        self._scheduler.settle(source)
+        self._scheduler.follow(source)  # who sends what runs here wants to know how far it is
         if source.computed < end or source.prompt.output(0, end - source.length) != request.prompt[source.length : end]:
             return False
         now = self._loop.time()
@@ -227,14 +228,16 @@ class SimEngine:
     async def _generate(self, request: Request, begin: int, output: Sequence[int], stream: OutputStream) -> None:
         await self._arrive(request)
         work = self._generation(request, begin, output)
-        work.stream = stream
+        work.stream, work.arrived = stream, self._loop.time()
         self._generating[request.seq_id] = work
         scheduler = self._scheduler
+        stream.held_back = partial(scheduler.catch_up, work)
         try:
             scheduler.submit(work)
             await stream.until_over()
         finally:
-            work.stream = None  # another producer may go on with the stream while this work waits to be dropped
+            # Another producer may go on with the stream while this work waits to be dropped.
+            work.stream = stream.held_back = None
             self._generating.pop(request.seq_id, None)
             if work.state != "left":
                 scheduler.between_steps(partial(scheduler.drop, work))
@@ -290,6 +293,20 @@ class SimEngine:
             fingerprint=self._layout.model,
             dtype=self._layout.dtype,
         )
+
+    async def sequences(self) -> list[SequenceReport]:
+        """What is generated here; an engine does not know itself whom its tokens go to."""
+        await self._reach()
+        return self.reports()
+
+    def reports(self) -> list[SequenceReport]:
+        """The same, of an engine that may be out of reach."""
+        return [self._report(seq_id, work) for seq_id, work in self._generating.items()]
+
+    def _report(self, seq_id: str, work: Work) -> SequenceReport:
+        tokens, blocks = self._scheduler.holding(work)
+        running = work.state in ("prefilling", "decoding")
+        return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
     def load(self) -> EngineLoad:
         """How busy the engine is now, as it reports it to front doors."""
@@ -347,6 +364,7 @@ class SimEngine:
     def fail(self) -> None:
         """Die: everything that runs here ends in ``EngineUnreachable``, KV and leases are lost."""
         self._down = True
+        self._catch_up()
         error = EngineUnreachable(f"{self.name} went down")
         self._scheduler.stop(error)
         self._leases.drop_all()
@@ -364,7 +382,13 @@ class SimEngine:
 
     def freeze(self) -> None:
         """The core's process gets SIGSTOP: no step ends and no call is answered; the server goes on."""
+        self._catch_up()
         self._scheduler.freeze()
+
+    def _catch_up(self) -> None:
+        """What was produced by now was sent by now."""
+        for work in list(self._generating.values()):
+            self._scheduler.catch_up(work)
 
     def thaw(self) -> None:
         """It gets SIGCONT."""
@@ -374,6 +398,22 @@ class SimEngine:
     def counters(self) -> Counters:
         """What the engine did since it was started."""
         return self._scheduler.counters
+
+    @property
+    def down(self) -> bool:
+        """Whether it died, and is not back."""
+        return self._down
+
+    @property
+    def computes(self) -> bool:
+        """Whether a step is under way."""
+        return not self._scheduler.idle
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of its KV cache in use now."""
+        total = self.pool.total
+        return (total - self._scheduler.free_blocks) / total
 
     @property
     def busy(self) -> bool:

@@ -35,6 +35,7 @@ from tercet.protocol.wire import (
     AbortCall,
     ConnectCall,
     Destination,
+    MoveCall,
     PrepRecvAnswer,
     PrepRecvCall,
     ReleaseAnswer,
@@ -48,7 +49,7 @@ from tercet.sim.network import Network, SendTarget
 from tercet.sim.prompts import VOCABULARY, Prompt
 from tercet.sim.sim_engine import SimEngine
 from tercet.sim.step_times import Transfer
-from tercet.streams import FrontDoors, StreamRelay
+from tercet.streams import FrontDoors, StreamRelay, propose_move
 
 DELIVER = f"{PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
@@ -149,6 +150,8 @@ class Verbs:
             *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
             web.post(DELIVER, self.deliver),
             web.get(f"{PREFIX}/status", self._meant_for_us(self.status)),
+            web.get(f"{PREFIX}/sequences", self._meant_for_us(self.sequences)),
+            web.post(f"{PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
         ]
 
     def _meant_for_us(self, handler: Handler) -> Handler:
@@ -190,7 +193,7 @@ class Verbs:
 
     async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
         outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
-        await self.relay.start(door, len(call.output), outputs)
+        await self.relay.start(call.seq_id, door, len(call.output), outputs)
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a front door; token streams and reports go there."""
@@ -210,6 +213,25 @@ class Verbs:
 
     async def status(self, http: web.Request) -> web.StreamResponse:
         return json_of(await self._engine.status())
+
+    async def sequences(self, http: web.Request) -> web.StreamResponse:
+        """What is generated here, for whomever."""
+        senders = self.relay.senders
+        return json_of(
+            [
+                msgspec.structs.replace(found, door=senders[found.seq_id].connection.address)
+                if found.seq_id in senders
+                else found
+                for found in await self._engine.sequences()
+            ]
+        )
+
+    async def propose_move(self, http: web.Request) -> web.StreamResponse:
+        """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
+        call = decode_call(await http.read(), MoveCall)
+        senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
+        propose_move(senders, http.match_info["seq_id"], call)
+        return json_of({"accepted": True}, 202)
 
     async def deliver(self, http: web.Request) -> web.StreamResponse:
         """News from a sender in another process."""

@@ -8,6 +8,7 @@ least every 100 ms. The front door sends heartbeats, new sequences and cancellat
 from tercet.streams.engine_connection import EngineConnection, SequenceInbox
 from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender
 from tercet.streams.front_doors import FrontDoors, StreamRelay
+from tercet.streams.proposing import propose_move
 from tercet.streams.stream_listener import StreamListener
 from tercet.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
@@ -22,4 +23,5 @@ __all__ = [
     "StreamListener",
     "StreamRelay",
     "TokenDelta",
+    "propose_move",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tercet.protocol import EngineLoad, EngineUnreachable, OutputStream, RequestTooLarge, TercetError
+from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
 from tercet.protocol.wire import StartGenerateCall
 from tercet.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
@@ -24,12 +24,19 @@ _batches = msgspec.msgpack.Decoder(OutputBatch)
 class EngineConnection:
     """The sequences that one engine runs for this front door, and the TCP connection that their tokens come by.
 
-    The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load. Numbers
-    of sequences are ``numbers``'s: never used twice in this process, so that what comes late is nobody's. Only the
-    start of the engine that was met, called ``incarnation``, may connect; any one until then.
+    The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load,
+    ``on_proposal`` every move that it passes on. Numbers of sequences are ``numbers``'s: never used twice in this
+    process, so that what comes late is nobody's. Only the start of the engine that was met, called ``incarnation``, may
+    connect; any one until then.
     """
 
-    def __init__(self, engine: str, numbers: itertools.count[int], on_load: Callable[[EngineLoad], None]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        numbers: itertools.count[int],
+        on_load: Callable[[EngineLoad], None],
+        on_proposal: Callable[[MoveProposal], None],
+    ) -> None:
         self.engine = engine
         self.key = secrets.token_hex(16)
         self.address = ""
@@ -38,6 +45,7 @@ class EngineConnection:
         self.inbox = SequenceInbox(engine)
         self._numbers = numbers
         self._on_load = on_load
+        self._on_proposal = on_proposal
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -80,6 +88,8 @@ class EngineConnection:
         self.last_heard = time.monotonic()
         if batch.load is not None:
             self._on_load(batch.load)
+        for proposal in batch.proposals:
+            self._on_proposal(proposal)
         unwanted = self.inbox.receive(batch.deltas)
         if unwanted:
             self._send(StreamCommand(cancelled=tuple(unwanted)))

@@ -13,7 +13,16 @@ from typing import cast
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, Conflict, EngineError, EngineLoad, FrontDoorUnreachable, Output, TercetError
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineError,
+    EngineLoad,
+    FrontDoorUnreachable,
+    MoveProposal,
+    Output,
+    TercetError,
+)
 from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall
 from tercet.streams.wire_format import (
     LONGEST_FRAME,
@@ -69,6 +78,10 @@ class SequenceSender:
         self.connection.send(failed_delta(self.number, self.position, failure_of(error)))
         self.close()
 
+    def propose(self, proposal: MoveProposal) -> None:
+        """Somebody would have the sequence elsewhere; the front door decides."""
+        self.connection.propose(proposal)
+
     @property
     def open(self) -> bool:
         """Whether the front door still waits for more."""
@@ -82,10 +95,13 @@ class SequenceSender:
 class FrontDoorConnection(asyncio.Protocol):
     """Output batches go out, commands come in. ``lost`` is called once it is over; every sequence is stopped then.
 
-    ``start`` does what commands ask for; what it raises ends the sequence.
+    ``address`` is the front door's. ``start`` does what commands ask for; what it raises ends the sequence.
     """
 
-    def __init__(self, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object]) -> None:
+    def __init__(
+        self, address: str, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object]
+    ) -> None:
+        self.address = address
         self._load = load
         self._start = start
         self._lost = lost
@@ -97,6 +113,7 @@ class FrontDoorConnection(asyncio.Protocol):
         self.senders: dict[int, SequenceSender] = {}
         self._cancelled: OrderedDict[int, None] = OrderedDict()
         self._deltas: list[TokenDelta] = []
+        self._proposals: list[MoveProposal] = []
         self._last_sent = self._last_heard = time.monotonic()
 
     @property
@@ -131,9 +148,21 @@ class FrontDoorConnection(asyncio.Protocol):
 
     def send(self, delta: TokenDelta) -> None:
         """Goes out with all other deltas of this pass of the event loop."""
-        if not self._deltas:
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_soon()
         self._deltas.append(delta)
+
+    def propose(self, proposal: MoveProposal) -> None:
+        """Goes out with them."""
+        self._flush_soon()
+        self._proposals.append(proposal)
+
+    def _flush_soon(self) -> None:
+        if not self._deltas and not self._proposals:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def report(self) -> None:
+        """What there is to say, now: how busy the engine is, at least."""
+        self._flush()
 
     def tick(self) -> None:
         """A report, if nothing went out lately; the end, if the front door is silent or does not read."""
@@ -150,12 +179,13 @@ class FrontDoorConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         deltas, self._deltas = self._deltas, []
+        proposals, self._proposals = tuple(self._proposals), []
         self._last_sent = time.monotonic()
         if not self.open or self._transport is None:
             return
         load = self._load()
         try:
-            frame = frame_of(OutputBatch(tuple(deltas), load))
+            frame = frame_of(OutputBatch(tuple(deltas), load, proposals))
         except Exception:  # one of them cannot be said
             frame = None
         if frame is not None and self._has_room(frame):
@@ -165,7 +195,7 @@ class FrontDoorConnection(asyncio.Protocol):
         for delta in deltas:
             if delta.number not in failed and not self._sent_alone(delta, self._transport):
                 failed.add(delta.number)
-        self._transport.write(frame_of(OutputBatch((), load)))
+        self._transport.write(frame_of(OutputBatch((), load, proposals)))
 
     def _sent_alone(self, delta: TokenDelta, transport: asyncio.Transport) -> bool:
         """Send a message of one delta; one for which there is no room ends its sequence instead."""

@@ -52,6 +52,12 @@ class FrontDoors:
         # Shielded: others may wait for the same connection.
         return await asyncio.shield(making)
 
+    def tell_now(self) -> int:
+        """Send every front door a report at once; how many there are."""
+        for connection in list(self._connections.values()):
+            connection.report()
+        return len(self._connections)
+
     def close(self) -> None:
         """End every connection, and with it what runs for its front door."""
         for task in list(self._connecting.values()):
@@ -65,7 +71,7 @@ class FrontDoors:
         if len(self._connections) >= MOST_CONNECTIONS:
             raise FrontDoorUnreachable(f"door: {len(self._connections)} front doors are connected already", "door")
         loop = asyncio.get_running_loop()
-        connection = FrontDoorConnection(self._load, self._start, lambda: self._connections.pop(where, None))
+        connection = FrontDoorConnection(address, self._load, self._start, lambda: self._connections.pop(where, None))
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)
@@ -101,13 +107,17 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 class StreamRelay:
-    """What an engine generates for front doors, each sequence in a task that ends when nobody listens any more."""
+    """What an engine generates for front doors, each sequence in a task that ends when nobody listens any more.
+
+    ``senders`` are what sends each one's outputs, by its id.
+    """
 
     def __init__(self, front_doors: FrontDoors) -> None:
         self.front_doors = front_doors
+        self.senders: dict[str, SequenceSender] = {}
         self._tasks = TaskSet()
 
-    async def start(self, door: Destination, position: int, outputs: OutputStream) -> None:
+    async def start(self, seq_id: str, door: Destination, position: int, outputs: OutputStream) -> None:
         """Generate; ``position`` is that of the first token among the sequence's output. Errors go there, too.
 
         Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it is not to
@@ -116,20 +126,22 @@ class StreamRelay:
         connection = await self.front_doors.connect(door.address, door.key)
         running: list[asyncio.Task[None]] = []
         sender = connection.sender(door.number, position, lambda: [task.cancel() for task in running])
-        running.append(self._tasks.spawn(_relay(sender, outputs)))
+        self.senders.setdefault(seq_id, sender)  # a second one of the same id is refused by the engine
+        running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
+
+    async def _relay(self, seq_id: str, sender: SequenceSender, outputs: OutputStream) -> None:
+        try:
+            await outputs.run(sender.send)
+            if sender.open:
+                sender.fail(EngineError("the engine ended the sequence without a finish reason"))
+        except Exception as error:  # it fails its own sequence only
+            sender.fail(error)
+        finally:
+            sender.close()
+            if self.senders.get(seq_id) is sender:
+                del self.senders[seq_id]
 
     async def close(self) -> None:
         """End all that runs, and every connection."""
         self.front_doors.close()
         await self._tasks.close()
-
-
-async def _relay(sender: SequenceSender, outputs: OutputStream) -> None:
-    try:
-        await outputs.run(sender.send)
-        if sender.open:
-            sender.fail(EngineError("the engine ended the sequence without a finish reason"))
-    except Exception as error:  # it fails its own sequence only
-        sender.fail(error)
-    finally:
-        sender.close()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.protocol import EngineLoad, EngineUnreachable
+from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal
 from tercet.protocol.wire import UNREADABLE
 from tercet.streams.engine_connection import EngineConnection
 from tercet.streams.wire_format import (
@@ -62,9 +62,14 @@ class StreamListener:
         for server in self._servers.values():
             server.close()
 
-    def connection_of(self, engine: str, on_load: Callable[[EngineLoad], None]) -> EngineConnection:
+    def connection_of(
+        self,
+        engine: str,
+        on_load: Callable[[EngineLoad], None],
+        on_proposal: Callable[[MoveProposal], None] = lambda _: None,
+    ) -> EngineConnection:
         """The connection of one more engine, which may arrive until :meth:`forget`."""
-        connection = EngineConnection(engine, self._numbers, on_load)
+        connection = EngineConnection(engine, self._numbers, on_load, on_proposal)
         self._connections[connection.key] = connection
         return connection
 

@@ -5,8 +5,9 @@ with an empty :class:`StreamCommand`, and sends commands from then on; an empty 
 on the wire, but for the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
     StreamHello   = [protocol, key, engine, incarnation]
-    OutputBatch   = [[delta, ...], load or nil]     load = [waiting, running, kv_usage, tokens or nil, step_time or nil,
-                                                            stalled_s]
+    OutputBatch   = [[delta, ...], load or nil, [proposal, ...]]
+                    load = [waiting, running, kv_usage, tokens or nil, step_time or nil, stalled_s, stopping]
+                    proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
     StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones
 """
@@ -17,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from tercet.protocol import EngineLoad, Output, TercetError, TokenLogprob, Usage, from_wire
+from tercet.protocol import EngineLoad, MoveProposal, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination, StartGenerateCall, TokenId
 
-PROTOCOL = "tercet-stream/3"
+PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
 """An engine with nothing else to say says how busy it is this often."""
 HEARTBEAT_SECONDS = 1.0
@@ -94,10 +95,11 @@ def failed_delta(number: int, position: int, error: TercetError) -> TokenDelta:
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one engine step produced for one front door, and how busy the engine is now."""
+    """What one engine step produced for one front door, how busy the engine is now, and what it passes on."""
 
     deltas: tuple[TokenDelta, ...] = ()
     load: EngineLoad | None = None
+    proposals: tuple[MoveProposal, ...] = ()
 
 
 class StreamHello(msgspec.Struct, frozen=True, array_like=True):

@@ -29,17 +29,27 @@ from tercet.transport.agent.control_channel import AsyncControlClient, ControlSe
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
+from tercet.transport.core_words import CoreWords, core_word
 from tercet.transport.grants import Grant
 from tercet.transport.head_slices import HeadSlice, routes
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
-from tercet.transport.region import PAGE_BYTES, TAIL_BYTES, KVRegion, RegionShape, create_file
+from tercet.transport.region import (
+    CORE_WORDS,
+    PAGE_BYTES,
+    TAIL_BYTES,
+    KVRegion,
+    RegionShape,
+    create_file,
+    create_sealed_file,
+)
 from tercet.transport.sender import SendDestination
 from tercet.transport.sockets import is_address
 
 __all__ = [
     "AUTO",
+    "CORE_WORDS",
     "MAX_STREAMS",
     "PAGE_BYTES",
     "TAIL_BYTES",
@@ -50,6 +60,7 @@ __all__ = [
     "BlockShape",
     "CancelSend",
     "ControlServer",
+    "CoreWords",
     "ExtendLease",
     "Grant",
     "GrantLease",
@@ -71,7 +82,9 @@ __all__ = [
     "StepBegins",
     "StepEnds",
     "TransportSettings",
+    "core_word",
     "create_file",
+    "create_sealed_file",
     "is_address",
     "routes",
 ]

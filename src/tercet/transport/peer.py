@@ -23,6 +23,7 @@ import numpy as np
 from tercet.protocol import BadRequest, Content, TercetError, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.host import HostBackend
+from tercet.transport.core_words import is_core_word
 from tercet.transport.greeting import chosen, greet
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.local_rank import LocalRank
@@ -55,8 +56,8 @@ MAX_TOKENS = 2**32
 MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES = 65536, 64 * 1024 * 1024
 
 # Never given twice by a process, whatever the connection: a reader that looks at a generation word late must not find
-# there the number of a send that is over.
-_numbers = itertools.count(1 + secrets.randbits(62))
+# there the number of a send that is over. The core gives its words numbers of its own.
+_numbers = itertools.filterfalse(is_core_word, itertools.count(1 + secrets.randbits(62)))
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Leg:
     """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is the part of each block it gets.
 
     ``chunks`` are what the receiver was told to read. ``on_done`` is called once, with nothing of the transport locked.
+    ``number`` names the send. It is also what its generation word holds, written here while the blocks are pinned, or
+    by the core (:mod:`.core_words`), whose number is not ours to clear.
     """
 
     lease: str
@@ -123,7 +126,8 @@ class TransferPeer:
             if self._dead is not None:
                 return False
             self._legs[leg.number] = leg
-            self._rank.region.set_word(leg.number)
+            if not is_core_word(leg.number):
+                self._rank.region.set_word(leg.number)
             return True
 
     def push(self, leg: Leg, layers: range, slot: int, blocks: Sequence[int]) -> None:
@@ -401,7 +405,8 @@ class TransferPeer:
             if self._legs.pop(leg.number, None) is None:
                 return
             # Whoever unpins the blocks does so after this; a receiver that reads them later does not take them.
-            self._rank.region.clear_word(leg.number)
+            if not is_core_word(leg.number):
+                self._rank.region.clear_word(leg.number)
             leg.outcome = outcome
         self._tell(leg)
 

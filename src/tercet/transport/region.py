@@ -2,7 +2,8 @@
 
 Besides the KV it holds a table of *generation words*, one for each send under way. A word holds the send's number while
 the send's blocks are pinned. Whoever reads blocks from another process looks at the word after the copy: if the number
-is still there, so were the blocks.
+is still there, so were the blocks. The first :data:`CORE_WORDS` are not ours to write, but the engine's core's
+(:mod:`.core_words`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tercet.transport.vectors import Places, address_of
 WORDS = 4096
 WORD_BYTES = 8
 PAGE_BYTES = mmap.PAGESIZE
+CORE_WORDS = 512
 TAIL_BYTES = WORDS * WORD_BYTES + PAGE_BYTES
 # A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -84,16 +86,21 @@ def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets:
     return RegionShape(tuple(planes), num_blocks, block_bytes, at, at + TAIL_BYTES)
 
 
-def create_file(shape: RegionShape) -> int:
-    """A sealed file in memory, all zero; the caller closes the descriptor."""
-    fd = os.memfd_create("tercet-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def create_sealed_file(name: str, size: int) -> int:
+    """A file in memory, all zero, that keeps its size; the caller closes the descriptor."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, shape.size)
+        os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def create_file(shape: RegionShape) -> int:
+    """A region's :func:`create_sealed_file`."""
+    return create_sealed_file("tercet-kv", shape.size)
 
 
 class KVRegion:

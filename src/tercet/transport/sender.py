@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from tercet.protocol import BadRequest, Conflict, Content, TercetError, TransferFailed
+from tercet.transport.core_words import is_core_word
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
@@ -70,9 +71,17 @@ class KVSender:
         return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
 
     def open(
-        self, send_id: str, lease: str, content: Content, destinations: Sequence[SendDestination], on_done: OnDone
+        self,
+        send_id: str,
+        lease: str,
+        content: Content,
+        destinations: Sequence[SendDestination],
+        on_done: OnDone,
+        word: int | None = None,
     ) -> None:
         """Begin a send of ``content``, to each of ``destinations``; one that was cancelled before is forgotten instead.
+
+        Its blocks are pinned, unless ``word`` is given: the number of a core's word that vouches for them, used once.
 
         ``on_done`` is called exactly once, when all of them have it or one failed, also for wrong input, with nothing
         of the transport locked; mostly from another thread, but perhaps before a call for this send returns. What is
@@ -82,11 +91,12 @@ class KVSender:
         with self._lock:
             if send_id in self._cancelled:
                 return
-            refusal = self._refusal(send_id, lease, destinations)
+            refusal = self._refusal(send_id, lease, destinations, word)
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
                 for to in destinations:
                     leg = Leg(lease, content, to.head_slice, partial(self._ended, send_id, send))
+                    leg.number = word or leg.number
                     send.legs.append((self._session(to.addresses, leg, started), leg))
                 if not send.legs:  # other ranks hold the same heads, and send them
                     del self._sends[send_id]
@@ -122,13 +132,17 @@ class KVSender:
         found = self._sends.get(send_id)
         return found.legs if found is not None else ()
 
-    def _refusal(self, send_id: str, lease: str, destinations: Sequence[SendDestination]) -> TercetError | None:
+    def _refusal(
+        self, send_id: str, lease: str, destinations: Sequence[SendDestination], word: int | None
+    ) -> TercetError | None:
         if self._closed:
             return TransferFailed("the transport was closed")
         if send_id in self._sends:
             return Conflict(f"send {send_id} is under way already")
         if not _LEASE.fullmatch(lease):
             return BadRequest(f"lease: {lease!r:.80} is not a valid lease", "kv_addr_info")
+        if word is not None and not (is_core_word(word) and self._rank.region.has_word(word)):
+            return TransferFailed("the engine's core, which stood still, has gone on: ask it")
         for each in destinations:
             part = each.head_slice
             inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size

@@ -2,13 +2,15 @@
 
 vLLM loads it by ``--kv-transfer-config`` (``kv_connector_module_path``), once in the scheduler's process and once in
 each worker. It relies on: ``on_new_request`` being called before a request is first scheduled;
-``build_connector_meta`` before ``num_computed_tokens`` moves; ``save_kv_layer`` once per layer and step, after that
+``build_connector_meta`` before ``num_computed_tokens`` moves; ``take_events`` when a step's outputs are counted, before
+anybody gets them; ``save_kv_layer`` once per layer and step, after that
 layer's attention; ``wait_for_save`` after the last layer.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,12 +26,14 @@ from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
+from tercet.vllm_plugin.engine.table_publisher import TablePublisher
 from tercet.vllm_plugin.engine.worker_side import WorkerSide
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -110,7 +114,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
             max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
-            self._scheduler = SchedulerSide(scheduler, max_blocks)
+            tables = TablePublisher.begin(scheduler, [rank.words for rank in self.handshakes])
+            self._scheduler = SchedulerSide(scheduler, max_blocks, tables)
         return self._scheduler
 
     def on_new_request(self, request: VLLMRequest) -> None:
@@ -122,6 +127,12 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """A step's orders for the workers."""
         return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """A step is over, and no client has its tokens yet. There are no events of ours."""
+        if self._scheduler is not None:
+            self._scheduler.stepped()
+        return ()
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are freed by vLLM as usual."""

@@ -6,6 +6,8 @@ import asyncio
 import os
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -21,6 +23,7 @@ from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
     ConnectCall,
+    MoveCall,
     PrepRecvCall,
     ReleaseAnswer,
     ReleaseCall,
@@ -29,8 +32,9 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
-from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
 from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, callers_of
+from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 T = TypeVar("T")
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
 # A caller that leaves an event unread for so long, with all buffers full, has its sequence ended.
 UNREAD_SECONDS = 60.0
 
@@ -61,22 +66,35 @@ class TercetEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes."""
         app.include_router(router)
+        app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
         if engine_client is None:
             raise EngineError("Tercet's endpoints need an engine behind them, and this server has none")
-        secret = _fleet_secret(engine_client.vllm_config)
+        settings = _settings(engine_client.vllm_config)
+        secret = settings.fleet_secret
+        state.tercet_stop_grace = settings.stop_grace
         state.tercet_callers = callers_of(args, secret)
         name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
         state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
 
 
-def _fleet_secret(config: VllmConfig) -> str:
-    """As the engine's other processes have it; empty without one. That the connector is missing is said later."""
+def _settings(config: VllmConfig) -> PluginSettings:
+    """As the engine's other processes have them. That the connector is missing is said later."""
     transfer = config.kv_transfer_config
-    return parse_settings(transfer.kv_connector_extra_config).fleet_secret if transfer is not None else ""
+    return parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
+
+
+@asynccontextmanager
+async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerator[Any]:
+    """vLLM's own ``lifespan`` of the server; from its beginning on SIGTERM empties the engine first."""
+    async with lifespan(app) as state:
+        verbs: EngineVerbs = app.state.tercet
+        grace: float = app.state.tercet_stop_grace
+        stop_on_sigterm(StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace))
+        yield state
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
@@ -185,6 +203,19 @@ async def release(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """This engine's load, and what it holds for others."""
     return _json(await _verbs(request).status())
+
+
+@router.get("/sequences")
+async def sequences(request: Request) -> Response:
+    """What this engine generates now: id, tokens, blocks, whether it runs, age, and whose it is."""
+    return _json(await _verbs(request).sequences())
+
+
+@router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
+async def propose_move(request: Request, seq_id: str) -> Response:
+    """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
+    _verbs(request).propose_move(seq_id, decode_call(await request.body(), MoveCall))
+    return _json({"accepted": True}, 202)
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:

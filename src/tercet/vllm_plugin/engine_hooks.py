@@ -18,6 +18,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch"
 QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
+LAUNCHER = "vllm.entrypoints.launchers.launcher"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 ENGINE_HOOKS = (
@@ -119,6 +120,25 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="published block tables",
+        what="The block tables of running sequences are published with each step, and revoked whenever the block pool "
+        "hands blocks out",
+        why="KV of sequences stays readable while the core stands still, and nobody takes it for KV any more once its "
+        "blocks may be rewritten: vLLM writes into no block that a request held and the pool has not handed out since",
+        until="a KV connector is told before the blocks of a request are given to another one",
+        replaces=("BlockPool.get_new_blocks",),
+        relies_on=(
+            Takes(f"{POOL}.get_new_blocks", "num_blocks"),
+            Says(f"{POOL}.get_new_blocks", "self.free_block_queue.popleft_n(num_blocks)"),
+            Says(f"{SINGLE}.__init__", "self.block_pool = block_pool", "self.req_to_blocks"),
+            Takes(f"{CONNECTOR}:KVConnectorBase_V1.take_events"),
+            Says(f"{SCHEDULER}.update_from_output", "self.connector.take_events()", "return engine_core_outputs"),
+            Says(f"{SCHEDULER}.__init__", "self.max_num_running_reqs", "self.max_model_len"),
+            Says(f"{SCHEDULER}._preempt_request", "request.num_computed_tokens = 0", "request.num_preemptions += 1"),
+            Says(f"{REQUEST}.__init__", "self.num_in_flight_tokens", "self.num_computed_tokens"),
+        ),
+    ),
+    Hook(
         name="resumed requests",
         what="A request starts with output tokens of another engine, and its grammar behind them",
         why="A sequence that moves keeps its max_tokens, penalties, stop conditions and structure",
@@ -200,6 +220,52 @@ ENGINE_HOOKS = (
             Says(f"{OUTPUTS}:RequestOutputCollector.__init__", "self.output"),
             Says(f"{OUTPUTS}:OutputProcessor.process_outputs", "req_state.queue.put("),
             Takes(f"{ASYNC_LLM}.abort", "request_id"),
+        ),
+    ),
+    Hook(
+        name="sequences",
+        what="The scheduler's requests are looked at, and known by the beginning of their ids",
+        why="An engine reports what it generates, with the blocks that each sequence holds",
+        until="vLLM reports its requests one by one",
+        relies_on=(
+            Says(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]"),
+            Takes(f"{MANAGER}.get_blocks", "request_id"),
+            Has("vllm.v1.request:RequestStatus", "RUNNING"),
+            Says(
+                "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
+                'request.request_id = f"{request.external_req_id}-',
+            ),
+        ),
+    ),
+    Hook(
+        name="first grammar",
+        what="An engine generates one token by a grammar before it serves; then its choice of a backend is taken back",
+        why="The first structured output stops API server, core and workers for seconds, as if they were stuck",
+        until="vLLM loads what structured output needs when it starts",
+        relies_on=(
+            Says(f"{CORE}.__init__", "self.structured_output_manager = "),
+            Says(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
+            Says(f"{STRUCTURED}.grammar_init", "if self.backend is None:"),
+            Has("vllm.config:StructuredOutputsConfig", "backend"),
+        ),
+    ),
+    Hook(
+        name="SIGTERM",
+        what="The API server's handler of SIGTERM is replaced as its server starts up; vLLM's own runs, by SIGINT, "
+        "when the engine is empty",
+        why="What runs here goes on at other engines before this one stops",
+        until="vLLM asks its plugins before it stops",
+        relies_on=(
+            Says(
+                f"{LAUNCHER}:serve_http",
+                "loop.create_task(server.serve(",
+                "loop.add_signal_handler(signal.SIGINT, signal_handler)",
+                "loop.add_signal_handler(signal.SIGTERM, signal_handler)",
+                "await server_task",
+            ),
+            Takes(f"{LAUNCHER}:NoSignalServer.capture_signals"),
+            Says(f"{LAUNCHER}:terminate_if_errored", "engine.errored"),
+            Says("vllm.entrypoints.launchers.app:build_app", "lifespan=lifespan"),
         ),
     ),
     Hook(

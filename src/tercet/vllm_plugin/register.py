@@ -11,8 +11,12 @@ def register() -> None:
     With a vLLM that Tercet was not built against it only warns, so that plain serving keeps working there; the
     connector then refuses to start.
     """
+    import vllm.envs
+
+    from tercet.settings.log_lines import log_to_stderr
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 
+    log_to_stderr(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
         require_hooks("engine")
     except UnsupportedVLLM as error:

@@ -21,7 +21,7 @@ from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer
 from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, StateFile
-from tercet.router.followers import EngineReport, FollowerReport, _report
+from tercet.router.followers import EngineReport, FollowerReport, _read
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
 from tercet.scheduling import load_scheduling
@@ -252,7 +252,7 @@ class FilesRoom:
         word, _, content = item.partition(b" ")
         readers: dict[bytes, Callable[[Path], object]] = {
             b"state": lambda file: StateFile(file).read(),
-            b"report": _report,
+            b"report": lambda file: _read(file, FollowerReport),
             b"config": lambda file: decode_settings(RouterConfig, read_yaml(file)),
             b"scheduling": lambda file: load_scheduling(user_file(str(file), "scheduling")),
             b"program": lambda file: load_program(f"{file}:good", {"limit": "5"}),

@@ -10,6 +10,7 @@ from typing import Any
 
 from tercet.protocol import (
     EngineLoad,
+    MoveProposal,
     NoSpace,
     Output,
     OutputStream,
@@ -93,8 +94,11 @@ class FrontDoorRoom:
         assert min(load.waiting, load.running) >= 0
         assert load.kv_usage >= 0
 
+    def _propose(self, proposal: MoveProposal) -> None:
+        assert all(isinstance(said, str) for said in (proposal.seq_id, proposal.destination, proposal.reason))
+
     async def run(self, case: Case) -> Outcome:
-        engine = EngineConnection("e", itertools.count(1), self._load)
+        engine = EngineConnection("e", itertools.count(1), self._load, self._propose)
         engine.key = KEY
         sequences = [Sequence(position) for position in (0, 0, 3, 3)]
         arrivals: dict[Any, None] = {}
@@ -135,7 +139,7 @@ def _batch_cases() -> list[Case]:
         OutputBatch(
             (delta_of(1, 3, Output((8,), "stop", "word")), failed_delta(4, 3, NoSpace("full", "prompt"))), LOAD
         ),
-        OutputBatch((), LOAD),
+        OutputBatch((), LOAD, (MoveProposal("s", "d", "why"), MoveProposal("s.1", "e", "why not"))),
         OutputBatch((delta_of(2, 1, Output((), "length")), delta_of(3, 5, Output((1,), "length"))), LOAD),
     ]
     frames = [frame_of(step) for step in steps]
@@ -166,7 +170,7 @@ class EngineRoom:
     async def run(self, case: Case) -> Outcome:
         lost: list[None] = []
         self._calls = self._stopped = 0
-        connection = self._connection = FrontDoorConnection(lambda: LOAD, self._start, lambda: lost.append(None))
+        connection = self._connection = FrontDoorConnection("f:1", lambda: LOAD, self._start, lambda: lost.append(None))
         wire: Any = Wire()
         connection.connection_made(wire)
         for data in (data for item in case for data in pieces(random_of(case), item)):

@@ -44,7 +44,8 @@ from tests.fuzz.mutation import Case, Json
 from tests.unit.fakes import LAYOUT
 from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, TinyEngine
 
-VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "status")
+GETS = ("status", "sequences")
+VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/s/move", *GETS)
 LEASE, ADDRESS, KEY = "THE-LEASE", "THE-ADDRESS", "THE-KEY"
 MAX_MODEL_LEN = 512
 # Behind which nothing is: what does not answer is given up at once.
@@ -183,7 +184,7 @@ class VerbsRoom:
         for placeholder, value in ((LEASE, self._lease), (ADDRESS, address), (KEY, key)):
             body = body.replace(placeholder.encode(), value.encode())
         async with asyncio.timeout(CALL_SECONDS):
-            method = "GET" if name == "status" else "POST"
+            method = "GET" if name in GETS else "POST"
             calling = asyncio.ensure_future(self._client.request(method, f"/{name}", content=body))
             while not calling.done():
                 self._core.reported_cached()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from tercet.bench.moving import DESTINATION, SOURCE, MoveCost, measure_move
+from tercet.bench.moving import DESTINATION, MOVED_AFTER, SOURCE, WAYS, BystanderGaps, MoveCost, measure_move
+from tercet.bench.moving_report import neighbour_rows, pause_rows, plot_pauses, slowdown
+from tercet.cli.app import _run
 from tercet.fleet import EngineFleet, Member
+from tercet.migration import Stage
+from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
 from tercet.sim import run_virtual
 
@@ -31,11 +38,79 @@ async def measured(way: str, length: int) -> MoveCost:
 def test_three_ways_in_virtual_time(length: int) -> None:
     async def check() -> None:
         live, blocking, recompute = [await measured(way, length) for way in ("live", "blocking", "recompute")]
-        # Two sequences decode in a step: 10 ms, and 1 ms for the second one's token.
-        assert live.step == pytest.approx(STEP + PER_TOKEN)
+        # One sequence and two bystanders decode in a step: 10 ms, and 1 ms for each token past the first.
+        assert live.step == pytest.approx(STEP + 2 * PER_TOKEN)
         assert live.pause <= 2 * live.step
         assert [len(cost.stages) for cost in (live, blocking, recompute)] == [1, 1, 0]
         assert blocking.pause >= 0
         assert recompute.pause >= length * PER_TOKEN - STEP
 
     run_virtual(check())
+
+
+def test_bystanders_of_both_engines_are_watched_before_during_and_after() -> None:
+    async def check() -> None:
+        for way in WAYS:
+            found = await measured(way, 500)
+            assert [gaps.engine for gaps in found.bystanders] == [SOURCE, DESTINATION]
+            for gaps in found.bystanders:
+                alone, with_it = STEP + PER_TOKEN, STEP + 2 * PER_TOKEN
+                before, after = (with_it, alone) if gaps.engine == SOURCE else (alone, with_it)
+                assert statistics.median(gaps.before) == pytest.approx(before)
+                assert len(gaps.before) >= MOVED_AFTER - 2
+                assert statistics.median(gaps.after) == pytest.approx(before if way == "stay" else after)
+                assert gaps.during
+                if way == "recompute" and gaps.engine == DESTINATION:
+                    assert max(gaps.during) >= 500 * PER_TOKEN
+
+    run_virtual(check())
+
+
+def cost_of(way: str, length: int, pause: float, before: float, during: float) -> MoveCost:
+    gaps = tuple(BystanderGaps(side, [before] * 5, [during] * 2, [before]) for side in (SOURCE, DESTINATION))
+    return MoveCost(way, length, pause, 0.04, (Stage(0, length, length * 1000, 0.01, "host"),), gaps)
+
+
+def test_steps_are_compared_with_those_before_the_same_move_and_moves_are_resampled() -> None:
+    alike = [cost_of("live", 256, 0.05, 0.04, 0.044), cost_of("live", 8000, 0.05, 0.08, 0.088)]
+    same = slowdown(alike, SOURCE, lambda gaps: gaps.during)
+    assert same == pytest.approx((1.1, 1.1, 1.1))
+    unlike = [*alike, cost_of("live", 256, 0.05, 0.04, 0.08)]
+    found = slowdown(unlike, SOURCE, lambda gaps: gaps.during)
+    assert found is not None
+    assert found.low == pytest.approx(1.1)
+    assert found.low < found.ratio < found.high <= 2.0
+    nothing = BystanderGaps(SOURCE, [0.04], [], [])
+    assert (
+        slowdown([msgspec.structs.replace(alike[0], bystanders=(nothing,))], SOURCE, lambda gaps: gaps.during) is None
+    )
+
+
+def test_tables_and_the_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    costs = [cost_of(way, length, 0.06, 0.04, 0.04) for way in WAYS for length in (256, 8000)]
+    assert next(iter(pause_rows(costs))) == ["live", "256", "1", "60", "1.5", "40", "1", "0.3"]
+    assert len(list(pause_rows(costs))) == 2 * len(WAYS)
+    assert next(iter(neighbour_rows(costs))) == [
+        "live", "the source", "4", "x 1.000", "1.00 to 1.00", "x 1.000", "1.00 to 1.00",
+    ]  # fmt: skip
+    costs.append(cost_of("live", 256, -0.01, 0.04, 0.04))  # no pause: a logarithmic axis has no place for it
+    plot_pauses(costs, tmp_path / "pauses.png")
+    assert (tmp_path / "pauses.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(BadRequest, match="must end with"):
+        plot_pauses(costs, tmp_path / "pauses.txt")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--ways", "live,by mail"],
+        ["--lengths", "a few"],
+        ["--lengths", "0"],
+        ["--plot", "a.txt"],
+        ["--plot", "/no/a.png"],
+    ],
+)
+def test_bad_input_ends_with_2_before_anything_moves(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["bench", "migration", "http://127.0.0.1:1", "http://127.0.0.1:2", *wrong]) == 2
+    assert capsys.readouterr().err.startswith(f"tercet: {wrong[0]}: ")

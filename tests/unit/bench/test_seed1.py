@@ -53,12 +53,13 @@ def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: Eva
 def test_constants_that_made_a_plot_are_found_again() -> None:
     """The plot is the simulation's own, with other constants: the fit must undo them, on the lowest rate alone."""
     small = EvaluationSetup(seeds=1, requests=60)
-    truth = Scales(1.4, 0.8)
+    truth = Scales(1.4, 0.8, 0.12)
     rates = (LOWEST, 4.0)
     plot = {line: {rate: small.figures(line, rate, truth) for rate in rates} for line in LINES}
     found = fit_to_figures(small, plot)
     assert found.prefill == pytest.approx(truth.prefill, rel=0.03)
     assert found.decode == pytest.approx(truth.decode, rel=0.03)
+    assert found.latency == pytest.approx(truth.latency, rel=0.2)
     assert held_out_error(small, found, plot) < 0.05
     assert held_out_error(small, Scales(), plot) > 0.05
 

@@ -105,7 +105,9 @@ def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
     assert aware.report([16.0], "a").to_json() == aware.report([16.0], "a").to_json()
     blind = simulation(program="data_parallel", **given)
     # Each prefix is computed about once, and not on every engine.
-    assert aware.point(16).counts["prefill_tokens"] < 0.85 * blind.point(16).counts["prefill_tokens"]
+    served, by_turns = aware.point(16), blind.point(16)
+    assert served.counts["prefill_tokens"] < 0.85 * by_turns.counts["prefill_tokens"]
+    assert served.busy > 0.5 * by_turns.busy  # by all engines, and not by one with all prefixes
 
 
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
@@ -152,9 +154,7 @@ def test_when_an_engine_dies_the_others_serve(tmp_path: Path) -> None:
     )
     point = simulation(fleet=str(fleet)).point(8)
     assert point.fallbacks > 0
-    assert point.summary.completed + point.summary.failed == 90
-    assert point.summary.failed < 20
-    assert set(point.summary.errors) == {"engine_unreachable"}
+    assert (point.summary.completed, point.summary.failed) == (90, 0)
 
 
 def test_lost_transfers_fall_back_to_one_engine() -> None:

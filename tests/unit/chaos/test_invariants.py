@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.chaos.chaos_report import ChaosResult, InjectedFault, fault_rows, figures, violation_lines
+from tercet.chaos.chaos_report import (
+    ORPHANS,
+    ChaosResult,
+    InjectedFault,
+    fault_rows,
+    figures,
+    move_rows,
+    violation_lines,
+)
 from tercet.chaos.fault_schedule import PlannedFault
 from tercet.chaos.invariants import (
     ClientRecord,
@@ -16,6 +24,10 @@ from tercet.chaos.invariants import (
     violations_of,
     wrong_answers,
 )
+from tercet.chaos.real_arena import is_owned
+from tercet.migration import Stage
+from tercet.protocol import SequenceReport
+from tercet.router.moves import MoveRecord
 
 CALM: dict[int, tuple[Piece, ...]] = {0: (1, 2, 3, 4, 5, 6, 7, 8)}
 
@@ -103,3 +115,28 @@ def test_leftovers_and_what_nobody_handled_are_violations_of_the_run() -> None:
     assert "    e: leases: 2" in lines
     assert "    r: () got 2 events, and at 2.000 s no_space: full" in lines
     assert violation_lines([], 7, "") == ["no violations"]
+
+
+def test_moves_are_told_by_reason_and_outcome() -> None:
+    stage = Stage(0, 100, 5_000_000, 0.1, "host")
+    moves = [
+        MoveRecord(1, "a", "p", "d", "drain", 0.0, 100, "moved", (stage,), 2, 0.05),
+        MoveRecord(2, "b", "p", "d", "drain", 0.0, 100, "moved", (stage, stage), 1, 0.15),
+        MoveRecord(3, "c", "p", "d", "drain", 0.0, 100, "moved"),
+        MoveRecord(4, "d", "p", "d", "chaos", 0.0, 100, "ended"),
+    ]
+    result = ChaosResult(
+        seed=7, seconds=60.0, wall_seconds=1.0, faults=[], records=[], calm=CALM, patience=60.0, moves=moves,
+        left=[Leftover("d", ORPHANS, 2), Leftover("p", ORPHANS, 1), Leftover("p", "leases", 4)],
+    )  # fmt: skip
+    assert move_rows(result) == [
+        ["chaos", "ended", "1", "0", "0", "-", "-"],
+        ["drain", "moved", "3", "15", "3", "100 ms", "150 ms"],
+    ]
+    assert result.orphans == 3
+    assert figures(result)[-1] == "3 of 4 moves went through, 3 orphan generations"
+
+
+@pytest.mark.parametrize(("seq_id", "is_his"), [("s-1", True), ("s-1.2", True), ("s-11", False), ("x", False)])
+def test_a_sequence_is_owned_under_the_ids_that_it_had_since(seq_id: str, is_his: bool) -> None:
+    assert is_owned(SequenceReport(seq_id, 10, 1, True, 1.0), ["s-1", "s-2"]) is is_his

@@ -7,8 +7,9 @@ import pytest
 
 from tercet.chaos.chaos_report import ChaosResult
 from tercet.chaos.fault_schedule import FaultKind, FaultSchedule, PlannedFault, plan_faults
-from tercet.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
-from tercet.protocol import Output
+from tercet.chaos.simulated_arena import REST_SECONDS, SIMULATED_LOAD, SimulatedFleet, run_simulated
+from tercet.protocol import Output, SequenceReport
+from tercet.sim import SimEngine
 from tercet.streams.wire_format import TokenDelta
 
 FLEET = SimulatedFleet(prefill=3, decode=5)
@@ -26,6 +27,28 @@ def test_nobody_loses_anything(seed: int) -> None:
     assert len(result.records) > 80
     assert {fault.planned.kind for fault in result.faults if fault.began is not None} == set(FLEET.shape().kinds)
     assert sum(len(fault.hit) for fault in result.faults) > 5
+    assert result.orphans == 0
+    assert {move.reason for move in result.moves if move.outcome == "moved"} >= {"chaos", "drain"}
+    assert not any(move.outcome == "under_way" for move in result.moves)
+
+
+def test_a_sequence_that_nobody_owns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has been seen that there is none before the load, an engine has one."""
+    reports, seen = SimEngine.reports, list[str]()
+
+    def with_one_more(engine: SimEngine) -> list[SequenceReport]:
+        seen.append(engine.name)
+        more = (
+            [SequenceReport("r1.1", 10, 1, True, 1.0)]
+            if engine.name == "decode-0" and len(seen) > len(FLEET.roles) * REST_SECONDS
+            else []
+        )
+        return [*reports(engine), *more]
+
+    monkeypatch.setattr(SimEngine, "reports", with_one_more)
+    result = run_simulated(FLEET, FaultSchedule(1, 2.0, ()), LOAD, patience=60.0)
+    assert result.orphans == 1
+    assert [str(found) for found in result.violations] == ["nothing is left behind: decode-0: orphan generations: 1"]
 
 
 def test_the_same_seed_is_the_same_run_to_the_last_token() -> None:

@@ -13,7 +13,7 @@ from tercet.cost.cost_model import ArrivalRate, CostModel, EnginePace, OnlineFit
 from tercet.cost.costs import Costs
 from tercet.cost.engine_work import EngineWork, Job
 from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, options_of
-from tercet.protocol import OutputStream, Request
+from tercet.protocol import OutputStream, Request, Usage
 
 TOKENS = st.integers(1, 8192)
 SECONDS = st.floats(1e-5, 100)
@@ -329,6 +329,7 @@ def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
     kinds = [costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind for _ in range(3)]
     assert kinds == ["pair"] * 3  # nothing is known of transfers yet
     generation = costs.generating("a", request_of(), 0, 0)
+    assert generation is not None
     generation.on_start(OutputStream(OutputStream.until_over))
     assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0).chosen.decode == "b"
     generation.on_end(None)
@@ -336,3 +337,14 @@ def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
     assert costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind == "alone"
     explored = costs.decide(request_of(), ["a", "b"], {}, Targets(), 1.0)
     assert (explored.kind, explored.explored) == ("pair", True)
+
+
+def test_nothing_is_watched_until_a_route_is_asked_for_where_that_was_wanted() -> None:
+    costs = Costs(Clock(), random.Random(0))
+    costs.watch_once_asked()
+    assert costs.generating("a", request_of(), 0, 0) is None
+    with costs.sending("a", request_of(), 0, 10) as done:
+        done(Usage(computed=10))
+    assert costs.model.transfers == 0
+    costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0)
+    assert costs.generating("a", request_of(), 0, 0) is not None

@@ -11,7 +11,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
-from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role
+from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role, RoleUnavailable
 from tercet.scheduling import Scheduling
 
 from ..fakes import FakeEngine
@@ -82,8 +82,27 @@ def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> Non
     fleet.member("p").reachable = False
     assert picked(fleet, by="decode", role="decode") == "d1"  # better than nothing
     fleet.remove("d1")
-    with pytest.raises(EngineUnreachable, match="role decode"):
+    assert picked(fleet, by="decode", role="decode") == "p"
+    fleet.remove("p")
+    with pytest.raises(EngineUnreachable, match="no engine"):
         picked(fleet, by="decode", role="decode")
+
+
+@pytest.mark.parametrize("by", ["least_loaded", "round_robin", "decode"])
+def test_without_a_role_a_pick_may_be_refused_until_somebody_has_it_again(plan: Scheduling, by: str) -> None:
+    fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
+    fleet.without_role = "refuse"
+    assert picked(fleet, by=by, role="decode") == "d"
+    fleet.drain("d")
+    with pytest.raises(RoleUnavailable, match="role decode"):
+        picked(fleet, by=by, role="decode")
+    assert picked(fleet, by=by, role="prefill") == picked(fleet, by=by, role="both") == "p"
+    fleet.drain("d", False)
+    fleet.member("d").reachable = False
+    with pytest.raises(RoleUnavailable, match="role decode"):
+        picked(fleet, by=by, role="decode")
+    fleet.member("d").reachable = True
+    assert picked(fleet, by=by, role="decode") == "d"
 
 
 def test_another_engine_if_there_is_one(plan: Scheduling) -> None:

@@ -278,6 +278,23 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
     assert seen == ["http.request", "http.disconnect"]
 
 
+# ---- probes --------------------------------------------------------------------------------------------------
+
+
+async def test_it_lives_without_engines_but_is_not_ready(house: House, door: Door) -> None:
+    async def status(path: str) -> int:
+        return (await house.client.get(path)).status_code
+
+    assert (await status("/live"), await status("/health")) == (200, 200)
+    for member in door.fleet.members:
+        member.reachable = False
+    assert (await status("/live"), await status("/health"), await status("/ping")) == (200, 503, 503)
+    door.fleet.members[0].reachable = True
+    assert await status("/health") == 200
+    door.fleet.drain(door.fleet.members[0].name)
+    assert await status("/health") == 503
+
+
 # ---- sizes and keys ------------------------------------------------------------------------------------------
 
 

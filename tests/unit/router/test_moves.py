@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tercet.fleet import RunningSequence, Trace
+from tercet.migration import CountedMove, MovesUnderWay
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -23,6 +24,8 @@ from tercet.protocol import (
     TercetError,
     UnknownEngine,
 )
+from tercet.router.followers import Followers
+from tercet.router.metrics import Metrics
 from tercet.router.rescheduler import Rescheduler
 from tercet.router.routing import Plan
 from tercet.settings import MoveSettings, RescheduleSettings
@@ -101,8 +104,10 @@ async def test_a_running_sequence_goes_on_at_another_engine(door: Door, read: st
         assert (sequence.attempt, sequence.moves) == (0, 1)
     assert ("start_generate", 100, tuple(WHOLE[:HOLD])) in door.engine("p").calls
     assert [(event.verb, event.engine) for event in client.trace.events] == [
-        ("start_generate", "d"), ("prep_recv", "p"), ("remote_send", "d"), ("start_generate", "p"),
+        ("start_generate", "d"), ("prep_recv", "p"), ("remote_send", "d"), ("start_generate", "p"), ("move", "d"),
     ]  # fmt: skip
+    told = client.trace.events[-1]
+    assert (told.to, told.number, told.reason, told.outcome, told.pause) == ("p", 1, "test", "moved", move.pause)
 
 
 async def test_a_program_that_passes_outputs_on_by_itself_does_not_notice(door: Door, programs: str) -> None:
@@ -261,6 +266,32 @@ async def test_a_move_that_takes_too_long_ends(door: Door) -> None:
         door.engine("p").pause.set()
 
 
+async def test_nothing_moves_to_an_engine_that_does_not_answer(door: Door) -> None:
+    async with running(door) as (_, sequence):
+        door.fleet.member("p").reachable = False
+        with pytest.raises(EngineUnreachable, match="destination: p does not answer"):
+            await door.service.moves.move(sequence, "p", "test")
+        assert (sequence.engine, list(door.service.moves.since(0))) == ("d", [])
+
+
+async def test_an_engine_that_stood_still_already_when_it_was_to_begin_is_given_up(door: Door) -> None:
+    """It was found to stand still between the last look at it and the cut-over."""
+    now, liveness = door.fleet.costs.clock(), door.fleet.liveness
+    async with running(door) as (_, sequence):
+        liveness.heard("p", now)
+        liveness.look(now, 0.5)
+        liveness.heard("d", now + 6.0)
+        assert [stuck.engine for stuck in liveness.look(now + 6.0, 6.0)] == ["p"]
+        door.engine("p").pause.clear()
+        move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+        await turns(lambda: "prep_recv" in door.engine("p").verbs)
+        assert door.fleet.stand_still(0.5) == [], "that is no news"
+        with pytest.raises(EngineUnreachable, match="p is stuck"):
+            await asyncio.wait_for(move, 10)
+        assert not door.fleet.member("p").reachable
+        door.engine("p").pause.set()
+
+
 # ---- the rescheduler ---------------------------------------------------------------------------------------------
 
 
@@ -279,6 +310,23 @@ async def test_a_drained_engine_is_emptied(door: Door) -> None:
         assert sequence.engine == "p"
         (move,) = door.service.moves.since(0)
         assert move.reason == "drain"
+
+
+async def test_an_engine_that_says_that_it_stops_is_emptied_and_taken_again_once_it_is_another(door: Door) -> None:
+    rescheduler = rescheduler_of(door)
+    stopping = EngineLoad(waiting=0, running=1, kv_usage=0.1, stopping=True)
+    async with running(door) as (_, sequence):
+        await door.shared.change(lambda state: state.with_draining("p", False))
+        door.fleet.report("d", stopping)
+        with door.fleet.pick() as engine:
+            assert engine.name == "p"
+        await rescheduler.look()
+        await turns(lambda: sequence.engine == "p")
+        await turns(lambda: [move.reason for move in door.service.moves.since(0)] == ["drain"])
+        assert not door.fleet.member("d").draining, "that is its operator's to say"
+        door.fleet.started_anew("d")
+        with door.fleet.pick() as one, door.fleet.pick() as other:
+            assert {one.name, other.name} == {"d", "p"}
 
 
 async def test_with_nobody_else_a_drained_engine_finishes_its_own(door: Door) -> None:
@@ -367,3 +415,56 @@ async def test_loads_are_balanced_by_what_engines_report(door: Door) -> None:
         door.fleet.report("p", EngineLoad(waiting=0, running=1, kv_usage=0.9))
         await rescheduler.look()
         assert len(list(door.service.moves.since(0))) == 1, "what was just moved is left alone for a while"
+
+
+async def test_an_engine_without_progress_is_emptied_before_it_is_given_up(door: Door) -> None:
+    rescheduler = rescheduler_of(door, stale_after_s=0.5)
+    async with running(door) as (_, sequence):
+        await door.shared.change(lambda state: state.with_draining("p", False))
+        now = door.fleet.costs.clock()
+        door.fleet.liveness.heard("d", now, stalled_s=0.4)
+        door.fleet.liveness.heard("p", now)
+        assert door.fleet.liveness.look(now, 0.5) == []
+        await rescheduler.look()
+        assert not door.service.moves.since(0)
+        door.fleet.liveness.heard("d", now, stalled_s=1.0)
+        await rescheduler.look()
+        assert not door.service.moves.since(0), "it had shown progress, whatever it says now"
+        door.fleet.liveness.look(now + 0.5, 0.5)
+        await rescheduler.look()
+        await turns(lambda: [move.outcome for move in door.service.moves.since(0)] == ["moved"])
+        (move,) = door.service.moves.since(0)
+        assert (sequence.engine, move.reason) == ("p", "failover")
+
+
+async def test_limits_hold_for_all_processes_of_a_front_door_together(door: Door, metrics: Metrics) -> None:
+    followers = Followers(door.directory / "state.json")
+    elsewhere = MovesUnderWay(MoveSettings(), followers)
+    try:
+        async with running(door) as (_, sequence):
+            await door.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
+            with elsewhere.counted(CountedMove("x", "p", 10)), elsewhere.counted(CountedMove("y", "p", 10)):
+                with pytest.raises(NoSpace, match="2 sequences move to p, and at most 2 may"):
+                    await door.service.moves.move(sequence, "p", "asked")
+                rescheduler = rescheduler_of(door)
+                await rescheduler.look()
+                assert metrics._moves_held_back._value.get() == 1
+            assert not list(door.service.moves.since(0)), "what never began is not on record"
+            await rescheduler.look()
+            await turns(lambda: [move.outcome for move in door.service.moves.since(0)] == ["moved"])
+        with ExitStack() as stack:
+            for source in ("x", "y"):
+                stack.enter_context(elsewhere.counted(CountedMove(source, "p", 10)))
+            with pytest.raises(NoSpace):
+                stack.enter_context(elsewhere.counted(CountedMove("z", "p", 10)))
+        assert elsewhere.everywhere() == []
+    finally:
+        followers.close()
+
+
+async def test_the_moves_of_a_process_that_has_ended_count_no_more(door: Door) -> None:
+    followers = Followers(door.directory / "state.json")
+    followers.announce([CountedMove("x", "p", 10)] * 2)
+    assert len(door.service.moves.under_way.everywhere()) == 2
+    followers.close()
+    assert door.service.moves.under_way.everywhere() == []

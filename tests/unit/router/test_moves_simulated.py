@@ -83,3 +83,24 @@ def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None
         assert engines[1].counters.prefill_tokens <= 16
 
     run_virtual(check())
+
+
+def test_a_move_is_the_same_whether_tokens_come_one_by_one_or_are_held_back(metrics: Metrics) -> None:
+    async def moved(stream_every: int) -> tuple[MoveRecord, float, tuple[int, ...]]:
+        loop = asyncio.get_running_loop()
+        engines = engines_of("a", "b", profile=profile_of(), stream_every=stream_every)
+        members = [Member(engine.name, "", "both", engine) for engine in engines]
+        service = Service(EngineFleet(members, clock=loop.time), "data_parallel", {}, metrics)
+        said: list[int] = []
+        stream = service.run(request_of("s", 1000, OUTPUT), Trace())
+        reading = asyncio.create_task(stream.run(lambda output: said.extend(output.token_ids)))
+        await asyncio.sleep(1.503)
+        move = await service.moves.move(service.sequences.named("s"), "b", "test")
+        await reading
+        return move, loop.time(), tuple(said)
+
+    (held_back, ended, said), (each, ended_each, said_each) = (run_virtual(moved(every)) for every in (0, 1))
+    assert (ended, said) == (pytest.approx(ended_each), said_each)
+    assert (held_back.stages[0].end, held_back.recomputed) == (each.stages[0].end, each.recomputed)
+    assert held_back.pause == pytest.approx(each.pause)
+    assert held_back.stages[0].end > 1000

@@ -21,6 +21,7 @@ from tercet.protocol import (
     NoSpace,
     Output,
     Request,
+    RoleUnavailable,
     TercetError,
     TransferFailed,
     UnknownSequence,
@@ -399,3 +400,36 @@ async def test_it_does_not_wait_for_ever(door: Door, metrics: Metrics) -> None:
     with pytest.raises(EngineUnreachable):
         await door.ask()
     assert await door.has_everything_back()
+
+
+# ---- a role that nobody has ----------------------------------------------------------------------------------
+
+
+async def test_without_a_role_requests_are_served_on_what_is_left_and_in_roles_when_it_is_back(door: Door) -> None:
+    for gone, left in (("p", "d"), ("d", "p")):
+        before = door.engine(gone).verbs
+        await door.shared.change(lambda state, gone=gone: state.with_draining(gone, True))
+        assert (await door.ask(max_tokens=3))[1] == ANSWER
+        assert (door.engine(gone).verbs, door.engine(left).verbs[-1]) == (before, "start_generate")
+        await door.shared.change(lambda state, gone=gone: state.with_draining(gone, False))
+        assert await door.ask(max_tokens=3) == ("disaggregated", ANSWER)
+        assert (door.engine("p").verbs[-1], door.engine("d").verbs[-1]) == ("remote_send", "start_generate")
+
+
+@pytest.mark.parametrize("gone", ["p", "d"])
+async def test_without_a_role_requests_are_refused_if_that_is_wanted(door: Door, gone: str) -> None:
+    door.fleet.without_role = "refuse"
+    await door.shared.change(lambda state: state.with_draining(gone, True))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RoleUnavailable):
+        await door.ask(max_tokens=3)
+    assert asyncio.get_running_loop().time() - began < 5, "it does not wait for an engine that would not be asked"
+    await door.shared.change(lambda state: state.with_draining(gone, False))
+    assert (await door.ask(max_tokens=3))[1] == ANSWER
+    assert await door.has_everything_back()
+
+
+async def test_what_runs_goes_on_even_if_new_requests_are_refused(door: Door) -> None:
+    door.fleet.without_role = "refuse"
+    door.engine("d").fail_after, door.engine("d").failures["stream"] = 2, EngineUnreachable("gone")
+    assert (await door.ask(max_tokens=3))[1] == ANSWER

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import Declared, FrontDoorConfig, RouterConfig, Settings, declared
+from tercet.settings import Declared, FrontDoorConfig, ReschedulerConfig, RouterConfig, Settings, declared
 
 HEADER = "| flag | key | variable | default | |\n| --- | --- | --- | --- | --- |"
 
@@ -35,6 +35,7 @@ TABLES = {
     "every front door": settings_table(FrontDoorConfig),
     "tercet up": settings_table(UpConfig, but=[FrontDoorConfig]),
     "tercet router": settings_table(RouterConfig, but=[FrontDoorConfig]),
+    "tercet rescheduler": settings_table(ReschedulerConfig, but=[RouterConfig]),
 }
 
 

@@ -289,3 +289,23 @@ def test_no_engine_library_is_loaded() -> None:
 def test_streams_are_woken_for_each_token_unless_told_otherwise() -> None:
     config = ServerConfig(name="a", profile=profile_of(), port=1, url="http://a:1", model="m")
     assert config.options == EngineOptions(stream_every=1)
+
+
+def test_an_engine_reports_what_it_generates_and_for_whom(way: str) -> None:
+    async def main(found: Pair) -> None:
+        engine = found.clients[0]
+        async with aclosing(engine.start_generate(request_of("s", 100, 5000))) as outputs:
+            seen = 0
+            while seen < 20:
+                seen += len((await anext(outputs)).token_ids)
+            (report,) = await engine.sequences()
+            assert report.seq_id == "s"
+            assert report.running
+            assert report.tokens >= 100 + seen
+            assert report.blocks >= -(-(100 + seen - 1) // BLOCK)
+            assert report.age > 0
+            assert bool(report.door) is (way == "token stream")
+        assert await found.settled()
+        assert await engine.sequences() == []
+
+    run(main)

@@ -146,7 +146,7 @@ def test_an_error_is_what_the_engine_raised() -> None:
 
 def test_a_step_is_compact() -> None:
     step = OutputBatch(tuple(delta_of(number, 100, Output((40_000,))) for number in range(64)))
-    assert len(msgspec.msgpack.encode(step)) <= 64 * 8 + 5
+    assert len(msgspec.msgpack.encode(step)) <= 64 * 8 + 6
 
 
 # ---- frames ------------------------------------------------------------------------------------------------------

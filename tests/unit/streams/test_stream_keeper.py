@@ -76,7 +76,9 @@ class FakeEngine:
 @asynccontextmanager
 async def kept(engine: FakeEngine) -> AsyncGenerator[StreamKeeper]:
     async with StreamListener() as listener:
-        keeper = StreamKeeper(listener, "e", URL, engine.connect, lambda: engine.alive(), lambda _: None)
+        keeper = StreamKeeper(
+            listener, listener.connection_of("e", lambda _: None), URL, engine.connect, lambda: engine.alive()
+        )
         try:
             yield keeper
         finally:

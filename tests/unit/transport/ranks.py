@@ -105,12 +105,13 @@ class Send:
         lease: str,
         head_slice: HeadSlice,
         content: Content | None = None,
+        word: int | None = None,
     ) -> None:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         to = [SendDestination(tuple(addresses), head_slice)]
-        sender.sends.open(self.send_id, lease, content or of_lease(lease), to, self._take)
+        sender.sends.open(self.send_id, lease, content or of_lease(lease), to, self._take, word)
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -51,7 +51,7 @@ def test_more_than_the_prompt_may_be_cached(engine: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize("cached_blocks", [0, 1, 3])
-def test_usage_counts_the_prompt_alone(engine: TinyEngine, cached_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_prefilled_too(engine: TinyEngine, cached_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_of(4 * BLOCK)
     if cached_blocks:
         engine.run(engine.add("before", tokens[: cached_blocks * BLOCK + 1], max_tokens=1))
@@ -69,7 +69,7 @@ def test_usage_counts_the_prompt_alone(engine: TinyEngine, cached_blocks: int, m
 
     monkeypatch.setattr(engine.scheduler, "schedule", watched)
     engine.step()
-    assert seen == [(2 * BLOCK, min(cached_blocks, 2) * BLOCK)]
+    assert seen == [(len(tokens), cached_blocks * BLOCK)]
     engine.abort("r")
 
 

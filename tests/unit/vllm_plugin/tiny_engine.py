@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,18 +157,21 @@ class FakeAgent:
 class TinyEngine:
     """One engine core without a model; what the HTTP verbs ask of it goes through its own added methods."""
 
-    def __init__(self, config: VllmConfig, extra_config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: VllmConfig, extra_config: dict[str, Any] | None = None, words: tuple[str, int] = ("", 0),
+        scheduler: type[Scheduler] = Scheduler,
+    ) -> None:  # fmt: skip
         transfer = config.kv_transfer_config
         assert transfer is not None
         transfer.kv_connector_extra_config = extra_config or {}
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
         caches = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
+        self.scheduler = scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
         connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, TercetConnector)
         self.connector = connector
-        connector.handshakes = [WorkerHandshake([], ("", ""), ("", ""), LAYOUT)]
+        connector.handshakes = [WorkerHandshake([], ("", ""), ("", ""), LAYOUT, words)]
         self.agent = FakeAgent()
         self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)
@@ -224,13 +228,13 @@ class TinyEngine:
     def add(
         self, request_id: str, tokens: list[int], max_tokens: int = 3, salt: str | None = None,
         lease: str | None = None, output: list[int] | None = None, send: SendParams | None = None,
-        token: str | None = None, valid_end: int | None = None, **sampling: Any,
+        token: str | None = None, valid_end: int | None = None, number: int = 0, **sampling: Any,
     ) -> Request:  # fmt: skip
         seq = None
-        if lease is not None or output:
+        if lease is not None or output or number:
             if lease is not None and valid_end is None:
                 valid_end = self.agent.do(RevokeLease(lease))
-            seq = SeqParams(lease, valid_end or 0, output or [])
+            seq = SeqParams(lease, valid_end or 0, output or [], number)
         params = TercetParams(token or self.connector.token, send, seq).to_kv_transfer_params()
         request = Request(
             request_id=request_id,
@@ -245,11 +249,12 @@ class TinyEngine:
         self.scheduler.add_request(request)
         return request
 
-    def step(self) -> tuple[SchedulerOutput, StepMetadata]:
-        """One engine step, in which every request whose prompt is done gets a token."""
+    def step(self, runs: Callable[[SchedulerOutput], None] = lambda _: None) -> tuple[SchedulerOutput, StepMetadata]:
+        """One engine step, in which every request whose prompt is done gets a token; ``runs`` is what workers do."""
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
+        runs(output)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:

@@ -1,5 +1,6 @@
 """Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
 
+from tercet.bench.simulated.moving_fleet import MovingSettings
 from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
@@ -9,6 +10,7 @@ __all__ = [
     "EngineGroup",
     "Fault",
     "FleetSpec",
+    "MovingSettings",
     "Outcome",
     "PlannedWorkload",
     "SimulatedPoint",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -35,11 +36,16 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Engine ``engine`` dies at second ``at`` and comes back, empty, ``down`` seconds later (``None``: never)."""
+    """Something happens to engine ``engine`` at second ``at``, and ends ``down`` seconds later (``None``: never).
+
+    ``die``: it loses all that it has, and comes back empty. ``freeze``: its core stands still, as after SIGSTOP.
+    ``drain``: the front door is told to empty it, and not to pick it.
+    """
 
     engine: str
     at: float
     down: float | None = None
+    kind: Literal["die", "freeze", "drain"] = "die"
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,14 +120,17 @@ def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:
 # Prompts are windows into one list of token ids, behind ids that make them unique.
 _TEXT = 65_536
 _FIRST_UNIQUE_TOKEN = 1_000_000
+LONGEST = 20.0
 
 
 class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests to simulate. Lengths are tokens, drawn from a normal distribution and at least 1.
+    """Requests to simulate. Lengths are tokens, at least 1.
 
     ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with a coefficient of
     variation of ``burstiness`` between arrivals. The first ``warm_up`` requests count in no metric. With ``prefixes``
     each request starts with one of so many prefixes of ``prefix`` tokens (drawn evenly), within its input length.
+    ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which has a long tail, up to
+    :data:`LONGEST` times the mean.
     """
 
     rate: float
@@ -135,6 +144,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     warm_up: int = 0
     prefixes: int = 0
     prefix: int = 0
+    lengths: Literal["normal", "lognormal"] = "normal"
 
     def __post_init__(self) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
@@ -155,13 +165,14 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
     when, chance = 0.0, random.Random(f"{seed} lengths")
     text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
+    draw = _normal if workload.lengths == "normal" else _lognormal
     gaps = gaps_of(workload.arrivals, workload.rate, workload.burstiness, random.Random(f"{seed} arrivals"))
     for number in range(workload.requests):
         when += next(gaps)
-        length = _length(chance, workload.input_mean, workload.input_dev)
+        length = draw(chance, workload.input_mean, workload.input_dev)
         prefix = chance.choice(prefixes)[: length - 1] if prefixes else ()
         prompt = prefix + _prompt(text, chance, len(prefixes) + number, length - len(prefix))
-        output = _length(chance, workload.output_mean, workload.output_dev)
+        output = draw(chance, workload.output_mean, workload.output_dev)
         yield when, Request(seq_id=f"r{number}", prompt=prompt, sampling_params={"max_tokens": output})
 
 
@@ -186,8 +197,13 @@ def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random
     return iter(lambda: chance.gammavariate(shape, mean / shape), None)
 
 
-def _length(chance: random.Random, mean: float, dev: float) -> int:
+def _normal(chance: random.Random, mean: float, dev: float) -> int:
     return max(1, round(chance.gauss(mean, dev) if dev else mean))
+
+
+def _lognormal(chance: random.Random, mean: float, dev: float) -> int:
+    sigma = math.sqrt(math.log1p((dev / mean) ** 2))
+    return max(1, round(min(chance.lognormvariate(math.log(mean) - sigma**2 / 2, sigma), LONGEST * mean)))
 
 
 def _prompt(text: tuple[int, ...], chance: random.Random, number: int, length: int) -> tuple[int, ...]:

@@ -2,13 +2,13 @@
 
 Its setting: Llama-3.1-70B-Instruct in FP8 on 8 H100 SXM; two engines of tensor-parallel degree 4 against one of
 degree 8; 3000 +- 5 tokens in, 100 +- 5 out; 1.6 to 5.6 requests per second, 800 requests and 40 of warm-up each; no
-prefix cache; engines that prefill first. Its results are a figure and a paragraph. The profiles may be scaled by two
-constants, for prefill and decode, that are fitted at the lowest rate; everything else is prediction.
+prefix cache; engines that prefill first. Its results are a figure and a paragraph. Three constants, for prefill, decode
+and what a request waits for beside its engines, are fitted at the lowest rate; everything else is prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -30,16 +30,15 @@ LINES: Mapping[str, tuple[str, dict[str, str], str, str]] = {
     "TP8": ("data_parallel", {}, "both=1", TP8),
 }
 TWO_ENGINES = tuple(LINES)[:3]
-# "Using one engine with a larger tensor parallel degree achieves up to 8% lower mean JCT than other strategies when
-# the request rate is 1.6": the only number that the text gives at the lowest rate.
-TP8_GAIN_AT_LOWEST = 0.08
+START_LATENCY = 0.05
 
 
 class Scales(NamedTuple):
-    """The two constants that multiply the profiles' times."""
+    """The constants: two multiply the profiles' times, ``latency`` is in seconds per request and occupies no engine."""
 
     prefill: float = 1.0
     decode: float = 1.0
+    latency: float = 0.0
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,21 +61,28 @@ class EvaluationSetup:
         self._workload = SyntheticWorkload(
             rate=1, requests=requests + 40, warm_up=40, input_mean=3000, input_dev=5, output_mean=100, output_dev=5
         )
-        self.figures = cache(self._figures)
+        self._means = cache(self._means_of)
 
-    def _figures(self, line: str, rate: float, scales: Scales) -> Figures:
+    def figures(self, line: str, rate: float, scales: Scales) -> Figures:
         """What a line has at a rate."""
-        found = [self._run(line, rate, scales, seed) for seed in range(self._seeds)]
-        ttft, tpot, jct, jct_p99 = (float(np.mean(column)) for column in zip(*found, strict=True))
-        return Figures(ttft=ttft, tpot=tpot, jct=jct, jct_p99=jct_p99)
+        ttft, tpot, jct, jct_p99 = self._means(line, rate, scales.prefill, scales.decode)
+        # What occupies no engine is as long for each request: it shifts all of them alike, and changes no queue.
+        latency = scales.latency
+        return Figures(ttft=ttft + latency, tpot=tpot, jct=jct + latency, jct_p99=jct_p99 + latency)
 
-    def _run(self, line: str, rate: float, scales: Scales, seed: int) -> tuple[float, float, float, float]:
+    def _means_of(self, line: str, rate: float, prefill: float, decode: float) -> tuple[float, ...]:
+        found = [self._run(line, rate, prefill, decode, seed) for seed in range(self._seeds)]
+        return tuple(float(np.mean(column)) for column in zip(*found, strict=True))
+
+    def _run(
+        self, line: str, rate: float, prefill: float, decode: float, seed: int
+    ) -> tuple[float, float, float, float]:
         program, args, fleet, profile = LINES[line]
         options = {
             "schedule": "prefill_first",
             "prefix_caching": "false",
-            "prefill_scale": str(scales.prefill),
-            "decode_scale": str(scales.decode),
+            "prefill_scale": str(prefill),
+            "decode_scale": str(decode),
         }
         simulation = Simulation(
             program=program,
@@ -96,18 +102,8 @@ class EvaluationSetup:
 # ---- fitting at the lowest rate ------------------------------------------------------------------------------
 
 
-def fit_to_text(setting: EvaluationSetup) -> Scales:
-    """The prefill constant at which TP8 gains at the lowest rate what the text says; decode is left as it is."""
-    low, high = 0.5, 4.0
-    while high - low > 0.005:
-        middle = (low + high) / 2
-        # Slower prefill costs TP8 more: it has one queue, and gains less than twice the speed.
-        low, high = (middle, high) if tp8_gain(setting, Scales(middle)) > TP8_GAIN_AT_LOWEST else (low, middle)
-    return Scales(round((low + high) / 2, 3))
-
-
 def fit_to_figures(setting: EvaluationSetup, plot: Plot) -> Scales:
-    """The two constants with the least squared relative error at the lowest rate, over all that was read there."""
+    """The constants with the least squared relative error at the lowest rate, over all that was read there."""
     read = {line: points[LOWEST] for line, points in plot.items() if LOWEST in points}
     if not read:
         raise BadRequest(f"figures: nothing was read at {LOWEST}, where the constants are fitted", "figures")
@@ -117,7 +113,7 @@ def fit_to_figures(setting: EvaluationSetup, plot: Plot) -> Scales:
         found = [relative_errors(setting.figures(line, LOWEST, scales), wanted) for line, wanted in read.items()]
         return np.concatenate(found)
 
-    logs = gauss_newton(errors, np.zeros(2))
+    logs = gauss_newton(errors, np.log([1.0, 1.0, START_LATENCY]))
     return Scales(*(round(float(value), 3) for value in np.exp(logs)))
 
 
@@ -175,16 +171,18 @@ def order(setting: EvaluationSetup, scales: Scales, rate: float) -> list[str]:
     return sorted(LINES, key=lambda line: jct(setting.figures(line, rate, scales)))
 
 
-def held_out_error(setting: EvaluationSetup, scales: Scales, plot: Plot) -> float:
-    """Mean absolute relative error of mean JCT over all rates of the two-engine lines that were read."""
+def held_out_error(
+    setting: EvaluationSetup, scales: Scales, plot: Plot, lines: Sequence[str] = TWO_ENGINES, figure: str = "jct"
+) -> float:
+    """Mean absolute relative error of one figure over what was read of these lines, but for the lowest rate."""
     errors = [
-        abs(jct(setting.figures(line, rate, scales)) / wanted.jct - 1)
-        for line in TWO_ENGINES
+        abs(getattr(setting.figures(line, rate, scales), figure) / getattr(wanted, figure) - 1)
+        for line in lines
         for rate, wanted in plot.get(line, {}).items()
-        if wanted.jct is not None
+        if rate != LOWEST and getattr(wanted, figure) is not None
     ]
     if not errors:
-        raise BadRequest("figures: no jct of a two-engine line was read", "figures")
+        raise BadRequest(f"figures: no {figure} of {', '.join(lines)} was read but at {LOWEST}", "figures")
     return float(np.mean(errors))
 
 

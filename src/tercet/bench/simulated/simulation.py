@@ -11,6 +11,8 @@ import msgspec
 
 from tercet import __version__
 from tercet.bench.results import BenchResult, Point
+from tercet.bench.simulated.kv_imbalance import KVImbalance
+from tercet.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.virtual_run import Outcome, run_once
@@ -18,6 +20,7 @@ from tercet.bench.summary import Slo, Summary, summarize
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
+from tercet.settings import encode_settings
 from tercet.sim import EngineOptions, load_profile, options_from
 
 
@@ -26,7 +29,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rate`` is None for a trace at its own times.
     ``fallbacks`` counts requests that one engine served after their program had failed, ``busy`` is the share of the
-    engines' time in which a step ran, and ``counts`` are sums over all engines.
+    engines' time in which a step ran, and ``counts`` are sums over all engines. ``imbalance`` is None if there was no
+    time to see any.
     """
 
     rate: float | None
@@ -34,6 +38,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     fallbacks: int
     busy: float
     counts: dict[str, int]
+    moves: MoveTotals
+    imbalance: KVImbalance | None
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +69,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
-        engines = {"busy": point.busy, "fallbacks": point.fallbacks, **point.counts}
+        engines: dict[str, float] = {"busy": point.busy, "fallbacks": point.fallbacks, **point.counts}
+        engines |= point.moves.flat() | (point.imbalance.flat() if point.imbalance is not None else {})
         return Point(
             label=self.label,
             program=self.program,
@@ -77,35 +84,56 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     """One run's figures."""
     summary = summarize(outcome.samples(), slo)
     return SimulatedPoint(
-        rate=rate, summary=summary, fallbacks=outcome.fallbacks, busy=outcome.busy, counts=outcome.counts
+        rate=rate, summary=summary, fallbacks=outcome.fallbacks, busy=outcome.busy, counts=outcome.counts,
+        moves=outcome.moves, imbalance=outcome.imbalance,
     )  # fmt: skip
 
 
 FIGURE_HEADINGS = ["TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy"]
-HEADINGS = ["rate", "done", "failed", "req/s", *FIGURE_HEADINGS]
+MOVE_HEADINGS = ["preempted", "imbalance", "p95", "moved", "pause ms", "p99"]
+
+
+def headings(report: SimulationReport) -> list[str]:
+    """What stands over the columns of :func:`table`."""
+    return ["rate", "done", "failed", "req/s", *figure_headings(report.points)]
+
+
+def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
+    """What stands over :func:`figures_of`; where nothing was moved, nothing is said of moves."""
+    return FIGURE_HEADINGS + (MOVE_HEADINGS if _any_moves(points) else [])
+
+
+def _any_moves(points: Sequence[SimulatedPoint]) -> bool:
+    return any(point.moves.outcomes for point in points)
 
 
 def table(report: SimulationReport) -> list[list[str]]:
-    """A row for each point, under :data:`HEADINGS`: means and 99th percentiles."""
-    return [_row(point) for point in report.points]
+    """A row for each point: means and 99th percentiles."""
+    return [[*_counts(point), *figures_of(point, report.points)] for point in report.points]
 
 
-def _row(point: SimulatedPoint) -> list[str]:
+def _counts(point: SimulatedPoint) -> list[str]:
     summary = point.summary
-    counts = [_shown(point.rate), str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
-    return [*counts, *figures_of(point)]
+    return [_shown(point.rate), str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
 
 
 def _shown(rate: float | None) -> str:
     return "recorded" if rate is None else f"{rate:g}"
 
 
-def figures_of(point: SimulatedPoint) -> list[str]:
-    """The cells under :data:`FIGURE_HEADINGS`."""
+def figures_of(point: SimulatedPoint, beside: Sequence[SimulatedPoint]) -> list[str]:
+    """A point's cells under the :func:`figure_headings` of those it is shown beside."""
     summary, cells = point.summary, list[str]()
     for found, scale, digits in ((summary.ttft, 1e3, 1), (summary.tpot, 1e3, 2), (summary.e2el, 1.0, 3)):
         cells += [f"{value * scale:.{digits}f}" for value in (found.mean, found.p99)] if found else ["-", "-"]
-    return [*cells, f"{point.busy:.0%}"]
+    cells.append(f"{point.busy:.0%}")
+    if not _any_moves(beside):
+        return cells
+    imbalance, moves = point.imbalance, point.moves
+    cells.append(str(point.counts["preemptions"]))
+    cells += [f"{imbalance.mean:.3f}", f"{imbalance.p95:.3f}"] if imbalance is not None else ["-", "-"]
+    pauses = (moves.pause_p50, moves.pause_p99)
+    return [*cells, str(moves.moved), *("-" if pause is None else f"{pause * 1e3:.1f}" for pause in pauses)]
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +148,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     slo: Slo | None = None
     scheduling: str | None = None
+    moving: MovingSettings = MovingSettings()
 
     def point(self, rate: float | None, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
         """Run it at a rate; ``note`` is told how fast that went.
@@ -133,7 +162,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         # Read anew for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling)
+        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving)
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
@@ -159,4 +188,4 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         """What the numbers depend on, but for the rate."""
         given = msgspec.to_builtins(self)
         del given["workload"]["rate"]
-        return given
+        return {**given, "moving": encode_settings(self.moving)}

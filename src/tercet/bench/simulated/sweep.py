@@ -11,17 +11,24 @@ from typing import Any
 import msgspec
 
 from tercet import __version__
-from tercet.bench.simulated.simulation import FIGURE_HEADINGS, SimulatedPoint, Simulation, figures_of
+from tercet.bench.simulated.moving_fleet import MovingSettings
+from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, figure_headings, figures_of
 from tercet.protocol import BadRequest
+from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.sim import EngineOptions
 
+MOVING = {each.key for each in declared(MovingSettings)}
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A setting (fleet, profile, program, rate, an engine option, a program's parameter) and the values it takes."""
+    """What varies, and the values it takes.
+
+    That is ``fleet``, ``profile``, ``program``, ``rate``, an engine option, a setting of moves without its dashes
+    (``reschedule-threshold``), or a program's parameter.
+    """
 
     name: str
     values: tuple[str, ...]
@@ -96,6 +103,9 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
             changed = msgspec.structs.replace(changed, **{name: value})
         elif name in EngineOptions.__struct_fields__:
             changed = msgspec.structs.replace(changed, options={**changed.options, name: value})
+        elif name in MOVING:
+            given = Source({**encode_settings(changed.moving), name: value}, names={name: f"--over {name}"})
+            changed = msgspec.structs.replace(changed, moving=decode_settings(MovingSettings, given))
         else:
             changed = msgspec.structs.replace(changed, program_args={**changed.program_args, name: value})
     return changed, rate
@@ -140,22 +150,28 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
     return efficient
 
 
-def headings(axes: Sequence[Axis]) -> list[str]:
+def headings(report: SweepReport) -> list[str]:
     """The headings of :func:`rows`."""
-    return [*(axis.name for axis in axes), *FIGURE_HEADINGS, "efficient"]
+    return [*report.trials[0].settings, *figure_headings(_points(report)), "efficient"]
 
 
 def rows(report: SweepReport) -> list[list[str]]:
     """A row for each trial: its settings, means and 99th percentiles, and a star if nothing beats it."""
+    points = _points(report)
     return [
-        [*trial.settings.values(), *figures_of(trial.point), "*" if trial.efficient else ""] for trial in report.trials
+        [*trial.settings.values(), *figures_of(trial.point, points), "*" if trial.efficient else ""]
+        for trial in report.trials
     ]
+
+
+def _points(report: SweepReport) -> list[SimulatedPoint]:
+    return [trial.point for trial in report.trials]
 
 
 def plot_sweep(report: SweepReport, path: Path) -> None:
     """Draw every trial by its two metrics, and a line through those that no other one beats."""
     require_suffix(path)
-    figure, axes = _canvas()
+    figure, axes = empty_plot()
     points = [(value_of(trial.point, report.x) * 1e3, value_of(trial.point, report.y) * 1e3) for trial in report.trials]
     axes.scatter([x for x, _ in points], [y for _, y in points], color="tab:gray", label="settings")
     front = sorted(point for point, trial in zip(points, report.trials, strict=True) if trial.efficient)
@@ -166,6 +182,11 @@ def plot_sweep(report: SweepReport, path: Path) -> None:
     axes.set_xlabel(f"{report.x}, ms")
     axes.set_ylabel(f"{report.y}, ms")
     axes.legend()
+    save_plot(figure, path)
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a figure; raises :class:`~tercet.protocol.BadRequest` if that is impossible."""
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
@@ -178,7 +199,8 @@ def require_suffix(path: Path) -> None:
         raise BadRequest(f"--plot: {path} must end with one of {', '.join(SUFFIXES)}", "--plot")
 
 
-def _canvas() -> tuple[Any, Any]:
+def empty_plot() -> tuple[Any, Any]:
+    """A figure and its axes; raises :class:`~tercet.protocol.BadRequest` without matplotlib."""
     try:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -7,20 +7,25 @@ import gc
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from tercet.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalance
+from tercet.bench.simulated.moving_fleet import MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.bench.summary import Samples
-from tercet.fleet import EngineFleet, EngineObserver, Member
-from tercet.programs import Program, data_parallel, outputs_of
-from tercet.protocol import EngineError, EngineUnreachable, NoSpace, Output, Request, TercetError, TransferFailed
+from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
+from tercet.programs import Program, outputs_of
+from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
+from tercet.router.attempts import one_engine
 from tercet.scheduling import Scheduling
+from tercet.settings import RetryBudget
 from tercet.sim import (
     EngineOptions,
     Host,
@@ -32,8 +37,8 @@ from tercet.sim import (
     run_virtual,
 )
 
-# As at the front door: failures of a pattern, after which one engine may still serve the request.
-PATTERN_FAILED = (NoSpace, TransferFailed, EngineUnreachable)
+RETRIES = RetryBudget()
+MOVING = MovingSettings()
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Outcome:
     fallbacks: int = 0
     busy: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
+    moves: MoveTotals = field(default_factory=MoveTotals)
+    imbalance: KVImbalance | None = None
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
         """Note a request; ``first`` is NaN if it failed."""
@@ -99,6 +106,7 @@ class _Fleet:
     engines: dict[str, SimEngine]
     network: Network
     front_door: float
+    moving: MovingFleet
 
 
 def run_once(
@@ -109,17 +117,21 @@ def run_once(
     workload: SyntheticWorkload | PlannedWorkload,
     seed: int,
     scheduling: Scheduling | None = None,
+    moving: MovingSettings = MOVING,
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
     ``scheduling`` has the profiles that the program's picks go by, as new ones; without it they are the built-in ones.
+    ``moving`` is how running sequences are moved, and by which policies.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
     else:
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
-    return run_requests(program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups)
+    return run_requests(
+        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving
+    )
 
 
 def run_requests(
@@ -132,10 +144,13 @@ def run_requests(
     seed: int = 0,
     scheduling: Scheduling | None = None,
     follow_ups: FollowUps | None = None,
+    moving: MovingSettings = MOVING,
 ) -> Outcome:
     """Simulate requests at given times, in order; the first ``warm_up``, and what follows them, are not measured."""
     with _young_garbage_only():
-        return run_virtual(_run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups))
+        return run_virtual(
+            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving)
+        )
 
 
 @contextmanager
@@ -159,19 +174,21 @@ async def _run(
     seed: int,
     scheduling: Scheduling | None,
     follow_ups: FollowUps | None,
+    moving: MovingSettings,
 ) -> Outcome:
-    built = _build(spec, profile, options, seed)
+    built = _build(spec, profile, options, seed, moving)
     if scheduling is not None:
         built.fleet.scheduling = scheduling
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.fleet)
-    await _serve_all(program, built, arrivals, warm_up, outcome, follow_ups)
+    async with built.moving.running():
+        await _serve_all(program, built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
     return outcome
 
 
-def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> _Fleet:
+def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, moving: MovingSettings) -> _Fleet:
     network, profiles, hosts = Network(), dict[str, Profile](), defaultdict[str, Host](Host)
     members: list[Member] = []
     engines: dict[str, SimEngine] = {}
@@ -182,10 +199,13 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
         name = f"{group.role}-{index}"
         host = None if group.host is None else hosts[group.host]
         settings = options_from(options, group.options)
-        engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
-        members.append(Member(name, f"sim://{name}", group.role, engines[name]))
+        engine = engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
+        room = engine.pool.total * engine.profile.block_size
+        members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
     # Simulated engines report what changes, so a report is as good as its last one, however old.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
+
+    fleet.costs.watch_once_asked()
 
     def listen() -> None:
         for name, engine in engines.items():
@@ -198,21 +218,29 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int) -> 
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
     # A fleet has one front door: that of the profile that its engines have unless they have another one.
     front_door = profiles[profile].front_door if profile in profiles else 0.0
-    return _Fleet(fleet, engines, network, front_door)
+    return _Fleet(fleet, engines, network, front_door, MovingFleet(fleet, engines, moving, bool(spec.faults)))
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
+    begins: dict[str, Callable[[], None]] = {
+        "die": engine.fail,
+        "freeze": engine.freeze,
+        "drain": partial(fleet.drain, engine.name),
+    }
+    ends: dict[str, Callable[[], None]] = {
+        "die": partial(_recover, engine, fleet),
+        "freeze": engine.thaw,
+        "drain": partial(fleet.drain, engine.name, False),
+    }
     loop = asyncio.get_running_loop()
-    loop.call_at(fault.at, engine.fail)
+    loop.call_at(fault.at, begins[fault.kind])
     if fault.down is not None:
-        loop.call_at(fault.at + fault.down, _recover, engine, fleet)
+        loop.call_at(fault.at + fault.down, ends[fault.kind])
 
 
 def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
     engine.recover()
-    for member in fleet.members:
-        if member.name == engine.name:
-            member.reachable = True
+    fleet.member(engine.name).reachable = True
 
 
 async def _serve_all(
@@ -226,11 +254,14 @@ async def _serve_all(
     loop = asyncio.get_running_loop()
     # No TaskSet: it would log a mistake in a program, where an exception that nobody takes ends the simulation.
     running: set[asyncio.Task[None]] = set()
-    for number, (when, request) in enumerate(arrivals):
-        await asyncio.sleep(when - loop.time())
-        task = loop.create_task(_converse(program, built, request, outcome, number >= warm_up, follow_ups))
-        running.add(task)
-        task.add_done_callback(running.discard)
+    samples = ImbalanceSamples(list(built.engines.values()))
+    async with alongside(samples.take()):
+        for number, (when, request) in enumerate(arrivals):
+            await asyncio.sleep(when - loop.time())
+            task = loop.create_task(_converse(program, built, request, outcome, number >= warm_up, follow_ups))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    outcome.imbalance = samples.summary()
     while running:
         await asyncio.wait(running)
 
@@ -244,17 +275,16 @@ async def _converse(
     follow_ups: FollowUps | None,
 ) -> None:
     while True:
-        said: list[int] = []
-        served = await _serve(program, built, request, outcome, measured, said)
+        sequence = await _serve(program, built, request, outcome, measured)
         if follow_ups is None:
             return
-        if not served:
+        if not sequence.ended:
             now = asyncio.get_running_loop().time()
             for _ in range(follow_ups.unsent(request) if measured else 0):
                 outcome.failures["unsent"] += 1
                 outcome.add(now, math.nan, now, request, 0)
             return
-        following = follow_ups.after(request, said)
+        following = follow_ups.after(request, sequence.tokens)
         if following is None:
             return
         pause, request = following
@@ -262,39 +292,48 @@ async def _converse(
 
 
 async def _serve(
-    program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool, said: list[int]
-) -> bool:
-    """Whether a request was answered; the answer is added to ``said``."""
+    program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool
+) -> RunningSequence:
+    """One sequence, served to its end as at the front door; it has not ended if that failed."""
     loop = asyncio.get_running_loop()
-    began, first, finished = loop.time(), math.nan, False
+    sequence = RunningSequence(request, "", RETRIES, loop.time())
     if built.front_door:
         await asyncio.sleep(built.front_door)
-
-    def note(output: Output) -> None:
-        nonlocal first, finished
-        if not said:
-            first = loop.time()
-        said.extend(output.token_ids)
-        finished = output.finished
-
-    try:
-        try:
-            await outputs_of(program(request, built.fleet)).run(note)
-        except PATTERN_FAILED:
-            if said:
-                raise
-            outcome.fallbacks += 1
-            await outputs_of(data_parallel(request, built.fleet, pick="least_loaded")).run(note)
-        if not finished:
-            raise EngineError("the program ended before its sequence did")
-    except TercetError as error:
-        first = math.nan
+    with built.moving.sequences.running(sequence):
+        error = await _attempts(program, built, sequence, outcome)
+    if error is not None:
         outcome.first_error = outcome.first_error or error
         if measured:
             outcome.failures[error.code] += 1
     if measured:
-        outcome.add(began, first, loop.time(), request, len(said))
-    return not math.isnan(first)
+        first = math.nan if error is not None or sequence.ttft is None else sequence.began + sequence.ttft
+        outcome.add(sequence.began, first, loop.time(), request, len(sequence.tokens))
+    return sequence
+
+
+async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, outcome: Outcome) -> TercetError | None:
+    """Run the program, and after a failure one engine that goes on where it stopped; returns what failed in the end.
+
+    What is the program's own fault is not made good: a simulation is there to show it.
+    """
+    loop, request = asyncio.get_running_loop(), sequence.request
+    fleet = built.fleet.traced(Trace(), sequence.generates)
+
+    def note(output: Output) -> None:
+        sequence.record(output, loop.time())
+
+    answer = program(request, fleet)
+    while True:
+        try:
+            await outputs_of(answer).run(note)
+            return None if sequence.ended else EngineError("the program ended before its sequence did")
+        except TercetError as error:
+            retry = None if isinstance(error, BadRequest) else sequence.next_attempt(loop.time())
+            if retry is None:
+                return error
+        outcome.fallbacks += sequence.attempt == 1
+        await asyncio.sleep(retry.pause)
+        answer = one_engine(retry.request, fleet, retry.output)
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:
@@ -308,3 +347,4 @@ def _collect(built: _Fleet, outcome: Outcome) -> None:
         totals["preemptions"] += counters.preemptions
         totals["evicted_blocks"] += engine.pool.evicted
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
+    outcome.moves = built.moving.counts.totals()

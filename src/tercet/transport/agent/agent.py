@@ -127,7 +127,7 @@ class Agent:
             case _:
                 assert_never(note)
 
-    def _open(self, opening: SendOpening) -> None:
+    def _open(self, opening: SendOpening, word: int | None = None) -> None:
         def done(outcome: SendReport | TercetError) -> None:
             if isinstance(outcome, SendReport):
                 report = SendDone(opening.send_id, self._rank, outcome.bytes, outcome.chunks, outcome.transport)
@@ -135,7 +135,7 @@ class Agent:
                 report = SendDone(opening.send_id, self._rank, error=outcome.message)
             self._reporter.report(opening.notify, report)
 
-        self._transport.sends.open(opening.send_id, opening.lease, opening.content, opening.destinations, done)
+        self._transport.sends.open(opening.send_id, opening.lease, opening.content, opening.destinations, done, word)
 
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
@@ -163,7 +163,7 @@ class Agent:
             case CancelSend():
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():
-                self._open(command.opening)
+                self._open(command.opening, command.word)
                 self._push([command.push], range(self._region.num_layers))
                 end = command.completion
                 return self._transport.sends.finish(end.send_id, end.begin, end.end)

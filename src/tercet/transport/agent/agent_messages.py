@@ -68,11 +68,15 @@ class CancelSend(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushCached(msgspec.Struct, frozen=True, tag=True):
-    """Push blocks of every layer, with no forward pass."""
+    """Push blocks of every layer, with no forward pass.
+
+    They are pinned, or the engine's core vouches for them with the number ``word`` of one of its words.
+    """
 
     opening: SendOpening
     push: Push
     completion: SendComplete
+    word: int | None = None
 
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):

@@ -38,6 +38,8 @@ fences_open = Gauge("tercet_fences_open", "Leases and sends that are over, whose
 leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
 sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's going away, ended.")
 
+sends_bypassing = Counter("tercet_sends_bypassing_core", "Sends of running sequences while the core stood still.")
+
 
 class ProbeCollector(Collector):
     """What the engine's processes answered last. A scrape asks nobody: it runs on the API server's event loop."""

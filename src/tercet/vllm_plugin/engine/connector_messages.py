@@ -18,6 +18,8 @@ from tercet.protocol import Content, KVLayout
 from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
+REQUEST_PREFIX = "tercet-"
+"""How the ids begin that our edge gives to vLLM's requests."""
 
 
 class SendParams(msgspec.Struct, frozen=True):
@@ -46,12 +48,14 @@ class SendParams(msgspec.Struct, frozen=True):
 class SeqParams(msgspec.Struct, frozen=True):
     """A request that decodes here: its reservation, if any, and what was generated elsewhere.
 
-    Nobody writes under ``lease`` any more; its KV is valid up to ``valid_end``.
+    Nobody writes under ``lease`` any more; its KV is valid up to ``valid_end``. ``number`` is what the edge knows the
+    request by, never used twice; 0 if it does not ask.
     """
 
     lease: str | None = None
     valid_end: int = 0
     output: list[int] = []
+    number: int = 0
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):
@@ -109,10 +113,12 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start.
 
     Its agent's transport addresses, and address and secret of its control channel; those at which the worker itself
-    says that it lives; and the layout of its KV, which is that of every rank.
+    says that it lives; and the layout of its KV, which is that of every rank. ``words`` is where the core finds its
+    words in the rank's region: the file's path, good on this machine while the worker lives, and how far into it.
     """
 
     transports: list[str]
     agent: tuple[str, str]
     life: tuple[str, str]
     layout: KVLayout
+    words: tuple[str, int]

@@ -20,11 +20,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
+from vllm.v1.request import RequestStatus
 
 from tercet.protocol import Content, EngineError, KVLayout, TercetError, from_wire
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks, SendParams
+from tercet.vllm_plugin.engine.block_tables import TablePlace
+from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 
@@ -40,7 +42,8 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
     ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those at
     which the rank's worker says that it lives. ``token`` marks requests as this engine's own. ``lease_ttl`` and
-    ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic.
+    ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is where block
+    tables are published, None if they are not.
     """
 
     transports: list[list[str]]
@@ -51,6 +54,15 @@ class EngineDescription(msgspec.Struct, frozen=True):
     lease_ttl: float
     reserve_wait: float
     kv_events: dict[str, Any] | None
+    tables: TablePlace | None = None
+
+
+class RequestInCore(msgspec.Struct, frozen=True):
+    """What the core holds for one request of our edge, by the core's own id for it."""
+
+    request_id: str
+    blocks: int
+    running: bool
 
 
 # ---- the methods ---------------------------------------------------------------------------------------------
@@ -58,7 +70,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
 def describe(core: EngineCore) -> EngineDescription:
     """Attach to the scheduler; say what the edge must know. Raises :class:`EngineError` without the connector."""
-    _side(core)
+    tables = _side(core).tables
     connector = _connector(core)
     ranks, settings = connector.handshakes, connector.settings
     return EngineDescription(
@@ -70,6 +82,7 @@ def describe(core: EngineCore) -> EngineDescription:
         lease_ttl=settings.lease_ttl,
         reserve_wait=settings.reserve_wait,
         kv_events=_published_at(core),
+        tables=None if tables is None else tables.place,
     )
 
 
@@ -144,7 +157,44 @@ def status(core: EngineCore) -> dict[str, Any]:
     }
 
 
-METHODS = (describe, reserve, extend, give_up, commit, release, push_cached, end_send, status)
+def sequences(core: EngineCore) -> list[RequestInCore]:
+    """Every request of our edge: how many blocks it holds, and whether it runs. Preempted ones wait, without blocks."""
+    scheduler = _scheduler(core)
+    manager = scheduler.kv_cache_manager
+    return [
+        RequestInCore(
+            request_id, len(manager.get_blocks(request_id).blocks[0]), request.status == RequestStatus.RUNNING
+        )
+        for request_id, request in scheduler.requests.items()
+        if request_id.startswith(REQUEST_PREFIX)
+    ]
+
+
+def forget_grammar_backend(core: EngineCore) -> None:
+    """Let the next structured output choose the engine's grammar backend, unless the engine's flags name one.
+
+    The first one chooses for all, by what its grammar needs. To be called while none runs.
+    """
+    manager: Any = core.structured_output_manager
+    if manager.vllm_config.structured_outputs_config.backend == "auto":
+        manager.backend = None
+        if hasattr(manager, "backend_name"):
+            manager.backend_name = None
+
+
+METHODS = (
+    describe,
+    reserve,
+    extend,
+    give_up,
+    commit,
+    release,
+    push_cached,
+    end_send,
+    status,
+    sequences,
+    forget_grammar_backend,
+)
 
 
 def _scheduler(core: EngineCore) -> Scheduler:

@@ -63,6 +63,9 @@ class LeaseTimers:
         self._leases: dict[str, EdgeLease] = {}
         self._of_seq: dict[str, EdgeLease] = {}
 
+    def __len__(self) -> int:
+        return len(self._leases)
+
     def holds(self, seq_id: str) -> bool:
         """Whether the sequence has a lease."""
         return seq_id in self._of_seq

@@ -115,6 +115,15 @@ class LivenessProbe:
         """The core has shown, unasked, that it goes on."""
         self._clock.progressed(CORE, time.monotonic())
 
+    async def core_stands_still(self, seconds: float) -> float:
+        """Ask the core, and return once it has shown no progress for so long; for how long it has not, in seconds."""
+        self._core.asked_anew()
+        while True:
+            silent = self._clock.stalled(time.monotonic()).get(CORE, 0.0)
+            if silent >= seconds:
+                return silent
+            await asyncio.sleep(seconds - silent)
+
     async def _layers_of(self, rank: int, ask: Question) -> Any:
         answer = await ask()
         layers = answer.get("layers")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,7 @@ from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenL
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.streams import FrontDoorConnection, SequenceSender
-from tercet.vllm_plugin.engine.connector_messages import TercetParams
+from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LLMRequest:
-    """One request: its tokens, its parameters, and the stream of what comes out."""
+    """One request: its tokens, its parameters, and the stream of what comes out; ``request_id`` is our id for it."""
 
     client: AsyncLLM
     tokens: list[int]
@@ -38,7 +39,7 @@ class LLMRequest:
     priority: int
     cache_salt: str | None
     num_cached: int = field(default=0, init=False)
-    _request_id: str = field(default_factory=lambda: f"tercet-{uuid.uuid4().hex}", init=False)
+    request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
     _submitting: bool = field(default=False, init=False)
     _aborted: bool = field(default=False, init=False)
@@ -47,7 +48,7 @@ class LLMRequest:
         """End the request; its stream then closes with the finish reason ``abort``."""
         self._aborted = True
         if not self._submitting:  # an abort that overtakes the request would end nothing
-            self._aborting = asyncio.ensure_future(self.client.abort(self._request_id))
+            self._aborting = asyncio.ensure_future(self.client.abort(self.request_id))
 
     async def first(self) -> Output:
         """Compute the prompt and sample one token.
@@ -84,7 +85,7 @@ class LLMRequest:
         self._submitting = True
         try:
             with _vllms_errors_as_ours():
-                queue = await self.client.add_request(self._request_id, prompt, params, **more)
+                queue = await self.client.add_request(self.request_id, prompt, params, **more)
         except TercetError:  # vLLM has not taken it
             raise
         except BaseException:
@@ -101,7 +102,7 @@ class LLMRequest:
 
     async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
         prompt, params, more = self._for_vllm(sampling_params)
-        stream = self.client.generate(prompt, params, self._request_id, **more)
+        stream = self.client.generate(prompt, params, self.request_id, **more)
         try:
             with _vllms_errors_as_ours():
                 async for item in stream:
@@ -150,17 +151,37 @@ def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
 class DecodingSequence:
     """A generation, and what must be given back when it is over: ``on_end`` is called once, with whether it began.
 
-    ``usage`` makes the first output's usage from the number of tokens that were found in the cache.
+    ``number`` is what the core knows it by, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
+    usage from the number of tokens that were found in the cache. ``sender`` is what sends its outputs to a front door,
+    if they go to one.
     """
 
+    seq_id: str
+    number: int
     request: LLMRequest
+    tokens: list[int]
     usage: Callable[[int], Usage]
     on_end: Callable[[bool], None]
+    sender: SequenceSender | None = field(default=None, init=False)
+    _arrived: float = field(default_factory=time.monotonic, init=False)
     _begun: bool = field(default=False, init=False)
     _over: bool = field(default=False, init=False)
 
+    @property
+    def age(self) -> float:
+        """Seconds since it arrived here."""
+        return time.monotonic() - self._arrived
+
+    def begins_with(self, tokens: Sequence[int], salt: str | None) -> bool:
+        """Whether KV of its first tokens is KV of these."""
+        # vLLM's cache knows no difference between an empty salt and none. The last token tells most sequences apart.
+        known, end = self.tokens, len(tokens)
+        alike = len(known) >= end and known[end - 1] == tokens[end - 1]
+        return alike and (self.request.cache_salt or None) == (salt or None) and known[:end] == tokens
+
     def told(self, output: Output) -> Output:
         """The output as callers get it."""
+        self.tokens += output.token_ids
         if self._begun:
             return output
         self._begun = True
@@ -179,7 +200,7 @@ class DecodingSequence:
         """
         with ExitStack() as undo:
             undo.callback(self.end)
-            sender = connection.sender(door.number, position, self._stop)
+            sender = self.sender = connection.sender(door.number, position, self._stop)
             undo.callback(sender.close)
             await self.request.start(lambda found: self._deliver(sender, found))
             undo.pop_all()

@@ -21,6 +21,7 @@ class LoadMeter:
 
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
     the instance for each step. vLLM keeps none with ``--disable-log-stats``; then what ``probe`` heard last is said.
+    ``stopping`` is what it says of itself.
     """
 
     def __init__(self, client: AsyncLLM, probe: LivenessProbe) -> None:
@@ -29,6 +30,7 @@ class LoadMeter:
         self._stats: SchedulerStats | None = None
         self._step_at: float | None = None
         self._step_time: float | None = None
+        self.stopping = False
         processor = client.output_processor
         update = processor.update_scheduler_stats
 
@@ -57,6 +59,7 @@ class LoadMeter:
             tokens=processor.get_num_queued_tokens(),
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
+            stopping=self.stopping,
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:

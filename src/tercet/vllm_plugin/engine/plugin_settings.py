@@ -55,6 +55,11 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         Setting("What each rank takes in at most, 0 for any number.", unit="10^9 bytes per second", default="0"),
     ] = 0.0
 
+    stop_grace: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Setting("After SIGTERM, until an engine stops that is not empty yet; 0 stops it at once.", unit="seconds"),
+    ] = 30.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.transport not in TRANSPORTS:

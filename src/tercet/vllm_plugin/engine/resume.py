@@ -52,8 +52,8 @@ class ResumedRequests:
             request = self._scheduler.requests[request_id]
             if request.prefill_stats is None and request.num_preemptions == 0:
                 request.prefill_stats = PrefillStats()
-                cached = min(starting[request_id], request.num_prompt_tokens)
-                request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
+                # All that there was before is prefilled, the output too: what is computed of it is the rest.
+                request.prefill_stats.set(request.num_tokens, starting[request_id], 0)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -7,6 +7,8 @@ from here when to free them.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from tercet.protocol import (
     Output,
     RankAddress,
     Sent,
+    SequenceReport,
     UnknownSequence,
     Usage,
     content_of,
@@ -33,10 +36,11 @@ from tercet.protocol import (
 )
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
-from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.protocol.wire import MoveCall, PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
 from tercet.transport import (
     AsyncControlClient,
+    Push,
     PushCached,
     ReadCounters,
     SendComplete,
@@ -46,18 +50,26 @@ from tercet.transport import (
 from tercet.vllm_plugin.engine import agent_metrics, core_methods
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
+from tercet.vllm_plugin.engine.block_tables import open_table
+from tercet.vllm_plugin.engine.bypass import Bypass
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
+from tercet.vllm_plugin.engine.grammar_warm_up import warm_up_grammars
 from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
+from tercet.vllm_plugin.engine.sequence_table import SequenceTable
 from tercet.vllm_plugin.hooks import vllm_version
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+
+logger = logging.getLogger(__name__)
+BYPASS_SECONDS = 1.0
+"""A core that has shown no progress for so long is not waited for, where KV can be had without it."""
 
 # What runs for a sequence: its generation (None), or one of its sends.
 BusyKey = tuple[str, str | None]
@@ -89,12 +101,17 @@ class EngineVerbs:
         self._agents = agents
         self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
+        self._generated = SequenceTable(partial(core.call, core_methods.sequences))
+        self._numbers = itertools.count(1)
+        tables = description.tables
+        self._bypass = None if tables is None else Bypass(open_table(tables), self._layout.block_size)
         self._reports = AgentReports(len(description.transports), self._leases.note)
         self.incarnation = uuid.uuid4().hex
         self._kv_events = None
         if description.kv_events is not None:
             self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
-        self.front_doors = FrontDoors(name, self.incarnation, LoadMeter(client, probe).load, self.stream_generate)
+        self._meter = LoadMeter(client, probe)
+        self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate)
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str) -> EngineVerbs:
@@ -111,6 +128,7 @@ class EngineVerbs:
         )
         probe = LivenessProbe(partial(core.call, core_methods.status), about_agents, about_workers)
         await probe.start()
+        await warm_up_grammars(client, core, description.token)
         agent_metrics.export(probe)
         return cls(client, name, core, description, AgentCalls(agents), probe, secret)
 
@@ -176,12 +194,12 @@ class EngineVerbs:
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
     ) -> tuple[Output | None, int]:
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
-        cached = None
+        cached, word = None, None
         if not call.sample:
-            cached = await self._core.call(core_methods.push_cached, tokens, call.cache_salt, params)
+            cached, word = await self._cached(tokens, call.cache_salt, params)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
-            await self._agents.push([PushCached(opening, cached, end) for opening in params.openings()])
+            await self._agents.push([PushCached(opening, cached, end, word) for opening in params.openings()])
             return None, len(tokens)
         request = LLMRequest(
             self._client,
@@ -204,6 +222,29 @@ class EngineVerbs:
         finally:
             computing.cancel()
         return (output if call.sample else None), min(request.num_cached, len(tokens))
+
+    async def _cached(self, tokens: list[int], salt: str | None, params: SendParams) -> tuple[Push | None, int | None]:
+        """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
+
+        A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
+        the question that it was asked, and then to the end of the send, which unpins what it has pinned.
+        """
+        asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, tokens, salt, params))
+        if self._bypass is None or not self._generated.beginning_with(tokens, salt):
+            return await asked, None
+        silent = asyncio.ensure_future(self._probe.core_stands_still(BYPASS_SECONDS))
+        try:
+            await asyncio.wait({asked, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result(), None
+            owners = [each.number for each in self._generated.beginning_with(tokens, salt)]
+            found = self._bypass.find(owners, params)
+            agent_metrics.sends_bypassing.inc()
+            logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
+            return found
+        finally:
+            asked.cancel()
+            silent.cancel()
 
     def _destinations(self, call: RemoteSendCall) -> list[list[SendDestination]]:
         """For each rank of this engine, the receiver's ranks that have heads in common with it."""
@@ -250,20 +291,31 @@ class EngineVerbs:
         claimed = self._leases.claim(call.seq_id, [*tokens, *call.output], call.cache_salt)
         if claimed is not None and not await self._closed(call.seq_id, claimed):
             claimed = None
-        seq = SeqParams(output=call.output)
+        number = next(self._numbers)
+        seq = SeqParams(output=call.output, number=number)
         if claimed is not None and claimed.closing is not None:
-            seq = SeqParams(claimed.lease, claimed.closing.result(), call.output)
+            seq = SeqParams(claimed.lease, claimed.closing.result(), call.output, number)
         params = TercetParams(self._about.token, seq=seq)
         request = LLMRequest(self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt)
         self._busy[call.seq_id, None] = request.abort
 
         def ended(adopted: bool) -> None:
             del self._busy[call.seq_id, None]
+            self._generated.remove(decoding)
             if claimed is not None and not adopted:
                 self._leases.release_soon(claimed)
 
         total = len(tokens) + len(call.output)
-        return DecodingSequence(request, lambda cached: _usage(total, cached, claimed), ended)
+        decoding = DecodingSequence(
+            call.seq_id,
+            number,
+            request,
+            [*tokens, *call.output],
+            lambda cached: _usage(total, cached, claimed),
+            ended,
+        )
+        self._generated.add(decoding)
+        return decoding
 
     async def _closed(self, seq_id: str, claimed: EdgeLease) -> bool:
         """Whether nobody writes under the lease any more; else the sequence computes by itself."""
@@ -304,6 +356,29 @@ class EngineVerbs:
             counters=_sum(self._probe.agent_counters),
             **self._probe.core_status,
         )
+
+    async def sequences(self) -> list[SequenceReport]:
+        """What this engine generates; as the core said last, where it stands still."""
+        return await self._generated.reports()
+
+    def propose_move(self, seq_id: str, call: MoveCall) -> None:
+        """Pass on, to the front door that runs the sequence, that it should be elsewhere.
+
+        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if its
+        tokens go to no front door.
+        """
+        self._generated.propose_move(seq_id, call)
+
+    def announce_stop(self) -> int:
+        """Tell the front doors that this engine stops when it is empty; how many there are."""
+        self._meter.stopping = True
+        return self.front_doors.tell_now()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it runs, sends and holds nothing, what came to vLLM's own API included; or cannot any more."""
+        running = self._client.output_processor.get_num_unfinished_requests()
+        return self._client.errored or not (running or self._busy or len(self._leases))
 
     # ---- plumbing --------------------------------------------------------------------------------------------
 

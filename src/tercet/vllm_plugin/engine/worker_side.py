@@ -36,6 +36,7 @@ class WorkerSide:
             settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
             setup = AgentSetup(self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout))
             self._agent = AgentProcess(setup)
+            self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
         finally:
             os.close(kv)  # the agent has its own; the mapping stays
 
@@ -43,7 +44,8 @@ class WorkerSide:
         """This rank's endpoints, for the scheduler's process."""
         ready, life = self._agent.ready, self._life
         agent = ready.control, ready.secret
-        return WorkerHandshake(list(ready.addresses), agent, (life.address, life.secret), self._layout)
+        lives_at = life.address, life.secret
+        return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._words)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders."""

@@ -1,0 +1,46 @@
+"""A fleet as policies of moves see it: engines with what they report, and the sequences that may be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tercet.fleet.engine_fleet import EngineFleet
+from tercet.fleet.members import Member
+from tercet.migration import CountedMove, LoadedEngine, SequenceView
+
+
+def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:
+    """Whether an engine has shown no progress for so long; one that was given up is not: what ran there has left."""
+    return member.reachable and fleet.liveness.stalled_s(member.name) > stale_after_s
+
+
+def counted_move(fleet: EngineFleet, source: str, destination: str, tokens: int) -> CountedMove:
+    """A move of so many tokens, as limits count it; raises :class:`~tercet.protocol.UnknownEngine`."""
+    last = fleet.knowledge.loads.last(destination)
+    usage = last[0].kv_usage if last is not None else None
+    return CountedMove(source, destination, tokens, fleet.member(destination).share(tokens), usage)
+
+
+def loaded_engines(
+    fleet: EngineFleet,
+    sequences: Mapping[str, Sequence[SequenceView]],
+    moves: Iterable[CountedMove],
+    stale_after_s: float,
+) -> list[LoadedEngine]:
+    """The engines, each with its ``sequences``, by its name; loads are counted as they are once ``moves`` are over."""
+    members = {member.name: member for member in fleet.members}
+    engines = {name: _engine(fleet, member, sequences.get(name, ()), stale_after_s) for name, member in members.items()}
+    for move in moves:
+        for name, sign in ((move.source, -1), (move.destination, 1)):
+            if name in engines:
+                engines[name].arriving += sign * members[name].share(move.tokens)
+    return list(engines.values())
+
+
+def _engine(
+    fleet: EngineFleet, member: Member, sequences: Sequence[SequenceView], stale_after_s: float
+) -> LoadedEngine:
+    last = fleet.knowledge.loads.last(member.name)
+    load, waiting = (last[0].kv_usage, last[0].waiting) if last is not None else (None, 0)
+    stale = is_stale(fleet, member, stale_after_s)
+    return LoadedEngine(member.name, member.role, load, sequences, member.leaving, member.reachable, stale, waiting)

@@ -1,0 +1,94 @@
+"""The fleet as policies see it: engines, what runs on them, and what they would have after what is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tercet.migration.selection import SequenceView
+from tercet.protocol import Role
+
+
+@dataclass
+class LoadedEngine:
+    """One engine and what may be moved away from it.
+
+    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` how many
+    requests wait in its queue. ``draining`` says that it is to be emptied, ``stale`` that it has shown no progress for
+    longer than the settings allow.
+    """
+
+    name: str
+    role: Role
+    load: float | None
+    sequences: Sequence[SequenceView] = ()
+    draining: bool = False
+    reachable: bool = True
+    stale: bool = False
+    waiting: int = 0
+    arriving: float = field(default=0.0)
+
+    @property
+    def takes(self) -> bool:
+        """Whether anything may be moved there."""
+        return self.reachable and not self.draining and not self.stale
+
+    @property
+    def believed(self) -> float:
+        """Its load with what is to arrive; an engine that has said nothing counts as idle."""
+        return (self.load or 0.0) + self.arriving
+
+    @property
+    def demand(self) -> float:
+        """The share that it would have in use if its queue had its room, too: may exceed 1."""
+        return self.believed + sum(each.share for each in self.queue)
+
+    @property
+    def free(self) -> float:
+        """The share of its KV cache that would be left."""
+        return max(0.0, 1.0 - self.believed)
+
+    def can(self, role: Role) -> bool:
+        """Whether it may serve in the role."""
+        return role == "both" or self.role in (role, "both")
+
+    @property
+    def queue(self) -> list[SequenceView]:
+        """Of its sequences those that wait for a place, the one that came first first: the last that came."""
+        if not self.waiting:
+            return []
+        return sorted((each for each in self.sequences if not each.running), key=lambda each: -each.age)[
+            -self.waiting :
+        ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sequence should be on another engine."""
+
+    seq_id: str
+    source: str
+    destination: str
+    reason: str
+
+
+Policy = Callable[[Sequence[LoadedEngine]], Iterable[Wanted]]
+
+
+def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine, reason: str) -> Wanted:
+    """Propose a move; from now on both engines are what they would be after it."""
+    source.arriving -= sequence.share
+    destination.arriving += sequence.share
+    return Wanted(sequence.seq_id, source.name, destination.name, reason)
+
+
+def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
+    """Of those that take anything and may serve in the role; None if there is none."""
+    able = (each for each in engines if each.takes and each.can(role))
+    return min(able, key=lambda each: each.believed, default=None)
+
+
+def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> LoadedEngine | None:
+    """The fullest that takes so much more without exceeding ``ceiling``; None if there is none."""
+    able = (each for each in engines if each.takes and each.load is not None and each.believed + share <= ceiling)
+    return max(able, key=lambda each: each.believed, default=None)

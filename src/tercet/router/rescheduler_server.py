@@ -1,0 +1,112 @@
+"""Puts ``tercet rescheduler`` together: the engines of a front door, followed, and what moves their sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tercet.aio import TaskSet
+from tercet.client import Admit, HttpEngine, engine_tls
+from tercet.client.ask_front_door import ask_front_door
+from tercet.fleet import EngineFleet
+from tercet.fleet.membership import Membership
+from tercet.protocol import EngineUnreachable, Role, TercetError
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.fleet_rescheduler import FleetRescheduler
+from tercet.settings import EngineAddress, ReschedulerConfig
+from tercet.settings.log_lines import log_to_stderr
+from tercet.streams import StreamListener
+
+logger = logging.getLogger("tercet.rescheduler")
+FOLLOW_SECONDS = 1.0
+
+
+class ListedEngine(msgspec.Struct, frozen=True):
+    """What is needed of an engine that a front door lists."""
+
+    name: str
+    url: str
+    role: Role
+    draining: bool = False
+
+
+def serve_rescheduler(config: ReschedulerConfig) -> None:
+    """Run it until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no front door answers."""
+    log_to_stderr(config.log_level)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: ReschedulerConfig) -> None:
+    fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
+    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    engines: dict[str, HttpEngine] = {}
+
+    @asynccontextmanager
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[HttpEngine]:
+        report = partial(fleet.report, name)
+        async with HttpEngine(name, url, listener, report, admit, secret=config.secret, tls=tls) as engine:
+            engines[name] = engine
+            try:
+                yield engine
+            finally:
+                if engines.get(name) is engine:
+                    del engines[name]
+
+    rescheduler = FleetRescheduler(fleet, engines, config)
+    background = TaskSet()
+    async with StreamListener() as listener, Membership(fleet, connect) as membership:
+        try:
+            await _follow_once(await _listed(config), fleet, membership)
+            policies = ", ".join(config.reschedule.policies)
+            logger.info("%d engines of %s, by %s", len(fleet.members), config.url, policies)
+            background.spawn(membership.watch(), "membership")
+            background.spawn(_follow(config, fleet, membership), "engines")
+            await rescheduler.run()
+        finally:
+            await background.close()
+
+
+async def _follow(config: ReschedulerConfig, fleet: EngineFleet, membership: Membership) -> None:
+    """Engines join, leave, change their roles and are drained as at the front door, until cancelled."""
+    answers = True
+    while True:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        try:
+            await _follow_once(await _listed(config), fleet, membership)
+            if not answers:
+                logger.warning("%s answers again", config.url)
+            answers = True
+        except TercetError as error:
+            if answers:
+                logger.error("the engines stay as they are: %s", error.message)
+            answers = False
+
+
+async def _listed(config: ReschedulerConfig) -> Sequence[ListedEngine]:
+    answer: Any = await ask_front_door(config.url, "GET", "/engines", api_key=config.api_key or None)
+    try:
+        return msgspec.convert(answer, list[ListedEngine])
+    except UNREADABLE as error:
+        raise EngineUnreachable(f"what answers at {config.url} lists no engines: {error}", "url") from error
+
+
+async def _follow_once(listed: Sequence[ListedEngine], fleet: EngineFleet, membership: Membership) -> None:
+    wanted = {each.name: each for each in listed}
+    for member in fleet.members:
+        found = wanted.get(member.name)
+        if found is None or found.url != member.url:
+            membership.remove(member.name)
+    here = {member.name: member for member in fleet.members}
+    for name, found in wanted.items():
+        if name not in here:
+            here[name] = await membership.enter(EngineAddress(name, found.url, found.role))
+            await membership.look(members=[here[name]])
+        here[name].role = found.role
+        if here[name].draining != found.draining:
+            fleet.drain(name, found.draining)

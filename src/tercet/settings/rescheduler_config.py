@@ -1,0 +1,30 @@
+"""What ``tercet rescheduler`` can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from tercet.settings.declaration import SECRET_VARIABLE, Seconds, Setting, Settings
+from tercet.settings.move_settings import MoveSettings, RescheduleSettings
+from tercet.settings.router_config import EngineTLS
+
+
+class ReschedulerConfig(Settings, frozen=True):
+    """One rescheduler for all front doors of a fleet; ``moves``, ``reschedule`` and ``engine_tls`` are groups."""
+
+    url: Annotated[str, Setting("A front door, whose engines these are.")] = "http://127.0.0.1:8000"
+    api_key: Annotated[
+        str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
+    ] = ""  # fmt: skip
+    secret: Annotated[
+        str, Setting("What engines ask for, best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
+    ] = ""  # fmt: skip
+    stuck_after_s: Annotated[
+        Seconds, Setting("Without progress of an engine, until it counts as lost.", unit="seconds")
+    ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
+    moves: MoveSettings = MoveSettings()
+    reschedule: RescheduleSettings = RescheduleSettings()
+    engine_tls: EngineTLS = EngineTLS()
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"

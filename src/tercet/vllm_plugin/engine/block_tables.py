@@ -1,0 +1,173 @@
+"""Where the KV of running sequences lies, as an engine's core tells it with each step: a table in shared memory.
+
+The API server's process reads it when the core stands still, perhaps in the middle of writing it. So a writer makes
+:data:`VERSION` odd while it changes anything, and a reader takes what it has read only if that was even before and is
+the same after. Who is stopped within leaves it odd, and then nothing is found.
+
+:data:`EPOCH` tells for how long that holds. It is the number of the core's words (:mod:`tercet.transport.core_words`)
+that vouch for all blocks in the table, and 0 from when the core hands a block out anew until it has looked through the
+table again: a block of the table may be among those, for the table has sequences that are over since its last change.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tercet.transport import create_sealed_file
+
+VERSION, EPOCH, HEAD = 0, 1, 2
+# Of a row: whose it is (0: nobody's), how many tokens are computed, and how many blocks follow.
+OWNER, COMPUTED, COUNT, ROW_HEAD = 0, 1, 2, 3
+WORD_BYTES = 8
+TRIES = 100
+
+
+class TableWords(Protocol):
+    """Integers in shared memory; each is read and written as a whole, and in the order of the code."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+class TableShape(msgspec.Struct, frozen=True):
+    """``rows`` sequences, each of at most ``row_blocks`` blocks."""
+
+    rows: int
+    row_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes; memory is used only for what is written."""
+        return (HEAD + self.rows * (ROW_HEAD + self.row_blocks)) * WORD_BYTES
+
+    def row(self, number: int) -> int:
+        """The index of a row's first word."""
+        return HEAD + number * (ROW_HEAD + self.row_blocks)
+
+
+class TablePlace(msgspec.Struct, frozen=True):
+    """A table's file."""
+
+    path: str
+    shape: TableShape
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Of one sequence: ``computed`` tokens have their KV in ``blocks``, for as long as the words are of ``epoch``."""
+
+    epoch: int
+    computed: int
+    blocks: list[int]
+
+
+class BlockTableWriter:
+    """The core's end. ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``."""
+
+    def __init__(self, words: TableWords, shape: TableShape, turn: Callable[[int], None], epoch: int) -> None:
+        self._words, self._shape, self._turn, self._epoch = words, shape, turn, epoch
+        self._version = 0
+        self._free = list(reversed(range(shape.rows)))
+        self.stands = False
+        turn(epoch)
+
+    def revoke(self) -> None:
+        """A block is about to be handed out: vouch for nothing until :meth:`end`."""
+        if self.stands:
+            self.stands = False
+            self._words[EPOCH] = 0
+            self._epoch += 1
+            self._turn(self._epoch)
+
+    def begin(self) -> None:
+        """Changes follow, until :meth:`end`."""
+        self._version += 1
+        self._words[VERSION] = self._version
+
+    def end(self) -> None:
+        """All of the table is true; vouch for it."""
+        self.stands = True
+        self._words[EPOCH] = self._epoch
+        self._version += 1
+        self._words[VERSION] = self._version
+
+    def enter(self, owner: int) -> int | None:
+        """A row for a sequence, with nothing computed; None if there is none left."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        at = self._shape.row(row)
+        self._words[at + OWNER], self._words[at + COMPUTED], self._words[at + COUNT] = owner, 0, 0
+        return row
+
+    def leave(self, row: int) -> None:
+        """The row is nobody's; this may come at any time."""
+        self._words[self._shape.row(row) + OWNER] = 0
+        self._free.append(row)
+
+    def computed(self, row: int, tokens: int) -> None:
+        """So many tokens are computed, in blocks that the row has."""
+        self._words[self._shape.row(row) + COMPUTED] = tokens
+
+    def blocks(self, row: int, first: int, blocks: Iterable[int]) -> bool:
+        """The row's blocks from index ``first`` on; whether there is room for them."""
+        at, count = self._shape.row(row), first
+        for block in blocks:
+            if count == self._shape.row_blocks:
+                return False
+            self._words[at + ROW_HEAD + count] = block
+            count += 1
+        self._words[at + COUNT] = count
+        return True
+
+
+class BlockTableReader:
+    """The API server's end."""
+
+    def __init__(self, words: TableWords, shape: TableShape) -> None:
+        self._words, self._shape = words, shape
+
+    def find(self, owner: int) -> Residence | None:
+        """Where a sequence's KV is; None if the table does not say, or cannot be read now."""
+        words = self._words
+        for _ in range(TRIES):
+            version = words[VERSION]
+            if version % 2:
+                continue
+            found = self._find(owner, words[EPOCH])
+            if words[VERSION] == version:
+                return found
+        return None
+
+    def _find(self, owner: int, epoch: int) -> Residence | None:
+        words = self._words
+        for row in range(self._shape.rows) if epoch else ():
+            at = self._shape.row(row)
+            if words[at + OWNER] == owner:
+                count = min(words[at + COUNT], self._shape.row_blocks)
+                blocks = [words[at + ROW_HEAD + index] for index in range(count)]
+                return Residence(epoch, words[at + COMPUTED], blocks)
+        return None
+
+
+def create_table(shape: TableShape) -> tuple[TableWords, TablePlace]:
+    """A table of this process's, all zero, and where others find it for as long as this process lives."""
+    fd = create_sealed_file("tercet-tables", shape.nbytes)
+    return memoryview(mmap.mmap(fd, shape.nbytes)).cast("q"), TablePlace(f"/proc/{os.getpid()}/fd/{fd}", shape)
+
+
+def open_table(place: TablePlace) -> BlockTableReader:
+    """The table of another process; raises ``OSError`` or ``ValueError`` if it is not there."""
+    fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mapped = mmap.mmap(fd, place.shape.nbytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return BlockTableReader(memoryview(mapped).cast("q"), place.shape)

@@ -1,0 +1,83 @@
+"""The sequences that an engine generates, as its API server's process knows them, and as the core says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from tercet.aio import TaskSet
+from tercet.protocol import SequenceReport
+from tercet.protocol.wire import MoveCall
+from tercet.streams import propose_move
+from tercet.vllm_plugin.engine.core_methods import RequestInCore
+from tercet.vllm_plugin.engine.llm_requests import DecodingSequence
+
+logger = logging.getLogger(__name__)
+ANSWER_SECONDS = 0.25
+"""So long, at most, waits who asks for a report."""
+
+
+class SequenceTable:
+    """Tokens, age and front door are known here; blocks, and whether a sequence runs, by the core only.
+
+    ``ask`` asks the core, never twice at a time. One that stands still holds nobody up: then what it said last is
+    reported. Relies on vLLM making its own id of a request of ours and something behind it.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Sequence[RequestInCore]]]) -> None:
+        self._ask = ask
+        self._sequences: dict[str, DecodingSequence] = {}  # by the ids of our requests
+        self._in_core: dict[str, RequestInCore] = {}  # by the same
+        self._asking: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
+
+    def add(self, sequence: DecodingSequence) -> None:
+        """It is generated from now on."""
+        self._sequences[sequence.request.request_id] = sequence
+
+    def remove(self, sequence: DecodingSequence) -> None:
+        """It is over."""
+        self._sequences.pop(sequence.request.request_id, None)
+
+    def beginning_with(self, tokens: list[int], salt: str | None) -> list[DecodingSequence]:
+        """Those that have these tokens first."""
+        return [each for each in self._sequences.values() if each.begins_with(tokens, salt)]
+
+    async def reports(self) -> list[SequenceReport]:
+        """Every sequence, in the order in which they came; one that the core has not got yet waits, without blocks."""
+        if self._sequences:
+            if self._asking is None or self._asking.done():
+                self._asking = self._tasks.spawn(self._ask_core())
+            await asyncio.wait({self._asking}, timeout=ANSWER_SECONDS)
+        return [self._report(request_id, sequence) for request_id, sequence in self._sequences.items()]
+
+    def propose_move(self, seq_id: str, call: MoveCall) -> None:
+        """See :meth:`tercet.vllm_plugin.engine.verbs.EngineVerbs.propose_move`."""
+        senders = {sequence.seq_id: sequence.sender for sequence in self._sequences.values()}
+        propose_move(senders, seq_id, call)
+
+    def _report(self, request_id: str, sequence: DecodingSequence) -> SequenceReport:
+        found, sender = self._in_core.get(request_id), sequence.sender
+        return SequenceReport(
+            seq_id=sequence.seq_id,
+            tokens=len(sequence.tokens),
+            blocks=found.blocks if found is not None else 0,
+            running=found is not None and found.running,
+            age=sequence.age,
+            door=sender.connection.address if sender is not None else "",
+        )
+
+    async def _ask_core(self) -> None:
+        try:
+            answer = await self._ask()
+        except Exception as error:  # vLLM says so of a core that has ended
+            logger.debug("the engine's core cannot be asked for its sequences: %s", error)
+            return
+        self._in_core = {_ours(found.request_id): found for found in answer}
+
+
+def _ours(request_id: str) -> str:
+    """The id that we gave: vLLM puts a dash and random characters behind it."""
+    prefix, _, rest = request_id.partition("-")
+    return f"{prefix}-{rest.partition('-')[0]}"

@@ -1,0 +1,152 @@
+"""What the core publishes of its running sequences, with each step, so that it need not be asked when it stands still.
+
+Runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and the block pool
+has handed them out again. So before the pool hands anything out, what was published is revoked
+(:meth:`~tercet.vllm_plugin.engine.block_tables.BlockTableWriter.revoke`), and vouched for anew once the step that took
+the blocks is planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import is_
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from tercet.transport import CoreWords
+from tercet.vllm_plugin.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as VLLMRequest
+
+logger = logging.getLogger(__name__)
+EPOCH_BITS = 48
+
+
+@dataclass
+class Followed:
+    """A request that decodes for a sequence. ``blocks`` are those in ``row``.
+
+    ``since`` is how many tokens were counted as computed when it was first seen running, after ``preemptions``.
+    """
+
+    request: VLLMRequest
+    owner: int
+    preemptions: int = 0
+    since: int | None = None
+    row: int | None = None
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+
+
+class TablePublisher:
+    """Publishes the block tables of the requests that it is told to follow, at ``place``."""
+
+    def __init__(self, scheduler: Scheduler, writer: BlockTableWriter, place: TablePlace) -> None:
+        self.place = place
+        self._writer = writer
+        self._followed: dict[str, Followed] = {}
+        (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._blocks_of = manager.req_to_blocks
+        pool = scheduler.kv_cache_manager.block_pool
+        hand_out = pool.get_new_blocks
+
+        def revoke_and_hand_out(num_blocks: int) -> list[KVCacheBlock]:
+            writer.revoke()
+            return hand_out(num_blocks)
+
+        pool.get_new_blocks = revoke_and_hand_out
+
+    @classmethod
+    def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]]) -> TablePublisher | None:
+        """A publisher for the core of ``scheduler``, whose words are at these places, by rank.
+
+        None, with a warning that says why, where they cannot be written from here: then nothing is published.
+        """
+        try:
+            mapped = [CoreWords(*place) for place in words]
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "sequences of this engine cannot be moved with their KV while its core stands still: "
+                "the memory of its workers' KV cannot be reached from the core: %s", error
+            )  # fmt: skip
+            return None
+
+        def turn(epoch: int) -> None:
+            for each in mapped:
+                each.turn(epoch)
+
+        (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+        table, place = create_table(
+            TableShape(scheduler.max_num_running_reqs, -(-scheduler.max_model_len // manager.block_size) + 1)
+        )
+        return cls(scheduler, BlockTableWriter(table, place.shape, turn, 1 + secrets.randbits(EPOCH_BITS)), place)
+
+    def follow(self, request: VLLMRequest, owner: int) -> None:
+        """Publish it from its first step on, under a number that the API server's process knows it by."""
+        self._followed[request.request_id] = Followed(request, owner)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        found = self._followed.pop(request_id, None)
+        if found is not None and found.row is not None:
+            # It need not be told in time: its KV stays until a block is handed out, and that revokes it.
+            self._withdraw(found)
+
+    def publish_planned(self) -> None:
+        """A step is planned, and has got its blocks."""
+        if not self._writer.stands:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what is computed by now."""
+        if self._followed:
+            verify = not self._writer.stands
+            self._writer.begin()
+            for each in self._followed.values():
+                self._publish(each, verify)
+            self._writer.end()
+
+    def _publish(self, each: Followed, verify: bool) -> None:
+        request = each.request
+        running = request.status is RequestStatus.RUNNING
+        if not running or request.num_preemptions != each.preemptions:
+            self._withdraw(each)
+            each.preemptions = request.num_preemptions
+            if not running:
+                return
+        # Under asynchronous scheduling, blocks that it found in the prefix cache may be those of another request's step
+        # that has not run. A step of its own takes it beyond what it found; once that has run, so have those before.
+        if each.since is None:
+            each.since = request.num_computed_tokens
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if each.row is None:
+            if computed <= each.since:
+                return
+            each.row = self._writer.enter(each.owner)
+            if each.row is None:
+                return
+        blocks = self._blocks_of.get(request.request_id, ())
+        known = each.blocks
+        if len(known) > len(blocks) or (verify and not all(map(is_, known, blocks))):
+            known.clear()
+        if len(known) != len(blocks):
+            first = len(known)
+            known += blocks[first:]
+            if not self._writer.blocks(each.row, first, (block.block_id for block in islice(blocks, first, None))):
+                self._withdraw(each)
+                return
+        self._writer.computed(each.row, computed)
+
+    def _withdraw(self, each: Followed) -> None:
+        each.since = None
+        if each.row is not None:
+            self._writer.leave(each.row)
+            each.row = None
+            each.blocks = []

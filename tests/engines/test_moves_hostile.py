@@ -1,0 +1,172 @@
+"""Moves where the engines' KV is scarce, sequences end and clients leave in the middle, and a model thinks first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tercet.chaos.arena import fill_cache
+from tercet.client import HttpEngine
+
+from .conftest import Fleet, settled, start_fleet
+from .moving import answer_of, ask, move, moving, until
+from .prompts import complete, prompt_of
+
+ONE_ENGINE = {"x-tercet-program": "data_parallel"}
+pytestmark = pytest.mark.timeout(900)
+
+BLOCKS = 20
+"""Of 128 tokens, in each engine: too few for all that runs, enough for the longest request alone."""
+PARSER = Path(__file__).with_name("thinking_parser.py")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two engines with little KV whose model thinks until its first full stop."""
+    parser = ("--reasoning-parser", "until-full-stop", "--reasoning-parser-plugin", str(PARSER))
+    tmp = tmp_path_factory.mktemp("small")
+    fleet = start_fleet(tmp, "--", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048", *parser)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left(small: Fleet) -> AsyncIterator[None]:
+    """Afterwards blocks, leases and sends are back, and no engine works on a sequence that no front door owns."""
+    yield
+    for name, url in small.engine_urls().items():
+        async with HttpEngine(name, url) as engine:
+            await settled(engine)
+            assert await engine.sequences() == []
+    _, running = await ask(small, "GET", "/sequences")
+    assert running == []
+    _, engines = await ask(small, "GET", "/engines")
+    assert {each["name"]: each["in_flight"] for each in engines} == {"prefill-0": 0, "decode-0": 0}
+
+
+async def chat(fleet: Fleet, text: str, **fields: Any) -> dict[str, Any]:
+    body = {
+        "model": "smollm2", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 160,
+        "return_token_ids": True, **fields,
+    }  # fmt: skip
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/chat/completions", json=body, headers=ONE_ENGINE) as answer,
+    ):
+        found = await answer.json()
+        assert answer.status == 200, found
+        return found
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "regex": {"structured_outputs": {"regex": "[a-c]{60,70}"}},
+    "json schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "ships",
+                "schema": {
+                    "type": "object",
+                    "properties": {"ships": {"type": "array", "items": {"type": "integer"}, "minItems": 9}},
+                    "required": ["ships"],
+                },
+            },
+        }
+    },
+}
+BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(small: Fleet, form: str) -> None:
+    text = "Tell me about the ships that an old sailor saw."
+    calm = await chat(small, text, **FORMATS[form])
+    async with moving(small) as moved:
+        answer = await chat(small, text, **FORMATS[form])
+    (choice,), (calm_choice,) = answer["choices"], calm["choices"]
+    assert choice["token_ids"] == calm_choice["token_ids"]
+    assert choice["message"] == calm_choice["message"]
+    # The parser tells the engines where the reasoning ends, which is all that matters here; it does not take it out.
+    text, _, structured = choice["message"]["content"].partition(".")
+    assert text, "nothing was thought, so nothing was tested"
+    assert re.match(BEHIND[form], structured)
+    thought = answer["usage"]["prompt_tokens"] + choice["token_ids"].index(30)
+    assert min(each["tokens"] for each in moved) < thought < max(each["tokens"] for each in moved)
+
+
+async def preemptions(fleet: Fleet) -> float:
+    total = 0.0
+    async with aiohttp.ClientSession() as session:
+        for url in fleet.engine_urls().values():
+            async with session.get(f"{url}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            total += sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
+    return total
+
+
+async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(small: Fleet) -> None:
+    prompts = [prompt_of(200 + 30 * index, seed=index) for index in range(12)]
+    fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    room = asyncio.Semaphore(3)  # so many fit at a time
+
+    async def undisturbed(prompt: list[int]) -> dict[str, Any]:
+        async with room:
+            return await complete(small.url, prompt, ONE_ENGINE, **fields)
+
+    calm = await asyncio.gather(*map(undisturbed, prompts))
+    before = await preemptions(small)
+    async with moving(small) as moved:
+        answers = await asyncio.gather(*(complete(small.url, prompt, ONE_ENGINE, **fields) for prompt in prompts))
+    assert [answer_of(answer) for answer in answers] == [answer_of(answer) for answer in calm]
+    assert await preemptions(small) > before
+    assert len(moved) >= 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_clients_leave_and_sequences_end_in_the_middle_of_moves(small: Fleet, seed: int) -> None:
+    """At any moment of a move: while space is reserved, KV is sent, it is cut over, or has just gone on."""
+    chance = random.Random(seed)
+
+    async def client(index: int) -> None:
+        prompt = prompt_of(chance.randint(130, 500), seed=100 * seed + index)
+        ends = chance.randint(6, 40)
+        asked = asyncio.create_task(complete(small.url, prompt, ONE_ENGINE, max_tokens=ends, ignore_eos=True))
+        if chance.random() < 0.6:
+            await asyncio.wait([asked], timeout=chance.uniform(0.3, 2.5))
+            asked.cancel()
+        await asyncio.wait([asked])
+
+    async with moving(small):
+        for index in range(0, 24, 4):
+            await asyncio.gather(*(client(index + each) for each in range(4)))
+    _, moves = await ask(small, "GET", "/moves")
+    assert {each["outcome"] for each in moves} <= {"moved", "ended", "failed"}
+
+
+async def test_a_move_to_an_engine_without_space_leaves_the_sequence_where_it_is(small: Fleet) -> None:
+    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+    prompt = prompt_of(700, seed=7)
+    calm = await complete(small.url, prompt, ONE_ENGINE, **fields)
+    request = asyncio.create_task(complete(small.url, prompt, ONE_ENGINE, **fields))
+    await until(small, lambda running: bool(running) and running[0]["tokens"] > 3)
+    _, (sequence,) = await ask(small, "GET", "/sequences")
+    other = next(name for name in small.places if name != sequence["engine"])
+    async with HttpEngine(other, small.places[other].url) as stranger:
+        filling = asyncio.create_task(fill_cache(stranger, 20.0, seed=1))
+        while (await stranger.status()).free_blocks >= 6:
+            await asyncio.sleep(0.01)
+        assert await move(small, sequence) is None
+        answer = await request
+        filling.cancel()
+        await asyncio.wait([filling])
+    assert answer_of(answer) == answer_of(calm)
+    _, moves = await ask(small, "GET", "/moves")
+    assert moves[-1]["outcome"] == "failed"
+    assert moves[-1]["error"]

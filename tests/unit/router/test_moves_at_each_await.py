@@ -1,0 +1,200 @@
+"""A move is stopped at each turn of the event loop, from either side; and programs that catch whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import EngineUnreachable, Request, TercetError
+from tercet.router.routing import Plan
+
+from .conftest import Door
+from .test_moves import HOLD, PROMPT, TOKENS, WHOLE, Client, running, turns
+
+# More than a move takes from its beginning to the first output at the destination.
+MOST_TURNS = 40
+
+
+@asynccontextmanager
+async def held(door: Door, number: int) -> AsyncGenerator[tuple[Client, RunningSequence, asyncio.Task[None]]]:
+    """A sequence that waits at ``d`` before its tenth token, and at ``p`` a little later."""
+    door.engine("d").let(HOLD)
+    door.engine("p").let(HOLD + 5)
+    request = Request(seq_id=f"s{number}", prompt=PROMPT, sampling_params={"max_tokens": TOKENS})
+    client = Client(door.service.run(request, Trace()), Trace())
+    task = asyncio.create_task(client.read())
+    await turns(lambda: len(client.tokens) == HOLD)
+    (sequence,) = door.service.sequences
+    try:
+        yield client, sequence, task
+    finally:
+        for engine in door.engines.values():
+            engine.let(None)
+        task.cancel()
+        await asyncio.wait([task])
+    assert await door.has_everything_back()
+    assert (len(door.service.sequences), len(door.service.moves.under_way)) == (0, 0)
+
+
+async def prepare(door: Door) -> None:
+    await door.use(Plan(program="data_parallel"))
+    await door.shared.change(lambda state: state.with_draining("p", True))
+
+
+async def after(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def outcome_of(move: asyncio.Task[Any]) -> str:
+    with suppress(TercetError, asyncio.CancelledError):
+        return (await asyncio.wait_for(move, 10)).outcome
+    return "not moved"
+
+
+async def test_the_client_leaves_at_each_turn(door: Door) -> None:
+    await prepare(door)
+    outcomes = set[str]()
+    for number in range(MOST_TURNS):
+        async with held(door, number) as (client, sequence, task):
+            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+            await after(number)
+            task.cancel()
+            await asyncio.wait([task])
+            outcomes.add(await outcome_of(move))
+            assert client.tokens == WHOLE[: len(client.tokens)]
+    assert outcomes == {"moved", "not moved"}
+
+
+async def test_whoever_asked_for_the_move_leaves_at_each_turn(door: Door) -> None:
+    """The sequence goes on, here or there; nothing of the move is left."""
+    await prepare(door)
+    engines = set[str]()
+    for number in range(MOST_TURNS):
+        async with held(door, number) as (client, sequence, task):
+            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+            await after(number)
+            move.cancel()
+            await asyncio.wait([move])
+            for engine in door.engines.values():
+                engine.let(None)
+            await asyncio.wait_for(task, 10)
+            assert client.tokens == WHOLE
+            assert sequence.attempt == 0, "a move spends no retry"
+            engines.add(sequence.engine)
+    assert engines == {"p", "d"}
+
+
+async def test_the_sequence_ends_at_each_turn(door: Door) -> None:
+    await prepare(door)
+    outcomes = set[str]()
+    for number in range(MOST_TURNS):
+        async with held(door, number) as (client, sequence, task):
+            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+            await after(number)
+            for engine in door.engines.values():
+                engine.let(None)
+            await asyncio.wait_for(task, 10)
+            outcomes.add(await outcome_of(move))
+            assert client.tokens == WHOLE
+            assert sequence.attempt == 0
+    assert outcomes == {"moved", "not moved"}
+
+
+@pytest.mark.parametrize("verb", ["prep_recv", "remote_send"])
+async def test_either_engine_fails_at_each_turn_of_its_verb(door: Door, verb: str) -> None:
+    """An engine that fails before the cut-over leaves the sequence where it is."""
+    await prepare(door)
+    failing = door.engine("p" if verb == "prep_recv" else "d")
+    for number in range(12):
+        async with held(door, number) as (client, sequence, task):
+            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+            await after(number)
+            failing.failures[verb] = EngineUnreachable("gone")
+            outcome = await outcome_of(move)
+            failing.failures.clear()
+            assert sequence.engine == ("p" if outcome == "moved" else "d")
+            for engine in door.engines.values():
+                engine.let(None)
+            await asyncio.wait_for(task, 10)
+            assert client.tokens == WHOLE
+
+
+CATCHING = """
+from tercet.protocol import Output
+
+async def around_its_yield(request, fleet):
+    with fleet.pick("decode") as engine:
+        try:
+            yield engine.start_generate(request)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield Output((666,), "stop")
+
+async def silently(request, fleet):
+    with fleet.pick("decode") as engine:
+        try:
+            yield engine.start_generate(request)
+        except BaseException:
+            return
+
+async def around_its_loop(request, fleet):
+    with fleet.pick("decode") as engine:
+        try:
+            async for output in engine.start_generate(request):
+                try:
+                    yield output
+                except BaseException:
+                    pass
+        except BaseException:
+            yield Output((666,), "stop")
+
+async def around_each_step(request, fleet):
+    with fleet.pick("decode") as engine:
+        stream = engine.start_generate(request)
+        while True:
+            try:
+                output = await anext(stream, None)
+            except BaseException:
+                continue
+            if output is None:
+                return
+            yield output
+
+async def by_a_timeout_of_its_own(request, fleet):
+    import asyncio
+    with fleet.pick("decode") as engine:
+        try:
+            async with asyncio.timeout(60):
+                async for output in engine.start_generate(request):
+                    yield output
+        except Exception:
+            yield Output((666,), "stop")
+"""
+
+
+@pytest.mark.parametrize(
+    "program", ["around_its_yield", "silently", "around_its_loop", "around_each_step", "by_a_timeout_of_its_own"]
+)
+async def test_a_program_that_catches_everything_does_not_notice_moves(
+    door: Door, tmp_path: Path, program: str
+) -> None:
+    """Nothing is raised where it waits, so there is nothing to swallow; the counts of its pick go along."""
+    (tmp_path / "catching.py").write_text(CATCHING)
+    async with running(door, program=f"{tmp_path / 'catching.py'}:{program}") as (_, sequence):
+        for turn in range(6):
+            destination, other = ("p", "d") if turn % 2 == 0 else ("d", "p")
+            door.engine(destination).let(HOLD + 1 + turn)
+            move = await door.service.moves.move(sequence, destination, "test")
+            assert move.outcome == "moved"
+            assert {member.name: member.in_flight for member in door.fleet.members} == {destination: 1, other: 0}
+            await turns(lambda at=HOLD + 1 + turn: len(sequence.tokens) == at)
+        assert (sequence.attempt, sequence.moves) == (0, 6)
+    assert door.service.routing.failures == {}
