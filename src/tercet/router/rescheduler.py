@@ -82,7 +82,7 @@ class Rescheduler:
         for seq_id, sequence in movable.items():
             member = members.get(sequence.engine)
             if member is not None:
-                tokens = sequence.request.num_tokens + len(sequence.tokens)
+                tokens = sequence.known_tokens
                 view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
                 on[member.name].append(view)
         return loaded_engines(self._fleet, on, self._moves.under_way.everywhere(), self._settings.stale_after_s)
