@@ -35,6 +35,14 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
+def calls_of(answer: dict[str, Any]) -> list[str]:
+    """The verbs that a program has called for an answer, by its trace.
+
+    On a machine that stood still for a while a move may be beside them, as for an engine that did.
+    """
+    return [event["verb"] for event in answer["tercet"]["events"] if event["verb"] != "move"]
+
+
 async def alone(engine_url: str, prompt: list[int], **fields: Any) -> list[int]:
     """What a lone engine generates, with a cache of its own so that nothing is found and nothing is left to find."""
     return tokens_of(await complete(engine_url, prompt, cache_salt=uuid.uuid4().hex, **fields))

@@ -15,7 +15,7 @@ import pytest
 from tercet.client import HttpEngine
 
 from .conftest import Fleet, get_json, settled
-from .prompts import complete, prompt_of, tokens_of
+from .prompts import calls_of, complete, prompt_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 QUESTION: list[Any] = [{"role": "user", "content": "Write one sentence about the sea. " * 12}]
@@ -97,7 +97,7 @@ async def test_prompt_logprobs_come_from_one_engine(fleet: Fleet) -> None:
 async def test_the_header_picks_the_program(fleet: Fleet) -> None:
     answer = await complete(fleet.url, prompt_of(200), {**TRACE, "x-tercet-program": "data_parallel"})
     assert answer["tercet"]["program"] == "data_parallel"
-    assert [event["verb"] for event in answer["tercet"]["events"]] == ["start_generate"]
+    assert calls_of(answer) == ["start_generate"]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+# `--enforce-eager` leaves it to PyTorch to compile what samples tokens and ranks log probabilities, at the first use of
+# each, while the engine stands still for up to half a minute.
+NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
     "kv_connector_module_path": "tercet.vllm_plugin.connector",
@@ -199,6 +202,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
         env[THREADS_BIND] = "|".join(as_cpu_list(group) for group in groups)
         env["OMP_NUM_THREADS"] = str(len(groups[0]))
+        if NO_DYNAMO not in inherited and not any(_spelling(arg) == "--no-enforce-eager" for arg in spec.extra_args):
+            env[NO_DYNAMO] = "1"
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     return env

@@ -54,6 +54,17 @@ def test_the_command_loads_the_plugin() -> None:
     assert value_of(argv, "--max-num-batched-tokens") == "512"
 
 
+@pytest.mark.parametrize(
+    ("flags", "inherited", "disabled"),
+    [((), {}, "1"), (("--no-enforce-eager",), {}, None), ((), {"TORCHDYNAMO_DISABLE": "0"}, None)],
+)
+def test_an_eager_engine_compiles_nothing(
+    flags: tuple[str, ...], inherited: dict[str, str], disabled: str | None
+) -> None:
+    env = engine_env(spec(cores=(0,), extra_args=flags), inherited)
+    assert env.get("TORCHDYNAMO_DISABLE") == disabled
+
+
 def test_a_wrong_variable_is_refused_before_a_process_starts() -> None:
     with pytest.raises(BadRequest, match="TERCET_SPIN_SECONDS=soon"):
         engine_env(spec(cores=(0,)), {"TERCET_SPIN_SECONDS": "soon"})

@@ -55,7 +55,7 @@ from tercet.vllm_plugin.engine.bypass import Bypass
 from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
-from tercet.vllm_plugin.engine.grammar_warm_up import warm_up_grammars
+from tercet.vllm_plugin.engine.first_uses import practise_first_uses
 from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
@@ -128,7 +128,7 @@ class EngineVerbs:
         )
         probe = LivenessProbe(partial(core.call, core_methods.status), about_agents, about_workers)
         await probe.start()
-        await warm_up_grammars(client, core, description.token)
+        await practise_first_uses(client, core, description.token)
         agent_metrics.export(probe)
         return cls(client, name, core, description, AgentCalls(agents), probe, secret)
 
