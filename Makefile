@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-moves test-vllm fuzz lint clean distclean
+.PHONY: help setup demo check test test-long test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,13 +45,14 @@ lint: setup
 	$(BIN)/pyright
 
 check: lint ## style, types and the fast tests
-	$(BIN)/pytest tests/unit tests/fuzz
+	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz
 
 test: check ## check, then the tests with real engines, and what took longest
 	$(BIN)/pytest --durations 20 tests/engines
 
-test-moves: setup ## 64 running requests, each moved back and forth 20 times between real engines; no output may change; and from stopped cores
-	TERCET_ALL_MOVES=1 $(BIN)/pytest -s tests/engines/test_moves_back_and_forth.py tests/engines/test_bypass.py
+LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps
+test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps
+	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +11,6 @@ import aiohttp
 
 from .conftest import Fleet
 
-# `make test-moves`: what is claimed. Without it, as much of that as takes a minute.
-FULL = bool(os.environ.get("TERCET_ALL_MOVES"))
 ENGINES = ("prefill-0", "decode-0")
 # It may have ended meanwhile, be on its way or not generated at the moment, or be one too many.
 MAY_BE_REFUSED = (404, 409, 503)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from .conftest import Fleet, get_json
-from .moving import FULL
+from .long_runs import FULL
 from .processes import part_of, send_signal
 from .prompts import complete, prompt_of
 from .test_moves import answer_of, ask, until

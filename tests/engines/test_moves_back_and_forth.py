@@ -9,23 +9,25 @@ from typing import Any
 import pytest
 
 from .conftest import Fleet, start_fleet
-from .moving import FULL, answer_of, ask, move
+from .long_runs import FULL
+from .moving import answer_of, ask, move
 from .prompts import complete, prompt_of
 
 REQUESTS, TIMES = (64, 20) if FULL else (12, 6)
 MOST_TOKENS = 900 if FULL else 300
-# With other tests' engines beside, there is no memory for more.
-KV_GIB = "4" if FULL else "1"
 HEADERS = {"x-tercet-program": "data_parallel"}
 
 pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def roomy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two engines that hold all requests at a time, each of them."""
+    if not FULL:
+        yield request.getfixturevalue("fleet")
+        return
     limits = ("--max-moves", "32", "--max-moves-per-engine", "8")
-    fleet = start_fleet(tmp_path_factory.mktemp("roomy"), "--kv-cache-gib", KV_GIB, *limits)
+    fleet = start_fleet(tmp_path_factory.mktemp("roomy"), "--kv-cache-gib", "4", *limits)
     yield fleet
     fleet.stop()
 

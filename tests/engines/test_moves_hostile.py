@@ -16,6 +16,7 @@ from tercet.chaos.arena import fill_cache
 from tercet.client import HttpEngine
 
 from .conftest import Fleet, settled, start_fleet
+from .long_runs import FULL
 from .moving import answer_of, ask, move, moving, until
 from .prompts import complete, prompt_of
 
@@ -113,7 +114,7 @@ async def preemptions(fleet: Fleet) -> float:
 
 async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(small: Fleet) -> None:
     prompts = [prompt_of(200 + 30 * index, seed=index) for index in range(12)]
-    fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 200 if FULL else 140, "ignore_eos": True}
     room = asyncio.Semaphore(3)  # so many fit at a time
 
     async def undisturbed(prompt: list[int]) -> dict[str, Any]:

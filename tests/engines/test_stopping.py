@@ -49,7 +49,7 @@ async def ended(place: EnginePlace) -> int:
 
 
 async def test_an_engine_that_is_told_to_stop_is_emptied_first(breakable: Fleet) -> None:
-    calm = [await read(breakable.url, body) for body in STREAMS]
+    calm = await asyncio.gather(*(read(breakable.url, body) for body in STREAMS))
     streams = await begin_on(breakable, LEAVING)
     await undrain(breakable)
     place = breakable.places[LEAVING]

@@ -91,6 +91,13 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine of a fleet, and whether it is picked for nothing new."""
+
+    address: EngineAddress
+    draining: bool = False
+
+
 class Membership:
     """Adds engines to ``fleet`` and takes them away; opens and closes their connections by ``connect(name, url)``.
 
@@ -122,6 +129,30 @@ class Membership:
             self._fleet.add(member)
             self._open[id(member)] = member, stack.pop_all()
         return member
+
+    async def become(self, wanted: Sequence[MemberState]) -> list[Member]:
+        """Make the members those that are wanted; another URL is another engine.
+
+        Returns those that are new, which are not picked until they have answered.
+        """
+        addresses = {state.address.name: state.address.url for state in wanted}
+        for member in self._fleet.members:
+            if addresses.get(member.name) != member.url:
+                self.remove(member.name)
+        here, entered = {member.name: member for member in self._fleet.members}, list[Member]()
+        for state in wanted:
+            name, role = state.address.name, state.address.role
+            if name not in here:
+                here[name] = await self.enter(state.address)
+                here[name].reachable = False
+                entered.append(here[name])
+            if here[name].role != role:
+                here[name].role = role
+                logger.warning("engines: %s has the role %s", name, role)
+            if here[name].draining != state.draining:
+                self._fleet.drain(name, state.draining)
+                logger.warning("engines: %s is %s", name, "drained" if state.draining else "picked again")
+        return entered
 
     async def check(self, address: EngineAddress) -> None:
         """Ask an engine whether it may join.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.fleet.membership import Promise
+from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
@@ -23,13 +23,6 @@ from tercet.settings import EngineAddress, RouterConfig
 
 LOCK_SECONDS = 10.0
 AGAIN_SECONDS = 0.01
-
-
-class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of the fleet, and whether it is picked for nothing new."""
-
-    address: EngineAddress
-    draining: bool = False
 
 
 class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from tercet.aio import TaskSet
 from tercet.client import Admit, HttpEngine, engine_tls
 from tercet.client.ask_front_door import ask_front_door
 from tercet.fleet import EngineFleet
-from tercet.fleet.membership import Membership
+from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_rescheduler import FleetRescheduler
@@ -34,6 +34,10 @@ class ListedEngine(msgspec.Struct, frozen=True):
     url: str
     role: Role
     draining: bool = False
+
+    def state(self) -> MemberState:
+        """The same, as what a fleet should have."""
+        return MemberState(EngineAddress(self.name, self.url, self.role), self.draining)
 
 
 def serve_rescheduler(config: ReschedulerConfig) -> None:
@@ -62,23 +66,23 @@ async def _serve(config: ReschedulerConfig) -> None:
     background = TaskSet()
     async with StreamListener() as listener, Membership(fleet, connect) as membership:
         try:
-            await _follow_once(await _listed(config), fleet, membership)
+            await _follow_once(config, membership)
             policies = ", ".join(config.reschedule.policies)
             logger.info("%d engines of %s, by %s", len(fleet.members), config.url, policies)
             background.spawn(membership.watch(), "membership")
-            background.spawn(_follow(config, fleet, membership), "engines")
+            background.spawn(_follow(config, membership), "engines")
             await rescheduler.run()
         finally:
             await background.close()
 
 
-async def _follow(config: ReschedulerConfig, fleet: EngineFleet, membership: Membership) -> None:
+async def _follow(config: ReschedulerConfig, membership: Membership) -> None:
     """Engines join, leave, change their roles and are drained as at the front door, until cancelled."""
     answers = True
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         try:
-            await _follow_once(await _listed(config), fleet, membership)
+            await _follow_once(config, membership)
             if not answers:
                 logger.warning("%s answers again", config.url)
             answers = True
@@ -96,17 +100,7 @@ async def _listed(config: ReschedulerConfig) -> Sequence[ListedEngine]:
         raise EngineUnreachable(f"what answers at {config.url} lists no engines: {error}", "url") from error
 
 
-async def _follow_once(listed: Sequence[ListedEngine], fleet: EngineFleet, membership: Membership) -> None:
-    wanted = {each.name: each for each in listed}
-    for member in fleet.members:
-        found = wanted.get(member.name)
-        if found is None or found.url != member.url:
-            membership.remove(member.name)
-    here = {member.name: member for member in fleet.members}
-    for name, found in wanted.items():
-        if name not in here:
-            here[name] = await membership.enter(EngineAddress(name, found.url, found.role))
-            await membership.look(members=[here[name]])
-        here[name].role = found.role
-        if here[name].draining != found.draining:
-            fleet.drain(name, found.draining)
+async def _follow_once(config: ReschedulerConfig, membership: Membership) -> None:
+    """Raises :class:`~tercet.protocol.TercetError`, and the engines stay as they are."""
+    listed = [each.state() for each in await _listed(config)]
+    await membership.look(members=await membership.become(listed))

@@ -181,23 +181,9 @@ class SharedState:
             logger.warning("programs: version %d cannot be returned to: %s", program.number, error.message)
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
-        wanted = {member.address.name: member for member in state.members}
-        for member in self._fleet.members:
-            found = wanted.get(member.name)
-            if found is None or found.address.url != member.url:
-                self._membership.remove(member.name)
-        here = {member.name: member for member in self._fleet.members}
-        for name, found in wanted.items():
-            if name not in here:
-                here[name] = await self._membership.enter(found.address)
-                here[name].reachable = from_scratch
-            if here[name].role != found.address.role:
-                here[name].role = found.address.role
-                logger.warning("engines: %s has the role %s", name, found.address.role)
-            if here[name].draining != found.draining:
-                self._fleet.drain(name, found.draining)
-                logger.warning("engines: %s is %s", name, "drained" if found.draining else "picked again")
-        away = [member for member in here.values() if not member.reachable]
+        for member in await self._membership.become(state.members):
+            member.reachable = from_scratch
+        away = [member for member in self._fleet.members if not member.reachable]
         if away and not from_scratch:
             await self._membership.look(members=away)
 

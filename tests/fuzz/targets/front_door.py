@@ -17,10 +17,11 @@ from aiohttp import web
 
 from tercet.client import HttpEngine
 from tercet.client.ask_front_door import ask_front_door
+from tercet.fleet.membership import MemberState
 from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer
-from tercet.router.fleet_state import FleetState, MemberState, ProgramInUse, StateFile
+from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, _read
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan

@@ -12,7 +12,6 @@ import pytest
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, SequenceReport, TercetError, UnknownSequence
 from tercet.router.fleet_rescheduler import FleetRescheduler
-from tercet.router.rescheduler_server import ListedEngine, _follow_once  # pyright: ignore[reportPrivateUsage]
 from tercet.settings import MoveSettings, ReschedulerConfig, RescheduleSettings
 
 from ..fakes import FakeEngine
@@ -146,32 +145,3 @@ async def test_its_end_leaves_nothing_behind() -> None:
 def test_a_policy_that_there_is_not_is_said_at_once() -> None:
     with pytest.raises(BadRequest, match="there is no policy 'x'"):
         World(policies=["x"])
-
-
-async def test_engines_are_followed_as_the_front_door_lists_them() -> None:
-    fleet, entered = EngineFleet(()), list[str]()
-
-    class Members:
-        async def enter(self, address: Any) -> Member:
-            entered.append(address.name)
-            fleet.add(member := Member(address.name, address.url, address.role, FakeEngine(address.name)))
-            return member
-
-        async def look(self, members: Any) -> None: ...
-
-        def remove(self, name: str) -> None:
-            fleet.remove(name)
-
-    def state() -> list[tuple[str, str, bool]]:
-        return [(each.name, each.role, each.draining) for each in fleet.members]
-
-    members: Any = Members()
-    await _follow_once([ListedEngine("a", "http://a", "both"), ListedEngine("b", "http://b", "both")], fleet, members)
-    assert state() == [("a", "both", False), ("b", "both", False)]
-    await _follow_once(
-        [ListedEngine("a", "http://other", "both"), ListedEngine("b", "http://b", "decode", draining=True)],
-        fleet, members,
-    )  # fmt: skip
-    assert (sorted(state()), entered) == ([("a", "both", False), ("b", "decode", True)], ["a", "b", "a"])
-    await _follow_once([], fleet, members)
-    assert state() == []
