@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import console, say
-from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.local import RunningFleet, local_fleet
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
@@ -69,7 +68,7 @@ class Progress:
 
 
 def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
-    """Start the fleet, run ``then``, stop the fleet; Ctrl-C and SIGTERM stop it at any moment.
+    """Start the fleet, run ``then``, stop the fleet; Ctrl-C and SIGTERM stop it at any moment, twice at once.
 
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
     """
@@ -84,12 +83,14 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
 
 async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
     stopped_by: list[int] = []
-    task = asyncio.ensure_future(_fleet(config, model, then))
+    hurry = asyncio.Event()
+    task = asyncio.ensure_future(_fleet(config, model, then, hurry))
 
     def stop(number: int) -> None:
-        if stopped_by:
-            say(f"still stopping; what is left is killed after {GRACE_SECONDS:.0f} s")
-        else:
+        if stopped_by and not hurry.is_set():
+            say("stopping at once: requests that still run end with an error")
+            hurry.set()
+        elif not stopped_by:
             say("stopping")
             task.cancel()
         stopped_by.append(number)
@@ -103,8 +104,10 @@ async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awai
         sys.exit(128 + stopped_by[0] if stopped_by else 1)
 
 
-async def _fleet(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
-    async with Progress() as progress, local_fleet(config, model, progress) as fleet:
+async def _fleet(
+    config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]], hurry: asyncio.Event
+) -> None:
+    async with Progress() as progress, local_fleet(config, model, progress, hurry) as fleet:
         progress.close()
         await then(fleet)
 
@@ -138,5 +141,5 @@ async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
         say(f"  {engine.name:{width}}  {engine.role:7}  {engine.url}")
     say(f"  logs: {fleet.log_dir}\n")
     say(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
-    say("Ctrl-C stops everything.")
+    say("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
     await fleet.until_broken(lambda name, state: say(f"{name} {state}"))

@@ -14,6 +14,7 @@ from tercet.cluster import guard
 from tercet.protocol import TercetError
 
 GRACE_SECONDS = 20.0
+HURRY_SECONDS = 5.0
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
 _STRAGGLER_SECONDS = 3.0
@@ -116,6 +117,12 @@ class Process:
             await self._end_stragglers()
         finally:
             self._cut_lifeline()
+
+    async def hurry(self) -> None:
+        """Have :meth:`stop`, which is under way, end soon: SIGTERM once more, and SIGKILL to what is left then."""
+        self._signal_group(signal.SIGTERM)
+        await asyncio.sleep(HURRY_SECONDS)
+        self._signal_group(signal.SIGKILL)
 
     async def _end_stragglers(self) -> None:
         """After the command's own end: what stays in its group gets a moment, and then SIGKILL."""

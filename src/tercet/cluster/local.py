@@ -16,13 +16,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, describe_exit
 from tercet.cluster.compute import split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
 from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, Role, ShuttingDown, from_wire
+from tercet.protocol.wire import UNREADABLE
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
 READY_SECONDS = 900.0
@@ -74,9 +75,12 @@ class RunningFleet:
 
 
 @asynccontextmanager
-async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncGenerator[RunningFleet]:
+async def local_fleet(
+    config: UpConfig, model: str, on_event: OnEvent, hurry: asyncio.Event | None = None
+) -> AsyncGenerator[RunningFleet]:
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
+    The front door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once.
     ``on_event(process, state)`` is told how each process gets on. Raises
     :class:`~tercet.cluster.child_process.StartFailed` when one does not become ready, and
     :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
@@ -98,7 +102,8 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
     argv = router_argv(router_config(config, model, port, engines), log_dir)
-    router = Process("router", argv, router_env(model), log_dir / "router.log")
+    grace = config.shutdown_timeout_s + GRACE_SECONDS
+    router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace)
     processes = [*(engine.process for engine in engines), router]
     try:
         # The front door loads beside the engines and waits for them.
@@ -113,7 +118,39 @@ async def local_fleet(config: UpConfig, model: str, on_event: OnEvent) -> AsyncG
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
     finally:
-        await asyncio.shield(asyncio.gather(*(process.stop() for process in processes)))
+        await asyncio.shield(
+            _stop(router, url, [engine.process for engine in engines], on_event, hurry or asyncio.Event())
+        )
+
+
+async def _stop(router: Process, url: str, engines: Sequence[Process], on_event: OnEvent, hurry: asyncio.Event) -> None:
+    """Engines end when the front door, which finishes what runs on them, has ended."""
+    hurrying, saying = asyncio.create_task(_hurry(router, hurry)), asyncio.create_task(_say_what_is_left(url, on_event))
+    try:
+        await router.stop()
+    finally:
+        hurrying.cancel()
+        saying.cancel()
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def _hurry(router: Process, hurry: asyncio.Event) -> None:
+    await hurry.wait()
+    await router.hurry()
+
+
+async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
+    """A front door that shuts down says so where it is asked for its health."""
+    said = ""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            with contextlib.suppress(aiohttp.ClientError, OSError, *UNREADABLE):
+                async with session.get(f"{url}/health") as response:
+                    error = from_wire(response.status, msgspec.json.decode(await response.read()))
+                if isinstance(error, ShuttingDown) and error.message != said:
+                    said = error.message
+                    on_event("router", said)
 
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:

@@ -15,12 +15,14 @@ from typing import Any, ClassVar, cast
 class TercetError(Exception):
     """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
 
-    ``blames`` names the engine at fault, where that is not the one that was called.
+    ``blames`` names the engine at fault, where that is not the one that was called. ``retry_after`` is in how many
+    seconds trying again may help, where that is known.
     """
 
     code: ClassVar[str] = "tercet_error"
     status: ClassVar[int] = 500
     blames: str | None = None
+    retry_after: int | None = None
 
     def __init_subclass__(cls, status: int | None = None) -> None:
         if status is not None:
@@ -81,6 +83,12 @@ class Saturated(TercetError, status=429):
 
 class DeadlineExceeded(TercetError, status=504):
     """The request took longer than this server lets any take."""
+
+
+class ShuttingDown(TercetError, status=503):
+    """The front door is about to end: it takes nothing new, or gives up what runs. Another one may serve."""
+
+    retry_after = 5
 
 
 class NoSpace(TercetError, status=503):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import LOOK_SECONDS
-from tercet.protocol import Saturated
+from tercet.protocol import Saturated, TercetError
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
 
@@ -95,6 +95,13 @@ class Admission:
         ticket.state = "over"
         return self.look(load)
 
+    def refuse_all(self) -> list[Ticket]:
+        """Nobody waits any longer."""
+        changed, self.waiting = self.waiting, []
+        for ticket in changed:
+            ticket.state = "refused"
+        return changed
+
     def saturated(self, load: FleetLoad) -> bool:
         """Whether a request that came now would have to wait."""
         limits, engines = self.limits, max(1, load.engines)
@@ -135,6 +142,12 @@ class Gate:
         self._metrics = metrics
         self._clock = clock
         self._woken: dict[Ticket, asyncio.Event] = {}
+        self._closed_by: TercetError | None = None
+
+    def close(self, error: TercetError) -> None:
+        """What waits is refused with ``error``; nothing new is expected to come."""
+        self._closed_by = error
+        self._wake(self._admission.refuse_all())
 
     @property
     def has_engines(self) -> bool:
@@ -151,13 +164,15 @@ class Gate:
         """A request's place, held while entered.
 
         ``left``, called only if it has to wait, is done when its client has closed the connection. Raises
-        :class:`~tercet.protocol.Saturated`, and :class:`ClientLeft`.
+        :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error of :meth:`close`.
         """
         ticket, changed = self._admission.arrive(priority, self._load())
         try:
             self._wake(changed)
             if ticket.state == "waiting":
                 await self._wait(ticket, left())
+            if ticket.state == "refused" and self._closed_by is not None:
+                raise self._closed_by
             if ticket.state == "refused":
                 raise self._refusal("queue_full", f"the queue of {self._admission.limits.queued} requests is full")
             self._tell()

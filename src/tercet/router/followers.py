@@ -37,7 +37,8 @@ class EngineReport(msgspec.Struct, frozen=True):
 class FollowerReport(msgspec.Struct, frozen=True):
     """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so.
 
-    One that is not ``serving`` yet will have caught up when it is.
+    One that is not ``serving`` yet will have caught up when it is. ``requests_left`` counts those under way in one that
+    shuts down.
     """
 
     pid: int
@@ -45,6 +46,7 @@ class FollowerReport(msgspec.Struct, frozen=True):
     version: int = 0
     failure: str = ""
     engines: dict[str, EngineReport] = {}
+    requests_left: int = 0
 
 
 class Followers:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.protocol import EngineUnreachable, RequestTooLarge, Saturated, TercetError
+from tercet.protocol import EngineUnreachable, RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.wire import UNREADABLE
+from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.admission import ClientLeft, Gate
 from tercet.router.service import PROGRAM_HEADER
+from tercet.router.shutdown import Shutdown
 from tercet.router.trace_answers import TRACE_HEADER, TracingSend
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
@@ -44,16 +45,19 @@ class FrontDoor:
     """Refuses what may not come in, with OpenAI's error JSON, and has the rest served: by ``fast`` or by ``app``.
 
     ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals need to reach a browser.
+    ``shutdown`` is told of every request, and refuses all once it has begun; without one nobody ends this front door.
     """
 
     def __init__(
         self, app: ASGIApp, fast: FastPath | None, gate: Gate, keys: Sequence[str],
         check_program: Callable[[str], object], max_bytes: int,
         around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        shutdown: Shutdown | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
         self._gate = gate
+        self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._keys = BearerKeys(keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
@@ -70,6 +74,8 @@ class FrontDoor:
             return
         async with AsyncExitStack() as held:
             try:
+                if self._is_counted(context, scope):
+                    held.enter_context(self._shutdown.request())
                 body = await self._enter(context, scope, receive)
                 if body is not None and context.path in GENERATING and not self._gate.is_open:
                     held.callback(body.close)
@@ -82,14 +88,23 @@ class FrontDoor:
                 await self._serve(context, scope, receive if body is None else body.receive, send)
 
     async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
-        if context.path in READY and not self._gate.has_engines:
-            raise EngineUnreachable("no engine that may be picked answers")
+        if context.path in READY:
+            self._require_ready()
         if context.path not in OPEN:
             refusal = "this front door asks for its API key: Authorization: Bearer KEY"
             self._keys.require(context.headers.get("authorization"), refusal)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
+
+    def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
+        """Whether it is a request that is finished before this process ends, and not a look at how it does."""
+        return context.path not in OPEN and not (context.path.startswith(PREFIX) and scope["method"] == "GET")
+
+    def _require_ready(self) -> None:
+        self._shutdown.require_serving()
+        if not self._gate.has_engines:
+            raise EngineUnreachable("no engine that may be picked answers")
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         with serving(context):
@@ -182,8 +197,10 @@ async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     error: TercetError = scope[ERROR]
     body = msgspec.json.encode(error.to_wire())
     headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Saturated):
+    if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
+    if isinstance(error, ShuttingDown):
+        headers.append((b"connection", b"close"))  # the next request shall find another front door
     await _answer(send, error.status, body, headers)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
+from tercet.router.shutdown import Shutdown
 from tercet.router.workers import Shared
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
@@ -33,7 +35,10 @@ from tercet.streams import StreamListener
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
-    """Run the front door until SIGINT or SIGTERM; as one of several workers with what they have in common."""
+    """Run the front door until SIGINT or SIGTERM; as one of several workers with what they have in common.
+
+    The first signal has it finish what runs, any other one ends it at once.
+    """
     import uvloop
 
     log_to_stderr(config.log_level)
@@ -42,6 +47,7 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
+    shutdown = Shutdown(config.shutdown_timeout_s)
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
     fleet.without_role = config.without_role
@@ -56,10 +62,10 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             config.request_timeout_s, config.wait_for_engine_s, config.moves,
         )  # fmt: skip
         with state_path(config) as path:
-            state = SharedState(path, membership, service)
+            state = SharedState(path, membership, service, shutdown)
             try:
                 if shared is not None:
-                    background.spawn(shared.until_supervisor_ends(), "supervisor")
+                    background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
                 await state.start(FleetState.of(config))
                 _import_vllm()  # seconds, well spent while engines are still loading
                 promise = membership.promise = await state.until_ready()
@@ -69,7 +75,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
-                await _serve_openai(config, state, promise.max_model_len, shared)
+                await _serve_openai(config, state, promise.max_model_len, shutdown, shared)
             finally:
                 await background.close()
                 state.close()
@@ -100,7 +106,24 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len: int, shared: Shared | None) -> None:
+@contextmanager
+def _signals_to(handle: Callable[[], object]) -> Generator[None]:
+    """While entered each signal that asks this process to end calls ``handle``; afterwards it just ends by one."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+
+async def _serve_openai(
+    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, shared: Shared | None
+) -> None:
     from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
 
@@ -113,14 +136,22 @@ async def _serve_openai(config: RouterConfig, state: SharedState, max_model_len:
         server = await vllm.openai_server(args, engine_client)
         admin.install(server.app, state)
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
+        gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, Gate(config.limits, service.fleet, service.metrics), api_keys(args),
-            service.program_called, config.max_request_bytes, lambda refusals: with_cors(refusals, args),
+            layers, server.fast, gate, api_keys(args), service.program_called, config.max_request_bytes,
+            lambda refusals: with_cors(refusals, args), shutdown,
         )  # fmt: skip
         await state.serving()
         if shared is not None:
             shared.serving()
-        await vllm.accept(server.app, args, sock, None if shared is None else (shared.loads, shared.index))
+
+        async def shut_down() -> None:
+            # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
+            with _signals_to(shutdown.ask if shared is None else shutdown.begin):
+                await shutdown.run(gate.close, service.give_up)
+
+        loads = None if shared is None else (shared.loads, shared.index)
+        await vllm.accept(server.app, args, sock, shut_down, loads)
     finally:
         engine_client.shutdown()
         sock.close()

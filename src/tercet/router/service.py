@@ -77,6 +77,8 @@ class Service:
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
         self.metrics = metrics
+        self._streams: set[OutputStream] = set()
+        self._given_up_by: TercetError | None = None
         metrics.version.set(self.routing.current.number)
 
     # ---- changing programs -----------------------------------------------------------------------------------
@@ -117,6 +119,22 @@ class Service:
         """
         return OutputStream(partial(self._serve, request, trace, model, time.monotonic() if began is None else began))
 
+    def give_up(self, error: TercetError) -> None:
+        """Whatever runs, and whatever shall run from now on, ends with ``error``."""
+        self._given_up_by = error
+        for stream in tuple(self._streams):
+            stream.give_up(error)
+
+    @contextmanager
+    def _may_be_given_up(self, stream: OutputStream) -> Generator[None]:
+        if self._given_up_by is not None:
+            raise self._given_up_by
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+
     async def _serve(self, request: Request, trace: Trace, model: str, began: float, stream: OutputStream) -> None:
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
@@ -126,7 +144,10 @@ class Service:
         fleet = self.fleet.traced(trace, sequence.generates)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
-        with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+        with (
+            self._may_be_given_up(stream), self.sequences.running(sequence), self.metrics.sequence(),
+            self._deadline(began, stream),
+        ):  # fmt: skip
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence, self._was_taken(failure, tried_at))
                 if retry is None:

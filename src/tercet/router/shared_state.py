@@ -21,6 +21,7 @@ from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan
 from tercet.router.service import LOOK_SECONDS, Service
+from tercet.router.shutdown import Shutdown
 from tercet.scheduling import Scheduling, load_scheduling
 from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress
@@ -46,13 +47,15 @@ async def load_scheduling_file(path: str) -> Scheduling:
 class SharedState:
     """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed."""
 
-    def __init__(self, path: Path, membership: Membership, service: Service) -> None:
+    def __init__(self, path: Path, membership: Membership, service: Service, shutdown: Shutdown | None = None) -> None:
         self.service = service
         self._file = StateFile(path)
         self._fleet = service.fleet
         self._membership = membership
         self._metrics = service.metrics
         self._followers = Followers(path)
+        self._shutdown = shutdown or Shutdown(timeout_s=0)
+        self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
         self._turn = asyncio.Lock()
         self._stamp: object = None
@@ -258,7 +261,8 @@ class SharedState:
 
     def _own_report(self) -> FollowerReport:
         engines = {each.name: EngineReport(each.in_flight, each.reachable) for each in self._fleet.members}
-        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines)
+        left = self._shutdown.requests if self._shutdown.has_begun else 0
+        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left)
 
     def _report(self) -> None:
         """A report that cannot be written is no failure of what it says; it is tried again."""

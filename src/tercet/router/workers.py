@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from tercet.settings.log_lines import log_to_stderr
 
 LOAD_BYTES = 4
 SERVING = b"serving"
+HURRY = b"!"
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -51,12 +53,12 @@ class Shared:
         """Tell the supervisor that this worker takes connections."""
         self.line.sendall(SERVING)
 
-    async def until_supervisor_ends(self) -> None:
-        """Then nobody would replace this worker, or stop it: it stops itself."""
+    async def follow_supervisor(self, hurry: Callable[[], object]) -> None:
+        """Call ``hurry`` when the supervisor says so; without one, whom nobody would replace or stop, stop."""
         self.line.setblocking(False)
         with suppress(ConnectionError):
-            while await asyncio.get_running_loop().sock_recv(self.line, 1):
-                pass
+            while await asyncio.get_running_loop().sock_recv(self.line, len(HURRY)):
+                hurry()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -71,6 +73,7 @@ def main() -> None:
 
 
 logger = logging.getLogger("tercet.router")
+# For a worker to give back what it has, after its requests have ended.
 GRACE_SECONDS = 20.0
 AGAIN_SECONDS = 1.0
 # Replacements that end before they serve, in a row, after which something is wrong with more than a worker.
@@ -82,17 +85,24 @@ COMMAND = "from tercet.router.workers import main; main()"
 def supervise(config: RouterConfig) -> int:
     """Run ``config.workers`` front doors until SIGINT or SIGTERM; returns an exit code.
 
-    It is not 0 if a worker ends before it serves, at the start or again and again later.
+    The first signal has them finish what runs, any other one ends them at once. The code is not 0 if a
+    worker ends before it serves, at the start or again and again later.
     """
     log_to_stderr(config.log_level)
     return asyncio.run(_supervise(config))
 
 
 async def _supervise(config: RouterConfig) -> int:
-    stopped = asyncio.Event()
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            hurried.set()
+        stopped.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stop)
     async with AsyncExitStack() as stack:
         listening = stack.enter_context(_listen(config))
         common = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-workers-")))
@@ -102,7 +112,9 @@ async def _supervise(config: RouterConfig) -> int:
         loads = os.memfd_create("tercet-loads")
         stack.callback(os.close, loads)
         _prepare_loads(loads, config.workers)
-        places = [Place(config, index, listening, loads, common / "metrics") for index in range(config.workers)]
+        places = [
+            Place(config, index, listening, loads, common / "metrics", hurried) for index in range(config.workers)
+        ]
         keeping = [asyncio.create_task(place.keep()) for place in places]
         waiting = asyncio.create_task(stopped.wait())
         try:
@@ -134,7 +146,8 @@ def _prepare_loads(loads: int, workers: int) -> None:
 class Place:
     """One worker's place: whoever holds it is started, watched, and replaced.
 
-    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs.
+    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs. Once ``hurried`` is set
+    a worker that is being stopped is told to end at once.
     """
 
     config: RouterConfig
@@ -142,6 +155,7 @@ class Place:
     listening: socket.socket
     loads: int
     metrics: Path
+    hurried: asyncio.Event
 
     async def keep(self) -> int:
         """Have a worker here until cancelled; returns an exit code if that cannot be done."""
@@ -166,7 +180,7 @@ class Place:
                 code = await process.wait()
                 return code, _served(ours)
             finally:
-                await _stopped(process)
+                await self._stop(process, ours)
                 self._forget(process.pid)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
@@ -181,6 +195,27 @@ class Place:
             process.stdin.close()
         return process
 
+    async def _stop(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
+        """SIGTERM, for as long as its requests may go on; SIGKILL if it does not end then."""
+        if process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        hurrying = asyncio.create_task(self._hurry(line))
+        try:
+            async with asyncio.timeout(self.config.shutdown_timeout_s + GRACE_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        finally:
+            hurrying.cancel()
+
+    async def _hurry(self, line: socket.socket) -> None:
+        await self.hurried.wait()
+        with suppress(OSError):
+            line.send(HURRY)
+
     def _forget(self, pid: int) -> None:
         multiprocess.mark_process_dead(pid, str(self.metrics))  # pyright: ignore[reportUnknownMemberType]
         os.pwrite(self.loads, NOT_ACCEPTING, LOAD_BYTES * self.index)
@@ -192,17 +227,3 @@ def _served(line: socket.socket) -> bool:
         line.setblocking(False)
         return line.recv(len(SERVING)) == SERVING
     return False
-
-
-async def _stopped(process: asyncio.subprocess.Process) -> None:
-    """End a process: SIGTERM, after the grace SIGKILL."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(GRACE_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

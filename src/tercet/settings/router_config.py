@@ -184,6 +184,10 @@ class FrontDoorConfig(Settings, frozen=True):
         Seconds | None,
         Setting("How long a request may take; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
     ] = msgspec.field(default=None, name="request-timeout")
+    shutdown_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1_000_000_000)],
+        Setting("How long running requests may go on when it is told to stop.", unit="seconds"),
+    ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
     ] = MAX_REQUEST_BYTES

@@ -43,6 +43,12 @@ FRONTEND_HOOKS = (
             Takes(f"{LAUNCHERS}.app:build_app", "args", "supported_tasks", "model_config"),
             Takes(f"{LAUNCHERS}.api_server.app_state:init_app_state", "engine_client", "state", "args"),
             Takes(f"{LAUNCHERS}.launcher:serve_http", "app", "sock", "enable_ssl_refresh"),
+            Says(
+                f"{LAUNCHERS}.launcher:serve_http",
+                "app.state.server = server",
+                "loop.add_signal_handler(",
+                "await server_task",
+            ),
             Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
             Takes(f"{LAUNCHERS}.cli_args:make_arg_parser", "parser"),
             Takes(f"{LAUNCHERS}.cli_args:validate_parsed_serve_args", "args"),

@@ -76,7 +76,7 @@ def start_up(tmp_path: Path, runs: list[Run], mode: str, *arguments: str) -> Run
 
 def test_up_says_where_everything_is(tmp_path: Path, up: list[Run]) -> None:
     run = start_up(tmp_path, up, "answers", "--both", "1", "--served-model-name", "m")
-    text = run.says("Ctrl-C stops everything.")
+    text = run.says("Ctrl-C finishes what runs")
     for expected in (
         "prefill-0: loading", "router: ready in", "model m, program disaggregated", "decode-0   decode   http://127.0.0.1:",
         "engine-0   both ", f"logs: {tmp_path}/cache/logs/", "/v1/chat/completions -H 'content-type: application/json'",
@@ -110,13 +110,13 @@ def test_ended_when_it_is_ready_it_leaves_nothing(tmp_path: Path, up: list[Run],
     assert run.leaves_nothing(5 if number == signal.SIGKILL else 0)
 
 
-def test_a_second_ctrl_c_does_not_break_off_the_stop(tmp_path: Path, up: list[Run]) -> None:
+def test_a_second_ctrl_c_hurries_and_does_not_break_off_the_stop(tmp_path: Path, up: list[Run]) -> None:
     run = start_up(tmp_path, up, "stubborn")
     run.says("Ctrl-C")
     run.process.send_signal(signal.SIGINT)
     run.says("stopping")
     run.process.send_signal(signal.SIGINT)
-    run.says("still stopping")
+    run.says("stopping at once")
     assert run.process.wait(timeout=60) == 130
     assert run.leaves_nothing(0)
 

@@ -177,6 +177,19 @@ async def test_what_a_dead_engine_leaves_behind_is_ended_at_once(tmp_path: Path,
         watching.cancel()
 
 
+async def test_the_front_door_ends_before_the_engines(tmp_path: Path, scripts: dict[str, str]) -> None:
+    scripts["router"] = "stubborn"
+    hurry, running = asyncio.Event(), list[bool]()
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None, hurry) as fleet:
+        leaving = asyncio.create_task(asyncio.sleep(0.5))
+        leaving.add_done_callback(
+            lambda _: (running.extend(engine.process.returncode is None for engine in fleet.engines), hurry.set())
+        )
+    assert running == [True, True]
+    assert fleet.router.returncode == -signal.SIGKILL
+    assert gone(children_of(tmp_path / "logs"))
+
+
 def test_engines_are_not_reachable_from_elsewhere_even_when_the_front_door_is() -> None:
     specs = local.engine_specs(UpConfig(host="0.0.0.0", both=1), "m")
     assert {spec.host for spec in specs} == {"127.0.0.1"}

@@ -49,7 +49,7 @@ os._exit(3)
 """,
     )
     with socket.socket() as listening:
-        place = Place(CONFIG, 0, listening, loads, tmp_path)
+        place = Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event())
         try:
             async with asyncio.timeout(20):
                 assert await place._one() == (3, says)
@@ -67,5 +67,5 @@ async def test_a_line_that_breaks_is_the_supervisors_end(monkeypatch: pytest.Mon
         supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         supervisor.close()
         async with asyncio.timeout(5):
-            await Shared(0, line, memoryview(bytearray(4)).cast("i"), line).until_supervisor_ends()
+            await Shared(0, line, memoryview(bytearray(4)).cast("i"), line).follow_supervisor(lambda: told.append(0))
     assert told == [signal.SIGTERM]

@@ -101,7 +101,7 @@ def door(engine: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         "--workers", "2", "--log-level", "warning",
     ]  # fmt: skip
     env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=env)
+    process = subprocess.Popen(command, env=env, process_group=0)
     try:
         yield port, process
     finally:
@@ -158,3 +158,55 @@ def test_workers_end_with_their_supervisor(door: tuple[int, subprocess.Popen[byt
     workers = children(process.pid)
     process.kill()
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+class Answer:
+    """A stream that a client reads, from the moment it begins."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        body = json.dumps({**CHAT, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions", body, {"content-type": "application/json"}
+        )
+        self._answer = urllib.request.urlopen(request, timeout=60)
+        self._answer.readline()  # it is under way
+
+    def events(self) -> list[Any]:
+        """What is left of it, without its end mark, which must be there."""
+        lines = [line.removeprefix("data: ") for line in self._answer.read().decode().splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+
+def refuses(port: int) -> bool:
+    """Whether the front door takes nothing new; it must go on listening."""
+    status, found = ask(port, "POST", "/v1/chat/completions", CHAT)
+    return status == 503 and found["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.timeout(500)
+def test_told_to_stop_under_load_they_finish_what_runs(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+    port, process = door
+    until(lambda: serves(door, 2))
+    answers = [Answer(port, 600) for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)  # as from a terminal: it and its workers
+    until(lambda: refuses(port))
+    for answer in answers:
+        events = answer.events()
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert len(events) >= 600
+    assert process.wait(60) == 0
+
+
+@pytest.mark.timeout(500)
+def test_told_twice_they_end_at_once_and_say_so_in_each_stream(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+    port, process = door
+    until(lambda: serves(door, 2))
+    answers = [Answer(port, 1900) for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)
+    until(lambda: refuses(port))
+    os.killpg(process.pid, signal.SIGINT)
+    for answer in answers:
+        error = answer.events()[-1]["error"]
+        assert (error["code"], "shutting down" in error["message"], "http" in error["message"]) == (503, True, False)
+    assert process.wait(60) == 0

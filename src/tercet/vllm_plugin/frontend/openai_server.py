@@ -1,18 +1,20 @@
 """vLLM's OpenAI server, put together from its own parts over the client that runs programs.
 
 Relies on ``AsyncLLM.__init__`` getting its client from ``EngineCoreClient.make_async_mp_client``, on ``build_app``
-leaving the application's layers to be put on, and on the launcher functions ``init_app_state`` and ``serve_http``.
+leaving the application's layers to be put on, and on the launcher functions ``init_app_state`` and ``serve_http``, of
+which the latter puts its signal handlers on before it waits for anything, and its server into ``app.state.server``.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import importlib
 import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,9 @@ from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.hooks import require_hooks
+
+# What is left of connections when the server closes: idle clients, and answers whose time was over before.
+CLOSE_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,15 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
 
 
 async def accept(
-    app: FastAPI, args: argparse.Namespace, sock: socket.socket, peer_loads: tuple[memoryview[int], int] | None = None
+    app: FastAPI,
+    args: argparse.Namespace,
+    sock: socket.socket,
+    shut_down: Callable[[], Awaitable[None]],
+    peer_loads: tuple[memoryview[int], int] | None = None,
 ) -> None:
-    """Serve until told to stop; of several workers the one with the fewest connections takes the next.
+    """Serve until ``shut_down`` returns, which is called once the socket is being served, or the server ends.
+
+    Signals are for ``shut_down`` to handle. Of several workers the one with the fewest connections takes the next.
 
     ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's. vLLM 0.31 does not
     look at them: there the system chooses.
@@ -150,11 +161,22 @@ async def accept(
     by_load: dict[str, Any] = {}
     if peer_loads is not None and "peer_loads" in inspect.signature(serve_http).parameters:
         by_load["peer_loads"] = peer_loads
-    shutdown = await serve_http(
+    serving = asyncio.ensure_future(serve_http(
         app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
         **by_load, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
-    )  # fmt: skip
-    await shutdown
+    ))  # fmt: skip
+    await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers are there, to be replaced
+    ending = asyncio.ensure_future(shut_down())
+    try:
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            ending.result()
+            app.state.server.should_exit = True
+        await (await serving)
+    finally:
+        ending.cancel()
+        serving.cancel()
 
 
 def _settle() -> None:

@@ -1,0 +1,108 @@
+"""How a front door ends: it takes nothing new, finishes what runs, and tells what it cannot finish why it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from tercet.protocol import ShuttingDown, TercetError
+
+logger = logging.getLogger("tercet.router")
+# From one line about what is left to the next, in seconds.
+SAY_SECONDS = 5.0
+# In which answers that are given up get their errors to their clients, in seconds.
+FAREWELL_SECONDS = 2.0
+
+
+class Shutdown:
+    """The end of this process's front door; ``timeout_s`` is for how long running requests may go on then.
+
+    ``requests`` counts those that are under way here, ``elsewhere`` those in other processes of this front door, while
+    they shut down.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.requests = 0
+        self.elsewhere: Callable[[], int] = lambda: 0
+        self._timeout_s = timeout_s
+        self._begun = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._begun.is_set()
+
+    def begin(self) -> None:
+        """Take nothing new, and end when nothing runs any more. More than once changes nothing."""
+        self._begun.set()
+
+    def hurry(self) -> None:
+        """End at once."""
+        self._begun.set()
+        self._hurried.set()
+
+    def ask(self) -> None:
+        """As a signal asks: the first one begins, any other hurries."""
+        if self.has_begun:
+            self.hurry()
+        self.begin()
+
+    def require_serving(self) -> None:
+        """Raises :class:`~tercet.protocol.ShuttingDown` with the number of requests that are left, once it begins."""
+        if self.has_begun:
+            left = self.requests + self.elsewhere()
+            raise ShuttingDown(f"this front door is shutting down; requests left: {left}")
+
+    @contextmanager
+    def request(self) -> Generator[None]:
+        """A request is under way while entered. Raises :class:`~tercet.protocol.ShuttingDown` once none is taken."""
+        if self.has_begun:
+            raise ShuttingDown("this front door is shutting down, and takes no new requests")
+        self.requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            if not self.requests:
+                self._idle.set()
+
+    async def run(
+        self, stop_waiting: Callable[[TercetError], object], give_up: Callable[[TercetError], object]
+    ) -> None:
+        """Return once the front door may end: a while after :meth:`begin`, soon after :meth:`hurry`.
+
+        ``stop_waiting`` is called with the error of requests that have not been let in yet, ``give_up`` with that of
+        those which still run when their time is over.
+        """
+        await self._begun.wait()
+        stop_waiting(ShuttingDown("this front door is shutting down, and the request had not begun yet"))
+        await self._finish()
+        if self.requests:
+            why = "was not waited for" if self._hurried.is_set() else f"did not end within {self._timeout_s:g} s"
+            logger.warning("shutting down: %d requests end with an error", self.requests)
+            give_up(ShuttingDown(f"this front door is shutting down, and the request {why}"))
+            await _first_of(FAREWELL_SECONDS, self._idle)
+
+    async def _finish(self) -> None:
+        """Wait for running requests, and say from time to time how many are left."""
+        now = asyncio.get_running_loop().time
+        until = now() + self._timeout_s
+        while self.requests and not self._hurried.is_set() and (seconds := until - now()) > 0:
+            logger.warning("shutting down: %d requests are left, for up to %.0f s", self.requests, seconds)
+            await _first_of(min(seconds, SAY_SECONDS), self._idle, self._hurried)
+
+
+async def _first_of(seconds: float, *events: asyncio.Event) -> None:
+    """Return once one of the events is set, or after so many seconds."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
