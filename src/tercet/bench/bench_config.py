@@ -205,9 +205,9 @@ class ServeConfig(BenchConfig, frozen=True):
     """One target, under one program or whatever it runs. ``label`` is its line in a figure."""
 
     program: Annotated[str | None, Setting("The program that serves, on a Tercet front door", panel=TARGET)] = None
-    label: Annotated[str | None, Setting("Its line in a figure", default="the program, or the model", panel=OUTPUT)] = (
-        None
-    )
+    label: Annotated[
+        str | None, Setting("Its line in a figure", default="the program that serves, or the model", panel=OUTPUT)
+    ] = None
 
 
 class CompareConfig(BenchConfig, frozen=True):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tercet.bench.bench_config import CompareConfig
 from tercet.bench.results import Point, Ratio
-from tercet.bench.summary import Samples
+from tercet.bench.summary import Samples, enough
 
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], float]
@@ -47,7 +47,10 @@ class Interval:
 
 
 def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
-    """The ratios of every label to the baseline, per load, metric and statistic; rounds that both finished count."""
+    """The ratios of every label to the baseline, per load, metric and statistic; rounds that both finished count.
+
+    There is none of a percentile for which there are too few requests.
+    """
     whole = [point for point in points if not point.partial]
     labels = [*config.program, *config.also]
     baseline = config.baseline or labels[0]
@@ -131,7 +134,10 @@ def _intervals(
     for metric in METRICS:
         above: list[Floats] = [getattr(sample, metric) for sample in ours]
         below: list[Floats] = [getattr(sample, metric) for sample in theirs]
+        fewest = min(sum(int(np.sum(~np.isnan(each))) for each in side) for side in (above, below))
         for name, statistic in STATISTICS.items():
+            if not enough(fewest, name):
+                continue
             found = ratio_interval(above, below, statistic, config.resamples, config.confidence, config.seed)
             if found is not None:
                 yield f"{name} {metric.upper()}", found

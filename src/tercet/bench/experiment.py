@@ -19,12 +19,18 @@ from tercet.bench.compose import Style, compose
 from tercet.bench.openai_client import Client, Clock
 from tercet.bench.results import Point
 from tercet.bench.summary import Distribution, Summary, summarize
-from tercet.bench.target import BenchTarget, ModelVocabulary, ask_target, chat_overhead
+from tercet.bench.target import (
+    PROGRAM_HEADER,
+    BenchTarget,
+    ModelVocabulary,
+    ask_target,
+    chat_overhead,
+    require_programs,
+)
 from tercet.bench.traffic import LiveProgress, Traffic
 from tercet.bench.workloads import Conversation, Vocabulary, plan
 from tercet.bench.workloads.recorded import ShareGPT
 
-PROGRAM_HEADER = "x-tercet-program"
 LEAD_SECONDS = 0.1
 LAG_SECONDS = 0.05
 FindModel = Callable[[str], str]
@@ -123,6 +129,9 @@ async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_mod
         headers["authorization"] = f"Bearer {key}"
     urls = dict.fromkeys(contender.base_url for contender in contenders)
     targets = {url: await ask_target(url, config.model, headers) for url in urls}
+    for url in urls:
+        programs = [each.program for each in contenders if each.base_url == url and each.program is not None]
+        await require_programs(url, programs, headers)
     model = find_model(config.tokenizer or next(iter(targets.values())).tokenizer)
     vocabulary = ModelVocabulary(model)
     overhead = chat_overhead(model, vocabulary) if config.endpoint == "chat" else 0

@@ -1,63 +1,44 @@
-"""What was measured, for people: text for a terminal, a Markdown table, and a figure with a line per program."""
+"""What was measured, for people: text for a terminal, and a Markdown table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
+from tercet.bench.digits import three_digits
+from tercet.bench.figure_lines import Figure, FigureLine, LinePoint, Metrics, figure_of
 from tercet.bench.results import BenchResult, Point, Ratio, RequestRecord
-from tercet.bench.summary import Distribution, Samples, Summary
-from tercet.protocol import BadRequest
+from tercet.bench.run_facts import FOREMOST, MACHINE, MODEL, PROGRAM, SOURCE, facts_of
+from tercet.bench.summary import REQUESTS_NEEDED, Summary, enough
 
-Metrics = Mapping[str, float | int | None]
 ROWS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2EL (JCT)", "e2el"))
 SCHEDULED = (("TTFT scheduled", "ttft_scheduled"), ("E2EL scheduled", "e2el_scheduled"))
 COLUMNS = (("mean", "mean"), ("P50", "median"), ("P90", "p90"), ("P99", "p99"))
+RATES = (("achieved, requests/s", "request_throughput"), ("goodput, requests/s", "request_goodput"),
+         ("output tokens/s", "output_throughput"))  # fmt: skip
+TABLE = (*RATES, *((f"{title} {statistic.upper() if statistic != 'mean' else statistic}, ms", f"{statistic}_{name}_ms")
+                  for title, name in ROWS for statistic in ("mean", "p99")))  # fmt: skip
+TOO_FEW = "-"
+NO_POINT = Point(label="", metrics={})
 LATE_SENDS = 0.05
 LATE_SENDS_SECONDS = 0.005
 LATE_LOOP_MS = 20.0
-PANELS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
-STATISTICS = (("mean", "mean"), ("P99", "p99"))
-MARKERS = "osD^vP*X"
-FORMATS = (".png", ".svg", ".pdf")
-HEADROOM = 1.1
-
-
-@dataclass(frozen=True)
-class FigureLine:
-    """One program's points, by x; the values are metrics by name."""
-
-    label: str
-    points: tuple[tuple[float, Metrics], ...]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """All lines of a figure, and what x is."""
-
-    x_label: str
-    lines: tuple[FigureLine, ...]
 
 
 def point_text(point: Point, summary: Summary) -> str:
     """One point as a small table for a terminal, with what is odd about it below."""
-    head = f"{summary.completed} completed, {summary.failed} failed, {summary.duration:.1f} s"
+    head = f"{summary.completed} completed, {summary.failed} failed, {three_digits(summary.duration)} s"
     rates = (
-        f"{summary.request_throughput:.2f} requests/s, {summary.output_throughput:.1f} output tokens/s, "
-        f"{summary.total_token_throughput:.1f} tokens/s"
+        f"{three_digits(summary.request_throughput)} requests/s, "
+        f"{three_digits(summary.output_throughput)} output tokens/s, "
+        f"{three_digits(summary.total_token_throughput)} tokens/s"
     )
     if summary.request_goodput is not None:
-        rates += f", goodput {summary.request_goodput:.2f} requests/s"
+        rates += f", goodput {three_digits(summary.request_goodput)} requests/s"
     rows = ["  ".join(["ms".ljust(16), *(name.rjust(9) for name, _ in COLUMNS)])]
     for title, name in (*ROWS, *SCHEDULED):
-        values = [point.metrics.get(f"{column}_{name}_ms") for _, column in COLUMNS]
-        rows.append("  ".join([title.ljust(16), *(_number(value).rjust(9) for value in values)]))
-    return "\n".join([f"  {line}" for line in (head, rates, *rows, *remarks(point, summary))])
+        cells = [_cell(point.metrics, f"{column}_{name}_ms") for _, column in COLUMNS]
+        rows.append("  ".join([title.ljust(16), *(cell.rjust(9) for cell in cells)]))
+    return "\n".join(f"  {line}" for line in (head, rates, *rows, *_needed([point.metrics]), *remarks(point, summary)))
 
 
 def remarks(point: Point, summary: Summary) -> list[str]:
@@ -83,63 +64,40 @@ def remarks(point: Point, summary: Summary) -> list[str]:
     return found
 
 
-def figure_of(results: Sequence[BenchResult]) -> Figure:
-    """A line per label over all files; points of one label and load are pooled.
-
-    Raises :class:`~tercet.protocol.BadRequest` for files that do not go into one figure.
-    """
-    points = [point for result in results for point in result.points]
-    if not points:
-        raise BadRequest("report: there is no point in these files", "file")
-    kinds = {_axis(point) for point in points}
-    if len(kinds) > 1:
-        raise BadRequest(
-            "report: open-loop and closed-loop points do not go into one figure; report them apart", "file"
-        )
-    groups: dict[str, dict[float, list[Point]]] = {}
-    for point in points:
-        groups.setdefault(point.label, {}).setdefault(_x(point), []).append(point)
-    lines = [
-        FigureLine(label, tuple((x, pooled(group)) for x, group in sorted(by_x.items())))
-        for label, by_x in groups.items()
-    ]
-    return Figure(kinds.pop(), tuple(lines))
-
-
-def pooled(points: Sequence[Point]) -> Metrics:
-    """The metrics of several rounds as one: latencies of all their requests, throughput over their summed durations."""
-    if len(points) == 1:
-        return points[0].metrics
-    if not all(point.records for point in points):
-        name = f"{points[0].label} at {_x(points[0]):g}"
-        raise BadRequest(f"report: {name} was measured several times without records, which cannot be pooled", "file")
-    samples = [Samples.of(point.records) for point in points]
-    found: dict[str, float | int | None] = {}
-    for name in ("ttft", "tpot", "e2el", "ttft_scheduled", "e2el_scheduled"):
-        distribution = Distribution.of(np.concatenate([getattr(sample, name) for sample in samples]))
-        found |= {} if distribution is None else distribution.flat(name)
-    itl = Distribution.of(np.concatenate([sample.itl for sample in samples]))
-    found |= {} if itl is None else itl.flat("itl")
-    seconds = sum(_value(point, "duration") for point in points)
-    for name in ("completed", "failed", "interrupted", "total_input_tokens", "total_output_tokens"):
-        found[name] = int(sum(_value(point, name) for point in points))
-    for name in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"):
-        counted = sum(_value(point, name) * _value(point, "duration") for point in points)
-        found[name] = counted / seconds if seconds and points[0].metrics.get(name) is not None else None
-    return found | {"duration": seconds}
-
-
 def markdown(results: Sequence[BenchResult]) -> str:
-    """The numbers of a figure as a table, the ratios of comparisons, and where they were measured."""
+    """The numbers of a figure as a table, in what its lines differ, the ratios of comparisons, and their origin."""
     figure = figure_of(results)
-    header = ["", figure.x_label, "completed", "failed", "output tokens/s", "goodput"]
-    header += [f"{title} {column}" for title, _ in ROWS for column in ("mean", "P99")]
-    rows = [_row(line.label, x, metrics) for line in figure.lines for x, metrics in line.points]
-    parts = [_table(header, rows), "Latencies in milliseconds, from the send."]
+    columns = [column for column in TABLE if any(_has(line, column[1]) for line in figure.lines)]
+    header = ["", figure.x_label, "completed", "failed", *(title for title, _ in columns)]
+    names = [name for _, name in columns]
+    rows = [_row(line.label, point, names) for line in figure.lines for point in line.points]
+    metrics = [point.metrics for line in figure.lines for point in line.points]
+    notes = ["Latencies are from the send.", *(f"{note[:1].upper()}{note[1:]}." for note in _needed(metrics))]
+    parts = [_table(header, rows), " ".join(notes), *_alike_and_not(figure)]
     ratios = [ratio for result in results for ratio in result.ratios]
     if ratios:
         parts.append(ratio_table(ratios))
     return "\n\n".join([*parts, *dict.fromkeys(_origin(result) for result in results)]) + "\n"
+
+
+def _alike_and_not(figure: Figure) -> Iterator[str]:
+    """What all lines have in common, and a list of what each has for itself."""
+    told = [f"{name} {value}" for name in FOREMOST if (value := figure.common.get(name)) is not None]
+    if told:
+        yield f"All lines: {'; '.join(told)}."
+    listed = [f"- {line.label}: {found}" for line in figure.lines if (found := _differences(line, figure.lines))]
+    if listed:
+        yield "\n".join(["The lines differ in:", "", *listed])
+
+
+def _differences(line: FigureLine, lines: Sequence[FigureLine]) -> str:
+    """In what a line is unlike others; between files of two kinds, only what both kinds tell."""
+    one_kind = SOURCE not in line.differs
+    told = [name for name in line.differs if one_kind or all(each.differs[name] is not None for each in lines)]
+    facts = ((name, line.differs[name]) for name in told)
+    return "; ".join(
+        f"{name} {value or 'not given'}" for name, value in facts if (name, value) != (PROGRAM, line.label)
+    )
 
 
 def ratio_table(ratios: Sequence[Ratio]) -> str:
@@ -147,47 +105,52 @@ def ratio_table(ratios: Sequence[Ratio]) -> str:
     names = list(dict.fromkeys(ratio.metric for ratio in ratios))
     keys = list(dict.fromkeys((ratio.label, ratio.baseline, ratio.request_rate, ratio.concurrency) for ratio in ratios))
     found = {(r.label, r.baseline, r.request_rate, r.concurrency, r.metric): r for r in ratios}
+    load_title = "requests/s" if all(ratio.request_rate is not None for ratio in ratios) else "load"
     rows: list[list[str]] = []
     for key in keys:
         label, baseline, rate, users = key
         cells = [found.get((*key, name)) for name in names]
         load = f"{rate:g}" if rate is not None else str(users or "")
-        shown = [f"{cell.ratio:.3f} ({cell.low:.3f} to {cell.high:.3f})" if cell else "" for cell in cells]
+        shown = [_interval(cell) if cell else TOO_FEW for cell in cells]
         rows.append([f"{label} / {baseline}", load, *shown])
     confidence = f"{ratios[0].confidence:.0%} bootstrap intervals over {ratios[0].rounds} rounds"
-    return _table(["ratio", "load", *names], rows) + f"\n\nBelow 1 is faster than the baseline; {confidence}."
+    return _table(["ratio", load_title, *names], rows) + f"\n\nBelow 1 is faster than the baseline; {confidence}."
 
 
-def _axis(point: Point) -> str:
-    closed = point.request_rate is None and point.concurrency is not None
-    return "requests at once" if closed else "requests/s"
+def _interval(ratio: Ratio) -> str:
+    return f"{three_digits(ratio.ratio)} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
 
 
-def _x(point: Point) -> float:
-    if point.request_rate is not None:
-        return point.request_rate
-    return float(point.concurrency) if point.concurrency is not None else _value(point, "request_throughput")
+def _has(line: FigureLine, name: str) -> bool:
+    return any(point.metrics.get(name) is not None for point in line.points)
 
 
-def _value(point: Point, name: str) -> float:
-    return float(point.metrics.get(name) or 0.0)
+def _row(label: str, point: LinePoint, names: Sequence[str]) -> list[str]:
+    counts = [str(point.metrics.get("completed") or 0), str(point.metrics.get("failed") or 0)]
+    return [label, f"{point.x:.3g}", *counts, *(_cell(point.metrics, name) for name in names)]
 
 
-def _row(label: str, x: float, metrics: Metrics) -> list[str]:
-    names = ["output_throughput", "request_goodput", *(f"{c}_{name}_ms" for _, name in ROWS for c in ("mean", "p99"))]
-    counts = [str(metrics.get("completed") or 0), str(metrics.get("failed") or 0)]
-    return [label, f"{x:.3g}", *counts, *(_number(metrics.get(name)) for name in names)]
+def _cell(metrics: Metrics, name: str) -> str:
+    """A number, empty where there is none; a percentile of too few requests is not told."""
+    value = metrics.get(name)
+    told = value is None or enough(int(metrics.get("completed") or 0), name.partition("_")[0])
+    return three_digits(value) if told else TOO_FEW
+
+
+def _needed(metrics: Sequence[Metrics]) -> Iterator[str]:
+    counts = [int(each.get("completed") or 0) for each in metrics]
+    short = [
+        f"{statistic.upper()} needs {least} requests"
+        for statistic, least in REQUESTS_NEEDED.items()
+        if any(0 < count < least for count in counts)
+    ]
+    if short:
+        yield f"{TOO_FEW}: too few requests for a percentile; {' and '.join(short)}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _example(records: Iterable[RequestRecord], kind: str) -> str:
@@ -196,74 +159,9 @@ def _example(records: Iterable[RequestRecord], kind: str) -> str:
 
 
 def _origin(result: BenchResult) -> str:
-    def told(value: Any) -> str:
-        return str(value) if value is not None else "unknown"
-
-    cpu, cores = told(result.machine.get("cpu")), told(result.machine.get("cores"))
-    where = "simulated" if result.source == "sim" else f"measured from a machine with {cores} cores, {cpu}"
-    model = f"model {told(result.target.get('model'))}, " if result.target.get("model") else ""
-    return f"{result.created}: {model}{where}, Tercet {told(result.versions.get('tercet'))}, seed {result.seed}."
-
-
-def require_drawing(file: Path) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` when ``file`` cannot be drawn: its format, or no matplotlib."""
-    if file.suffix.lower() not in FORMATS:
-        raise BadRequest(f"--figure {file}: must end with {', '.join(FORMATS)}", "figure")
-    try:
-        import_module("matplotlib.figure")
-    except ImportError as error:
-        why = "figures need matplotlib, which is not installed; install it with: pip install 'tercet[plot]'"
-        raise BadRequest(f"--figure {file}: {why}", "figure") from error
-
-
-def draw(figure: Figure, file: Path, title: str | None = None) -> None:
-    """Write the figure; the file's suffix decides the format. Raises :class:`~tercet.protocol.BadRequest`."""
-    require_drawing(file)
-    # Optional, and only partly typed.
-    library: Any = import_module("matplotlib")
-    canvas_type: Any = import_module("matplotlib.figure").Figure
-
-    # Text stays text in SVG, and the same numbers give the same file.
-    with library.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tercet"}):
-        canvas = canvas_type(figsize=(9, 9), layout="constrained")
-        axes: Any = canvas.subplots(len(PANELS), len(STATISTICS), sharex=True, squeeze=False)
-        for row, (name, metric) in enumerate(PANELS):
-            for column, (statistic, key) in enumerate(STATISTICS):
-                _panel(axes[row][column], figure, f"{statistic} {name}", f"{key}_{metric}_ms")
-        for axis in axes[-1]:
-            axis.set_xlabel(figure.x_label)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        columns = min(4, max(1, len(labels)))
-        canvas.legend(
-            handles,
-            labels,
-            loc="outside upper center",
-            ncols=columns,
-            frameon=False,
-            title=title,
-            title_fontsize="large",
-        )
-        try:
-            canvas.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
-        except OSError as error:
-            raise BadRequest(f"--figure {file}: {error.strerror}", "figure") from error
-
-
-def _panel(axis: Any, figure: Figure, title: str, metric: str) -> None:
-    highest = 0.0
-    for index, line in enumerate(figure.lines):
-        drawn = [(x, found) for x, metrics in line.points if (found := _seconds(metrics, metric)) is not None]
-        axis.plot([x for x, _ in drawn], [y for _, y in drawn], marker=MARKERS[index % len(MARKERS)], label=line.label)
-        highest = max([highest, *(y for _, y in drawn)])
-    axis.set_title(title, fontsize="medium")
-    axis.set_ylabel("ms" if "tpot" in metric else "s")
-    axis.set_ylim(0, HEADROOM * highest if highest else 1)
-    axis.grid(visible=True, alpha=0.3)
-
-
-def _seconds(metrics: Metrics, name: str) -> float | None:
-    """The value in the panel's unit: milliseconds for TPOT, seconds for the others."""
-    value = metrics.get(name)
-    if value is None:
-        return None
-    return float(value) if "tpot" in name else float(value) / 1000
+    facts = facts_of(result, result.points[0] if result.points else NO_POINT)
+    where = f"{facts.get(SOURCE)}, model {facts.get(MODEL) or 'unknown'}"
+    if result.source == "bench":
+        where = f"{result.created}: {where}, measured from {facts.get(MACHINE) or 'an unknown machine'}"
+    partial = " It was interrupted: its last point has the requests that were over by then." if result.partial else ""
+    return f"{where}, Tercet {result.versions.get('tercet', 'unknown')}, seed {result.seed}.{partial}"

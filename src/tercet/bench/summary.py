@@ -25,6 +25,8 @@ Floats = NDArray[np.float64]
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 MS = 1000.0
 INTERRUPTED = "interrupted"
+# Of so many requests one is expected beyond the percentile; of fewer it is the maximum under another name.
+REQUESTS_NEEDED = {"p90": 10, "p99": 100}
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,6 +196,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             elif name not in _DISTRIBUTIONS and name != "errors":
                 found[name] = value
         return found
+
+
+def enough(requests: int, statistic: str) -> bool:
+    """Whether so many requests have the statistic, such as ``p99``."""
+    return requests >= REQUESTS_NEEDED.get(statistic, 1)
 
 
 _DISTRIBUTIONS = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_scheduled", "send_delay")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ ASK_SECONDS = 10.0
 # What Tercet's front door and vLLM tell about themselves; other servers answer 404, and that is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
+PROGRAM_HEADER = "x-tercet-program"
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,41 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         entry = next((entry for entry in listed if entry.get("id") == chosen), dict[str, Any]())
         root = entry.get("root")
         about = {name: told for name, path in MORE.items() if (told := await _ask(session, url + path)) is not None}
+    about |= {"engine_versions": found} if (found := await _engine_versions(about.get("engines"))) else {}
     about |= {"base_url": url, "model": chosen}
     about |= {name: entry[name] for name in LISTED if name in entry}
     return BenchTarget(url, chosen, root if isinstance(root, str) else None, about)
+
+
+async def require_programs(base_url: str, programs: Sequence[str], headers: Mapping[str, str]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for the first program that the front door there does not know.
+
+    A front door looks at the name in the header of every request, also of one that generates nothing.
+    """
+    url = f"{base_url.rstrip('/')}/v1/models"
+    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        for program in programs:
+            try:
+                async with session.get(url, headers={PROGRAM_HEADER: program}) as response:
+                    refusal = (await response.json(content_type=None))["error"] if response.status == 400 else None
+            except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+                raise EngineUnreachable(f"{url} does not say whether it has program {program}: {error}") from error
+            if refusal is not None:
+                why = str(refusal.get("message")).removeprefix(f"{PROGRAM_HEADER}: ")
+                raise BadRequest(f"--program: {why}", "program")
+
+
+async def _engine_versions(engines: Any) -> list[str]:
+    """What the engines behind a front door say that they are, each once; nothing of those that cannot be asked."""
+    if not isinstance(engines, list):
+        return []
+    listed = [cast("dict[str, Any]", engine) for engine in cast("list[object]", engines) if isinstance(engine, dict)]
+    urls = [url for engine in listed if (url := str(engine.get("url"))).startswith("http")]
+    # Not with the headers of the front door's own session: its key is no business of others.
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
+        told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
+    return sorted({str(each["version"]) for each in told if each})
 
 
 async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:

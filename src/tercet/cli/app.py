@@ -21,9 +21,12 @@ from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
+from tercet.settings.declaration import near
 
-# The base of what typer says about the command line; it comes from the click that typer brings and has no public name.
+# The bases of what typer says about the command line; they come from the click that it brings, and have no public name.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
+_NoSuchOption: Any = next(each for each in _UsageError.__subclasses__() if each.__name__ == "NoSuchOption")
 
 app = typer.Typer(
     name="tercet",
@@ -69,6 +72,8 @@ def _run(argv: list[str]) -> int:
     """Exit code of one command line, with its complaint on standard error."""
     try:
         return app(argv, prog_name="tercet", standalone_mode=False) or 0
+    except _NoSuchOption as error:
+        return _complain(f"No such option: {error.option_name}; {_nearest(error)}", 2)
     except _CommandLineError as error:
         message = error.format_message().rstrip(".")
         # Of a command that was given without any argument the help is printed already, and there is nothing to add.
@@ -80,6 +85,16 @@ def _run(argv: list[str]) -> int:
         return _complain(error.message, 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _nearest(error: Any) -> str:
+    """The option that was probably meant, and all that the command has."""
+    path = error.ctx.command_path
+    given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
+    known = sorted(name for name in given if name.startswith("--"))
+    hint = near(error.option_name, known)
+    listed = f"{path} has {', '.join(known) or 'none'}; see {path} --help"
+    return f"{hint} {listed}" if hint.startswith("did you mean") else listed
 
 
 def _complain(text: str, code: int) -> int:

@@ -17,8 +17,11 @@ import uvloop
 
 from tercet.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
 from tercet.bench.compare import ratios_of, turns_of
+from tercet.bench.drawing import require_drawing
 from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
-from tercet.bench.result_report import draw, figure_of, markdown, point_text, ratio_table, require_drawing
+from tercet.bench.figure_lines import figure_of
+from tercet.bench.result_figure import draw
+from tercet.bench.result_report import markdown, point_text, ratio_table
 from tercet.bench.results import (
     BenchResult,
     Point,
@@ -29,11 +32,12 @@ from tercet.bench.results import (
     save_result,
     versions,
 )
+from tercet.bench.run_facts import program_served
 from tercet.bench.summary import Summary
 from tercet.cli.bench_migration import migration
 from tercet.cli.bench_options import bench_command
 from tercet.cli.bench_transfer import transfer
-from tercet.cli.terminal import say, write_file
+from tercet.cli.terminal import require_folder, say, write_file
 from tercet.cluster.model import resolve_model
 from tercet.protocol import BadRequest, EngineError
 
@@ -66,7 +70,8 @@ def serve(config: ServeConfig, result: Path | None) -> None:
     contender = Contender(config.label or config.program or "", config.base_url, config.program)
 
     def cells(bench: Bench) -> list[Cell]:
-        label = contender.label or bench.targets[contender.base_url].model
+        target = bench.targets[contender.base_url]
+        label = contender.label or program_served(target.about) or target.model
         return [Cell(replace(contender, label=label), load) for load in config.loads]
 
     _measure_and_report(config, [contender], cells, result)
@@ -95,22 +100,28 @@ def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of serve, compare or sim.")],
     figure: Annotated[list[Path] | None, typer.Option(help="A figure to draw: .png, .svg or .pdf. Repeatable.")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the Markdown here instead of printing it.")] = None,
-    title: Annotated[str | None, typer.Option(help="Above the figure.")] = None,
+    title: Annotated[
+        str | None, typer.Option(help="Above the figure.", show_default="the model, the workload and the arrivals")
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="Logarithmic axes for latencies.")] = False,
 ) -> None:
-    """Draw rate against TTFT, TPOT and JCT, mean and P99, with a line per program; and print the same as a table.
+    """Draw load against TTFT, TPOT, JCT and rates, with a line per program; and print the same as a table.
 
-    Files of several runs go into one figure. Runs of one program at one load are pooled.
+    Files of several runs go into one figure. What was measured alike is pooled: the same program, model, machine,
+    engines and workload. Other runs are lines of their own, whose labels say in what they differ. A figure whose name
+    ends with `-dark`, such as `rates-dark.svg`, is for dark pages.
 
     Examples:
     - `tercet bench report run.json`
     - `tercet bench report dp.json pd.json --figure evaluation.svg --figure evaluation.png --table evaluation.md`
     """
     for file in figure or ():
-        require_drawing(file)
+        require_drawing(file, "--figure")
+        require_folder(file, "--figure")
     results = load_results(files)
     text = markdown(results)
     for file in figure or ():
-        draw(figure_of(results), file, title)
+        draw(figure_of(results), file, title, log=log)
     if table is None:
         typer.echo(text, nl=False)
     else:

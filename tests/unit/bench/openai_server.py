@@ -25,11 +25,13 @@ class FakeServer:
     ``status``: an error instead; ``gap``: seconds between tokens; ``at_once``: tokens per event, with their ids;
     ``cut``: closes the connection after so many tokens; ``error``: sends an error after so many; ``hang``: says nothing
     after so many, until its client goes; ``silent``: an answer without a token. ``root`` is where its tokenizer is.
+    ``programs`` are those that it knows, as a front door does; None for a server that knows nothing of programs.
     """
 
     def __init__(self, root: str = "") -> None:
         self.root = root
         self.url = ""
+        self.programs: set[str] | None = None
         self.behave: dict[str, Any] = {}
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -54,7 +56,11 @@ class FakeServer:
         finally:
             await runner.cleanup()
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        asked = request.headers.get("x-tercet-program")
+        if self.programs is not None and asked is not None and asked not in self.programs:
+            why = f"x-tercet-program: there is no program {asked!r}; choose {', '.join(sorted(self.programs))}"
+            return web.json_response({"error": {"message": why}}, status=400)
         return web.json_response({"data": [{"id": MODEL, "root": self.root, "max_model_len": 4096}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:

@@ -102,6 +102,20 @@ async def test_compare_interleaves_programs_and_a_peer(server: FakeServer, tmp_p
     assert "| b / a |" in text
 
 
+async def test_a_program_that_does_not_exist_ends_a_comparison_before_it_starts(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.programs = {"a", "b"}
+    file = tmp_path / "c.json"
+    code, text = await run(
+        "compare", "--base-url", server.url, "--program", "a", "--program", "c", "--also", f"peer={server.url}",
+        "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL, "--result", str(file),
+    )  # fmt: skip
+    assert (code, text) == (2, "tercet: --program: there is no program 'c'; choose a, b\n")
+    assert server.bodies == []
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("rate", ["inf", "30"])
 async def test_ctrl_c_writes_what_is_there_and_exits_with_130(server: FakeServer, tmp_path: Path, rate: str) -> None:
     server.behave = {"hang": 2}
@@ -185,13 +199,14 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --base-url localhost", "base-url: is no URL"),
         ("serve --request-rate 1 --result /nowhere/x.json", "--result /nowhere/x.json"),
         ("serve --request-rate 1 --config /nowhere.yaml", "--config /nowhere.yaml: it cannot be read: No such file"),
-        ("serve --request-rate 1 --bogus", "No such option: --bogus"),
+        ("serve --request-rate 1 --bogus", "No such option: --bogus; tercet bench serve has --arrival, --base-url, "),
+        ("serve --request-rates 1", "No such option: --request-rates; did you mean --request-rate?"),
         ("compare --request-rate 1 --program a", "two or more to compare"),
         ("compare --request-rate 1 --program a --program a", "two have the same name"),
         ("compare --request-rate 1 --program a --program b --baseline c", "baseline: is c, and none of a, b"),
         ("compare --request-rate 1 --program a --also peer=here", "also: peer=here is no NAME=URL"),
         ("report /nowhere.json", "/nowhere.json: No such file"),
-        ("report x.json --figure x.gif", "must end with .png"),
+        ("report x.json --figure x.gif", "must end with one of .png"),
         ("report", "Missing argument 'FILE...'"),
     ],
 )

@@ -15,14 +15,16 @@ from tercet.bench.results import Point, RequestRecord
 MEAN = STATISTICS["mean"]
 
 
-def point(label: str, number: int, ttft: float, *, partial: bool = False, rate: float = 1.0, fails: int = -1) -> Point:
-    """Ten requests whose first token comes after ``ttft`` seconds, with a little that differs between requests."""
+def point(
+    label: str, number: int, ttft: float, *, partial: bool = False, rate: float = 1.0, fails: int = -1, count: int = 10
+) -> Point:
+    """Requests whose first token comes after ``ttft`` seconds, with a little that differs between them."""
     records = [
         RequestRecord(
             index=i, scheduled=i, sent=i, end=i + 2 * ttft, output_tokens=5, failure="http" if i == fails else None,
             first_token=None if i == fails else i + ttft * (1 + i / 100),
         )
-        for i in range(10)
+        for i in range(count)
     ]  # fmt: skip
     return Point(label=label, request_rate=rate, round=number, metrics={}, partial=partial, records=tuple(records))
 
@@ -94,8 +96,14 @@ def compared(*points: Point, **more: object) -> dict[tuple[str, str], float]:
 def test_ratios_are_against_the_baseline() -> None:
     points = [point(label, number, ttft) for number in range(2) for label, ttft in (("a", 1.0), ("b", 1.5))]
     assert compared(*points)["b", "mean TTFT"] == pytest.approx(1.5)
-    assert compared(*points, baseline="b")["a", "p99 E2EL"] == pytest.approx(1 / 1.5)
+    assert compared(*points, baseline="b")["a", "median E2EL"] == pytest.approx(1 / 1.5)
     assert {label for label, _ in compared(*points)} == {"b"}
+
+
+def test_percentiles_have_ratios_if_there_are_enough_requests_for_them() -> None:
+    for count, there in ((49, False), (50, True)):
+        points = [point(label, number, 1.0, count=count) for number in range(2) for label in ("a", "b")]
+        assert (("b", "p99 E2EL") in compared(*points)) is there
 
 
 def test_rounds_that_one_side_did_not_finish_do_not_count() -> None:

@@ -1,9 +1,10 @@
-"""What is kept and shown: files that come back as they were, tables, and figures."""
+"""What is kept and shown: files that come back as they were, lines that are of one kind, tables, and figures."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,26 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tercet.bench.result_report import draw, figure_of, markdown, point_text, pooled, ratio_table, require_drawing
+from tercet.bench.bench_config import CompareConfig
+from tercet.bench.compare import ratios_of
+from tercet.bench.digits import three_digits
+from tercet.bench.drawing import require_drawing
+from tercet.bench.figure_lines import figure_of, pooled
+from tercet.bench.result_figure import draw
+from tercet.bench.result_report import markdown, point_text, ratio_table
 from tercet.bench.results import BenchResult, Point, Ratio, RequestRecord, load_result, load_results, save_result
 from tercet.bench.summary import Slo, summarize
 from tercet.protocol import BadRequest
 
+from .golden_images import check_image
+
 CHANCE = np.random.default_rng(11)
+
+
+@pytest.fixture
+def fixed_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, whichever tests ran before."""
+    monkeypatch.setattr(sys.modules[__name__], "CHANCE", np.random.default_rng(3))
 
 
 def records(count: int = 20, ttft: float = 0.2, failed: int = 0) -> tuple[RequestRecord, ...]:
@@ -125,13 +140,14 @@ def test_rounds_without_records_cannot_be_pooled() -> None:
 def test_a_figure_has_a_line_per_label_sorted_by_rate() -> None:
     figure = figure_of([result(point("b", 2.0)), result(point("b", 0.5), point("a", 1.0))])
     assert figure.x_label == "requests/s"
-    assert [(line.label, [x for x, _ in line.points]) for line in figure.lines] == [("b", [0.5, 2.0]), ("a", [1.0])]
+    found = [(line.label, [point.x for point in line.points]) for line in figure.lines]
+    assert found == [("b", [0.5, 2.0]), ("a", [1.0])]
 
 
 def test_a_closed_loop_has_its_users_on_x_and_a_trace_its_own_rate() -> None:
     assert figure_of([result(point(rate=None, concurrency=4))]).x_label == "requests at once"
     (line,) = figure_of([result(point(rate=None))]).lines
-    assert line.points[0][0] == pytest.approx(20 / (20 + 0.4), rel=0.1)
+    assert line.points[0].x == pytest.approx(20 / (20 + 0.4), rel=0.1)
 
 
 def test_files_that_do_not_go_together() -> None:
@@ -146,10 +162,116 @@ def test_markdown() -> None:
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
     assert len({len(cells) for cells in rows}) == 1
     assert [cells[0].strip() for cells in rows[2:]] == ["data_parallel"] * 3 + ["disaggregated"] * 3
-    assert [cell.strip() for cell in rows[0]][1:8] == [
-        "requests/s", "completed", "failed", "output tokens/s", "goodput", "TTFT mean", "TTFT P99",
+    assert [cell.strip() for cell in rows[0]][1:9] == [
+        "requests/s", "completed", "failed", "achieved, requests/s", "goodput, requests/s", "output tokens/s",
+        "TTFT mean, ms", "TTFT P99, ms",
     ]  # fmt: skip
-    assert "a machine with 2 cores, X" in text
+    assert {cells[8].strip() for cells in rows[2:]} == {"-"}
+    assert "P99 needs 100 requests" in text
+    assert "measured from X, 2 cores" in text
+
+
+def test_a_percentile_is_told_from_the_requests_on_that_it_needs() -> None:
+    few, many = (markdown([result(point(records=records(count)))]) for count in (99, 100))
+    assert "P99 needs 100 requests" in few
+    assert "P99 needs" not in many
+    assert few.count("| - ") == 4
+    assert "| - " not in many
+
+
+# Lines
+
+
+def served(program: str, url: str = "http://a:1", **more: Any) -> BenchResult:
+    """A run that named no program, at a front door that ran one."""
+    target = {"base_url": url, "model": "m", "program": {"program": program, "args": more.pop("args", {})}}
+    return result(point("m", records=more.pop("records", None)), target={**target, **more.pop("target", {})}, **more)
+
+
+def labels(*results: BenchResult) -> list[str]:
+    return [line.label for line in figure_of(results).lines]
+
+
+def test_two_programs_are_two_lines_also_where_their_files_call_them_the_same() -> None:
+    assert labels(served("data_parallel"), served("disaggregated")) == ["m (data_parallel)", "m (disaggregated)"]
+    ratios = [replace(served("balanced", args={"balance_ratio": ratio}), points=(point("balanced"),)) for ratio in "01"]
+    assert labels(*ratios) == ["balanced(balance_ratio=0)", "balanced(balance_ratio=1)"]
+
+
+DIFFERENT: list[tuple[dict[str, Any], str]] = [
+    ({"target": {"model": "other"}}, "other"),
+    ({"target": {"engines": [{"role": "prefill"}, {"role": "decode"}, {"role": "decode"}]}}, "1P2D"),
+    ({"target": {"engine_versions": ["tercet 0.1.0, simulated llama-h100"]}}, "simulated in real time, llama-h100"),
+    ({"config": {"workload": ["sonnet,input_len=9"]}}, "sonnet,input_len=9"),
+    ({"config": {"arrival": "gamma", "burstiness": 0.5}}, "gamma 0.5"),
+    ({"config": {"goodput": {"ttft": 100, "tpot": None}}}, "SLO ttft=100"),
+    ({"config": {"num-prompts": 7}}, "num-prompts 7"),
+    ({"config": {"extra-body": {"priority": 1}}}, "extra-body priority=1"),
+    ({"url": "http://b:1"}, "server b"),
+    ({"versions": {"tercet": "9.9"}}, "tercet 9.9"),
+]
+
+
+@pytest.mark.parametrize(("other", "told"), DIFFERENT, ids=[told for _, told in DIFFERENT])
+def test_runs_that_differ_are_not_merged_and_their_labels_say_in_what(other: dict[str, Any], told: str) -> None:
+    config = {"workload": ["sonnet"], "arrival": "poisson", "burstiness": 1.0, "num-prompts": 20}
+    first: dict[str, Any] = {"config": config, "target": {"engine_versions": ["0.32.0"], "engines": [{"role": "both"}]}}
+    second: dict[str, Any] = {
+        name: {**first[name], **value} if name in first else value for name, value in other.items()
+    }
+    found = labels(served("dp", **first), served("dp", **{**first, **second}))
+    assert len(found) == len(set(found)) == 2
+    assert told in found[1]
+    assert told not in found[0]
+
+
+def test_another_machine_is_another_line() -> None:
+    there = replace(served("dp"), machine={"cpu": "Y", "cores": 64})
+    assert labels(served("dp"), there) == ["m, X, 2 cores", "m, Y, 64 cores"]
+
+
+def test_rounds_and_seeds_of_one_kind_are_one_line() -> None:
+    (line,) = figure_of([served("dp", seed=seed) for seed in (1, 2)]).lines
+    assert (line.label, line.points[0].metrics["completed"]) == ("m", 40)
+
+
+def simulated(profile: str = "llama-h100", seed: int = 0) -> BenchResult:
+    config = {"profile": profile, "fleet": "prefill=1,decode=1", "workload": {"input_mean": 512.0, "output_mean": 64.0}}
+    bare = Point(label="dp", program="dp", request_rate=1.0, metrics={"completed": 200, "mean_ttft_ms": 30.0})
+    return BenchResult(source="sim", created="simulation", config=config, seed=seed, points=(bare,))
+
+
+def test_simulated_and_real_runs_are_never_one_line() -> None:
+    real = served("dp", target={"model": "smollm2"})
+    assert labels(simulated(), replace(real, points=(point("dp"),))) == [
+        "dp, simulated, llama-h100", "dp, real, smollm2",
+    ]  # fmt: skip
+    assert labels(simulated(), simulated("qwen")) == ["dp, llama-h100", "dp, qwen"]
+    assert labels(simulated(), simulated(seed=1)) == ["dp, seed 0", "dp, seed 1"]
+    figure = figure_of([simulated()])
+    assert (figure.common["fleet"], figure.common["workload"]) == ("1P1D", "512 tokens in, 64 out")
+
+
+def test_the_same_run_twice_is_refused() -> None:
+    once = served("dp")
+    with pytest.raises(BadRequest, match="the same run, which would count twice"):
+        figure_of([once, once])
+
+
+def test_the_table_lists_in_what_lines_differ() -> None:
+    text = markdown([served("dp"), served("dp", config={"temperature": 1.0})])
+    assert "- m, temperature 1.0: temperature 1.0" in text
+    assert "- m, temperature unknown: temperature not given" in text
+    assert "All lines: source real; model m" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(None, ""), (0, "0"), (0.012345, "0.0123"), (0.9999, "1.00"), (9.996, "10.0"), (12.345, "12.3"), (999.9, "1000"),
+     (12345, "12300"), (-5.4321, "-5.43"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_three_digits(number: float | None, told: str) -> None:
+    assert three_digits(number) == told
 
 
 def test_ratios_as_a_table() -> None:
@@ -161,7 +283,7 @@ def test_ratios_as_a_table() -> None:
         for metric in ("mean TTFT", "p99 TTFT")
     ]  # fmt: skip
     text = ratio_table(ratios)
-    assert "| b / a | 1 | 2.000 (1.500 to 2.500) | 2.000 (1.500 to 2.500) |" in text
+    assert "| b / a | 1 | 2.00 (1.50 to 2.50) | 2.00 (1.50 to 2.50) |" in text
     assert "90% bootstrap intervals over 3 rounds" in text
 
 
@@ -186,15 +308,49 @@ def test_figures_are_drawn(tmp_path: Path, suffix: str) -> None:
     assert file.read_bytes().startswith(begins)
 
 
-def test_a_figure_has_six_panels_a_legend_and_ticks_within_the_data(tmp_path: Path) -> None:
+def texts_of(file: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text(encoding="utf-8"))
+
+
+def test_a_figure_has_its_panels_a_legend_units_and_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "evaluation.svg"
     draw(figure_of(sweep()), file, "Two engines")
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text(encoding="utf-8"))
+    texts = texts_of(file)
     for name in ("TTFT", "TPOT", "JCT"):
-        assert {f"mean {name}", f"P99 {name}"} <= set(texts)
+        assert {f"mean {name}", f"P90 {name}"} <= set(texts)
     assert texts.count("data_parallel") == texts.count("disaggregated") == 1
-    assert texts.count("requests/s") == 2
-    assert {"Two engines", "s", "ms", "0.5", "2.0"} <= set(texts)
+    assert texts.count("offered load, requests/s") == 2
+    assert {"Two engines", "achieved rate", "goodput", "ms", "requests/s", "0.5", "2.0"} <= set(texts)
+    footer = " ".join(texts)
+    assert "n = 20 requests per point" in footer
+    assert "P99 needs 100 requests per point" in footer
+    assert "2026-01-01" in footer
+
+
+def compared(rounds: int = 5, requests: int = 24) -> list[BenchResult]:
+    """Three programs at three rates, with the intervals of their ratios to the first."""
+    rates, slow = (1.0, 2.0, 4.0), {"data_parallel": 0.2, "disaggregated": 0.15, "balanced": 0.17}
+    points = [
+        point(label, rate, number, program=label, records=records(requests, ttft=ttft * rate))
+        for rate in rates
+        for number in range(rounds)
+        for label, ttft in slow.items()
+    ]
+    about = {
+        "model": "smollm2", "base_url": "http://a:1", "engines": [{"role": "prefill"}, {"role": "decode"}],
+        "engine_versions": ["0.32.0"],
+    }  # fmt: skip
+    config = CompareConfig(program=tuple(slow), request_rate=rates, rounds=rounds, resamples=200)
+    plain = {"workload": ["sonnet,input_len=512"], "arrival": "poisson"}
+    return [result(*points, ratios=tuple(ratios_of(points, config)), target=about, config=plain)]
+
+
+def test_the_figure_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed_chance: None) -> None:
+    figure = figure_of(compared())
+    assert [line.is_baseline for line in figure.lines] == [True, False, False]
+    assert {"mean TTFT", "p99 E2EL"} <= figure.lines[1].points[0].ratios.keys()
+    check_image("comparison.png", lambda file: draw(figure, file), tmp_path, monkeypatch)
+    check_image("comparison-dark.png", lambda file: draw(figure, file, log=True), tmp_path, monkeypatch)
 
 
 def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
@@ -212,11 +368,11 @@ def test_a_line_may_lack_a_metric(tmp_path: Path) -> None:
 
 
 def test_figures_that_cannot_be_drawn(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"must end with \.png"):
-        require_drawing(tmp_path / "x.gif")
+    with pytest.raises(BadRequest, match=r"must end with one of \.png"):
+        require_drawing(tmp_path / "x.gif", "--figure")
     with pytest.raises(BadRequest, match="No such file"):
         draw(figure_of(sweep()), tmp_path / "none" / "x.png")
 
 
 def test_an_infinite_rate_is_drawn_at_its_number_of_requests() -> None:
-    assert math.isfinite(figure_of([result(point(rate=None, concurrency=20))]).lines[0].points[0][0])
+    assert math.isfinite(figure_of([result(point(rate=None, concurrency=20))]).lines[0].points[0].x)

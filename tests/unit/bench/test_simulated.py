@@ -339,6 +339,8 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim sweep", "--over"),
         ("sim sweep --over x", "--over"),
         ("sim sweep --over rate=none", "rate"),
+        ("sim sweep --over max_num_seq=1", "there is no setting max_num_seq; did you mean max_num_seqs?"),
+        ("sim sweep --over salt=1 --program balanced", "balance_ratio"),
         ("sim sweep --over rate=1 --over rate=2", "--over"),
         ("sim sweep --over rate=1 --x ttft", "metric"),
         ("profile show nothing", "profile"),

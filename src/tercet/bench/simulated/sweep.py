@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ import msgspec
 from tercet import __version__
 from tercet.bench.simulated.moving_fleet import MovingSettings
 from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, figure_headings, figures_of
+from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import Source, declared, decode_settings, encode_settings
+from tercet.settings.declaration import near
 from tercet.sim import EngineOptions
 
 MOVING = {each.key for each in declared(MovingSettings)}
+OWN = ("rate", "fleet", "profile", "program")
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -72,6 +76,7 @@ def sweep(
     """Run every combination of the axes' values at ``rate``, which an axis may replace."""
     for metric in (x, y):
         check_metric(metric)
+    _require_known(base, axes)
     found: list[tuple[dict[str, str], SimulatedPoint]] = []
     for settings in _settings(axes):
         simulation, at = _with(base, settings, rate)
@@ -99,7 +104,7 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
     for name, value in settings.items():
         if name == "rate":
             rate = _rate(value)
-        elif name in ("fleet", "profile", "program"):
+        elif name in OWN:
             changed = msgspec.structs.replace(changed, **{name: value})
         elif name in EngineOptions.__struct_fields__:
             changed = msgspec.structs.replace(changed, options={**changed.options, name: value})
@@ -109,6 +114,16 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
         else:
             changed = msgspec.structs.replace(changed, program_args={**changed.program_args, name: value})
     return changed, rate
+
+
+def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is no setting of anything."""
+    programs = next((axis.values for axis in axes if axis.name == "program"), (base.program,))
+    arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
+    known = [*OWN, *EngineOptions.__struct_fields__, *sorted(MOVING), *sorted(arguments - {"request", "fleet"})]
+    for axis in axes:
+        if axis.name not in known:
+            raise BadRequest(f"--over: there is no setting {axis.name}; {near(axis.name, known)}", "--over")
 
 
 def _rate(value: str) -> float:

@@ -1,0 +1,141 @@
+"""How all figures look: one palette that the colour-blind can tell apart, for light pages and for dark ones.
+
+A file whose name ends with ``-dark``, such as ``rates-dark.svg``, is drawn for a dark page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tercet.protocol import BadRequest
+
+FORMATS = (".png", ".svg", ".pdf")
+DARK_SUFFIX = "-dark"
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", ":", "-.")
+DOTS_PER_INCH = 200
+# An axis from here to so many times that has no three round numbers of a logarithmic one.
+NARROW = 6.0
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of one kind of page.
+
+    ``series`` are of Okabe and Ito's eight, which all kinds of colour blindness tell apart; ``ink`` is for text and for
+    what others are compared with, ``faint`` for what stands behind.
+    """
+
+    page: str
+    ink: str
+    faint: str
+    series: Sequence[str]
+
+
+LIGHT = Palette(
+    "#ffffff", "#1a1a1a", "#8c8c8c", ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+)  # fmt: skip
+DARK = Palette(
+    "#14171c", "#e8e8e8", "#8c8c8c", ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of matplotlib that is being drawn, and its palette."""
+
+    canvas: Any
+    palette: Palette
+
+    def series(self, index: int) -> dict[str, Any]:
+        """Colour, marker and dashes of the ``index``-th series; no two of the first 24 are the same."""
+        colors = self.palette.series
+        return {
+            "color": colors[index % len(colors)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "linestyle": DASHES[index // len(colors) % len(DASHES)],
+        }
+
+    def baseline(self) -> dict[str, Any]:
+        """The looks of what others are compared with."""
+        return {"color": self.palette.ink, "marker": "o", "linestyle": "--", "zorder": 5}
+
+    def logarithmic(self, axis: Any) -> None:
+        """A logarithmic axis upwards, with plain numbers at its ticks, few enough and at least three."""
+        ticker: Any = import_module("matplotlib.ticker")
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        narrow = high < NARROW * low
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(5) if narrow else ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+    def footer(self, text: str) -> None:
+        """Small print below everything."""
+        self.canvas.supxlabel(text, fontsize=6.5, color=self.palette.faint, x=0.01, horizontalalignment="left")
+
+
+def require_drawing(file: Path, flag: str) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` when ``file`` cannot be drawn: its format, or no matplotlib."""
+    if file.suffix.lower() not in FORMATS:
+        raise BadRequest(f"{flag}: {file} must end with one of {', '.join(FORMATS)}", flag)
+    try:
+        import_module("matplotlib.figure")
+    except ImportError as error:
+        why = "needs matplotlib, which is not installed; install it with: pip install 'tercet[plot]'"
+        raise BadRequest(f"{flag}: {file} {why}", flag) from error
+
+
+@contextmanager
+def picture(file: Path, flag: str, width: float, height: float) -> Generator[Picture]:
+    """An empty figure of so many inches, written to ``file`` at the end; the file's suffix decides the format.
+
+    Raises :class:`~tercet.protocol.BadRequest` that names ``flag``.
+    """
+    require_drawing(file, flag)
+    palette = DARK if file.stem.endswith(DARK_SUFFIX) else LIGHT
+    # Optional, and only partly typed.
+    library: Any = import_module("matplotlib")
+    with library.rc_context():
+        library.rcdefaults()
+        library.rcParams.update(_settings(palette))
+        canvas = import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+        yield Picture(canvas, palette)
+        try:
+            canvas.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise BadRequest(f"{flag}: {file} cannot be written: {error.strerror}", flag) from error
+
+
+def _settings(palette: Palette) -> dict[str, Any]:
+    ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
+    return {
+        **dict.fromkeys(ink, palette.ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), palette.faint),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), palette.page),
+        "font.size": 8,
+        "axes.titlesize": 8.5,
+        "axes.labelsize": 8,
+        "legend.fontsize": 7.5,
+        "legend.frameon": False,
+        "legend.title_fontsize": 9.5,
+        "lines.linewidth": 1.2,
+        "lines.markersize": 4,
+        "errorbar.capsize": 2,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.5,
+        "savefig.dpi": DOTS_PER_INCH,
+        # Text stays text in SVG, and the same numbers give the same file.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "tercet",
+        "pdf.fonttype": 42,
+    }
