@@ -1,7 +1,8 @@
 """Real vLLM engines and front doors, started once for all tests here; float32, so that tokens compare.
 
 Tests may stop and kill the shared engines: what is dead is started anew, where it was, before the next test that asks
-for a fleet. But `tercet up` ends with the last engine that it started itself, so `prefill-0` is never killed.
+for a fleet, and by these tests alone: `tercet up` starts none anew here. But it ends with the last engine that it
+started itself, so `prefill-0` is never killed.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def start_fleet(tmp: Path, *args: str) -> Fleet:
     log = tmp / "up.log"
     command = [
         sys.executable, "-m", "tercet.cli", "up", "--model", MODEL, "--prefill", "1", "--decode", "1",
-        "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"), *args,
+        "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"),
+        "--engine-restarts", "0", *args,
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy())

@@ -17,19 +17,12 @@ from tercet.chaos.fault_schedule import ProcessKind
 from tercet.chaos.wrong_clock import WrongClock, build, can_be_built
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
-from tercet.cluster.local import (
-    ENGINE_HOST,
-    OnEvent,
-    RunningEngine,
-    engine_specs,
-    router_argv,
-    router_config,
-    router_env,
-    until_ready,
-)
+from tercet.cluster.local import ENGINE_HOST, engine_specs, router_argv, router_config, router_env
 from tercet.cluster.ports import free_ports, url_of
+from tercet.cluster.running_fleet import OnEvent, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import Role
+from tercet.settings import EngineAddress
 
 # Of the guard: a fleet that is broken on purpose is not given long to end by itself.
 GRACE_SECONDS = 5.0
@@ -177,7 +170,7 @@ async def running_fleet(
             engine.proxies = (forth, back)
         processes = {name: await engine.launch() for name, engine in engines.items()}
         known = [
-            RunningEngine(name, engine.role, url_of(ENGINE_HOST, engine.proxies[0].port), processes[name])
+            EngineAddress(name, url_of(ENGINE_HOST, engine.proxies[0].port), engine.role)
             for name, engine in engines.items()
         ]
         argv = router_argv(router_config(config, model, port, known), log_dir)

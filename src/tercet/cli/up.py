@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import console, say
-from tercet.cluster.local import RunningFleet, local_fleet
+from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
+from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.migration import policies_of
 from tercet.programs import load_program
@@ -142,4 +143,4 @@ async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
     say(f"  logs: {fleet.log_dir}\n")
     say(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     say("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
-    await fleet.until_broken(lambda name, state: say(f"{name} {state}"))
+    await fleet.until_broken(lambda name, state: say(f"{name}: {state}"))

@@ -47,6 +47,10 @@ class Process:
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
 
+    def again(self, log: Path) -> Process:
+        """Another start of the same command, with a log of its own."""
+        return Process(self.name, self._argv, self._env, log, self._grace)
+
     async def start(self) -> None:
         """Start it; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()

@@ -3,75 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, describe_exit
+from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
 from tercet.cluster.compute import split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
 from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.restarts import Restarts
+from tercet.cluster.running_fleet import OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import BadRequest, Role, ShuttingDown, from_wire
-from tercet.protocol.wire import UNREADABLE
+from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
-READY_SECONDS = 900.0
-ASK_SECONDS = 0.5
 # Engines serve the front door alone, and their control endpoints ask for no password.
 ENGINE_HOST = "127.0.0.1"
-OnEvent = Callable[[str, str], None]
-
-
-@dataclass(frozen=True)
-class RunningEngine:
-    """An engine that answers."""
-
-    name: str
-    role: Role
-    url: str
-    process: Process
-
-
-@dataclass(frozen=True)
-class RunningFleet:
-    """A fleet that answers at ``url``."""
-
-    url: str
-    engines: Sequence[RunningEngine]
-    router: Process
-    log_dir: Path
-
-    async def until_broken(self, on_event: OnEvent) -> None:
-        """Wait for the end of the front door or of the last engine, reporting engines that end before.
-
-        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return.
-        """
-        processes = [self.router, *(engine.process for engine in self.engines)]
-        waiting = {asyncio.ensure_future(process.ended()): process for process in processes}
-        try:
-            while True:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    process, how = waiting.pop(task), describe_exit(task.result())
-                    if process is self.router:
-                        raise process.failure(how)
-                    if list(waiting.values()) == [self.router]:
-                        raise process.failure(f"{how}; no engine is left")
-                    on_event(process.name, f"{how}; log: {process.log}")
-        finally:
-            for task in waiting:
-                task.cancel()
 
 
 @asynccontextmanager
@@ -80,7 +34,8 @@ async def local_fleet(
 ) -> AsyncGenerator[RunningFleet]:
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
-    The front door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once.
+    Whoever has it keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The front
+    door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once.
     ``on_event(process, state)`` is told how each process gets on. Raises
     :class:`~tercet.cluster.child_process.StartFailed` when one does not become ready, and
     :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
@@ -96,61 +51,31 @@ async def local_fleet(
             role,
             url_of(spec.host, spec.port),
             Process(spec.name, engine_argv(spec), {**engine_env(spec), **secret}, log_dir / f"{spec.name}.log"),
+            Restarts(config.engine_restarts),
         )
         for spec, (_, role) in zip(specs, config.roles, strict=True)
     ]
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
-    argv = router_argv(router_config(config, model, port, engines), log_dir)
+    addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
+    argv = router_argv(router_config(config, model, port, addresses), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace)
-    processes = [*(engine.process for engine in engines), router]
+    fleet = RunningFleet(url, engines, router, log_dir)
     try:
         # The front door loads beside the engines and waits for them.
-        for process in processes:
+        for process in (*(engine.process for engine in engines), router):
             await process.start()
             on_event(process.name, "loading")
         async with asyncio.TaskGroup() as group:
             for engine in engines:
-                group.create_task(until_ready(engine.process, engine.url, on_event))
+                group.create_task(engine.until_ready(on_event))
             group.create_task(until_ready(router, url, on_event))
-        yield RunningFleet(url, engines, router, log_dir)
+        yield fleet
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
     finally:
-        await asyncio.shield(
-            _stop(router, url, [engine.process for engine in engines], on_event, hurry or asyncio.Event())
-        )
-
-
-async def _stop(router: Process, url: str, engines: Sequence[Process], on_event: OnEvent, hurry: asyncio.Event) -> None:
-    """Engines end when the front door, which finishes what runs on them, has ended."""
-    hurrying, saying = asyncio.create_task(_hurry(router, hurry)), asyncio.create_task(_say_what_is_left(url, on_event))
-    try:
-        await router.stop()
-    finally:
-        hurrying.cancel()
-        saying.cancel()
-        await asyncio.gather(*(engine.stop() for engine in engines))
-
-
-async def _hurry(router: Process, hurry: asyncio.Event) -> None:
-    await hurry.wait()
-    await router.hurry()
-
-
-async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
-    """A front door that shuts down says so where it is asked for its health."""
-    said = ""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while True:
-            await asyncio.sleep(ASK_SECONDS)
-            with contextlib.suppress(aiohttp.ClientError, OSError, *UNREADABLE):
-                async with session.get(f"{url}/health") as response:
-                    error = from_wire(response.status, msgspec.json.decode(await response.read()))
-                if isinstance(error, ShuttingDown) and error.message != said:
-                    said = error.message
-                    on_event("router", said)
+        await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
 
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
@@ -182,11 +107,10 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     ]
 
 
-def router_config(config: UpConfig, model: str, port: int, engines: Sequence[RunningEngine]) -> RouterConfig:
+def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
-    addresses = tuple(EngineAddress(engine.name, engine.url, engine.role) for engine in engines)
-    fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": addresses}
+    fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     return RouterConfig(**fields, log_level="warning")
 
 
@@ -215,19 +139,3 @@ def _log_dir(config: UpConfig) -> Path:
     except OSError as error:
         raise BadRequest(f"--log-dir: {chosen} cannot be used: {error.strerror}", "log-dir") from error
     return chosen
-
-
-async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
-    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long."""
-    began = time.monotonic()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while time.monotonic() - began < READY_SECONDS:
-            if process.returncode is not None:
-                raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
-            with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
-                        return
-            await asyncio.sleep(ASK_SECONDS)
-    raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")

@@ -10,6 +10,7 @@ from msgspec import Meta
 from tercet.cluster.engine_command import check_flags
 from tercet.protocol import BadRequest, Role
 from tercet.settings import FrontDoorConfig, Setting
+from tercet.settings.declaration import NotNegative
 from tercet.settings.router_config import Port
 
 Count = Annotated[int, Meta(ge=0, le=1024)]
@@ -30,6 +31,10 @@ class UpConfig(FrontDoorConfig, frozen=True):
         ),
     ] = None
     kv_cache_gib: Annotated[Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB")] = 1
+    engine_restarts: Annotated[
+        NotNegative,
+        Setting("How often an engine that dies is started anew, until one has served for a minute; 0: never."),
+    ] = 5
     log_dir: Annotated[str | None, Setting("Where logs go.", default="a new directory in the cache")] = None
     simulate: Annotated[
         str | None,

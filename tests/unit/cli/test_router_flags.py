@@ -12,8 +12,7 @@ import typer
 
 from tercet.cli import app
 from tercet.cluster import local
-from tercet.cluster.child_process import Process
-from tercet.cluster.local import RunningEngine, router_argv, router_config
+from tercet.cluster.local import router_argv, router_config
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.server import stream_port
@@ -37,7 +36,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Ro
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.cli.servers.serve", found.append)
     monkeypatch.setattr("tercet.cli.servers.resolve_model", lambda name, _: name)
-    engine = RunningEngine("e", "decode", "http://127.0.0.1:1", Process("e", [], {}, tmp_path / "log"))
+    engine = EngineAddress("e", "http://127.0.0.1:1", "decode")
 
     def start(config: UpConfig, _: object) -> None:
         argv = router_argv(router_config(config, str(tmp_path), 18764, [engine]), tmp_path)

@@ -9,17 +9,20 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tercet.cluster import local
+from tercet.cluster import local, restarts
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
-from tercet.cluster.local import RunningFleet, local_fleet
+from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
+from tercet.settings import EngineAddress
 
 SERVER = """
 import http.server, signal, subprocess, sys, time
@@ -126,11 +129,11 @@ async def test_cancelled_at_any_moment_it_leaves_nothing(tmp_path: Path, scripts
     assert gone(children_of(tmp_path / "logs"))
 
 
-async def test_an_engine_that_ends_later_is_reported_and_a_front_door_ends_the_fleet(
+async def test_an_engine_that_ends_later_and_stays_dead_is_reported_and_a_front_door_ends_the_fleet(
     tmp_path: Path, scripts: dict[str, str]
 ) -> None:
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+    async with local_fleet(config_of(tmp_path, engine_restarts=0), "m", lambda *_: None) as fleet:
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "prefill-0")
         while not said:
@@ -160,12 +163,81 @@ async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path, scr
 
 
 async def test_the_last_engines_end_is_the_fleets(tmp_path: Path, scripts: dict[str, str]) -> None:
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+    async with local_fleet(config_of(tmp_path, engine_restarts=0), "m", lambda *_: None) as fleet:
         watching = asyncio.create_task(fleet.until_broken(lambda *_: None))
         _kill(fleet, "prefill-0")
         _kill(fleet, "decode-0")
         with pytest.raises(StartFailed, match="no engine is left"):
             await watching
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.01)
+
+
+async def test_an_engine_that_dies_is_started_anew_where_it_was(
+    tmp_path: Path, scripts: dict[str, str], soon: None
+) -> None:
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        engine = fleet.engines[0]
+        first, url = engine.process, engine.url
+        _kill(fleet, "prefill-0")
+        await _until(lambda: any("prefill-0 ready" in line for line in said))
+        assert engine.url == url
+        assert said[0].startswith("prefill-0 was killed by SIGKILL; start anew 1 of 5 in 0.01 s; log: ")
+        assert [process.log.name for process in (first, engine.process)] == ["prefill-0.log", "prefill-0-2.log"]
+        assert children_of_log(first.log) != children_of_log(engine.process.log)
+        assert not watching.done()
+        watching.cancel()
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_the_fleet(
+    tmp_path: Path, scripts: dict[str, str], soon: None
+) -> None:
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path, engine_restarts=2), "m", lambda *_: None) as fleet:
+        for engine in fleet.engines:
+            engine.process._argv = argv_of(1, "dies")
+        watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        _kill(fleet, "decode-0")
+        await _until(lambda: any("not started anew" in line for line in said))
+        assert not watching.done()
+        _kill(fleet, "prefill-0")
+        with pytest.raises(StartFailed, match="prefill-0 ended with exit code 3; no engine is left"):
+            await asyncio.wait_for(watching, 30)
+    assert [line.split("; log")[0] for line in said if line.startswith("decode-0") and "loading" not in line] == [
+        "decode-0 was killed by SIGKILL; start anew 1 of 2 in 0.01 s",
+        "decode-0 ended with exit code 3; start anew 2 of 2 in 0.02 s",
+        "decode-0 ended with exit code 3; it is not started anew",
+    ]
+    assert gone(children_of(tmp_path / "logs"))
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
+async def test_cancelled_while_an_engine_is_started_anew_it_leaves_nothing(
+    tmp_path: Path, scripts: dict[str, str], soon: None, after: float
+) -> None:
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        _kill(fleet, "prefill-0")
+        await _until(lambda: bool(said))
+        await asyncio.sleep(after)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    assert gone(children_of(tmp_path / "logs"))
+    assert not [process for process in psutil.Process().children(recursive=True) if alive(process.pid)]
+
+
+async def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def test_what_a_dead_engine_leaves_behind_is_ended_at_once(tmp_path: Path, scripts: dict[str, str]) -> None:
@@ -238,5 +310,5 @@ async def test_a_secret_reaches_engines_and_front_door_and_no_command_line(
             found = psutil.Process(engine.process.pid)
             assert found.environ()["TERCET_SECRET"] == "s3cret"
             assert "s3cret" not in " ".join(found.cmdline())
-    router = local.router_config(config, "m", 8000, fleet.engines)
+    router = local.router_config(config, "m", 8000, [EngineAddress("e", "http://e")])
     assert router.secret == "s3cret"

@@ -1,0 +1,150 @@
+"""A fleet that runs on this machine: engines that die are started anew, and all of it is stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.restarts import Restarts
+from tercet.protocol import Role, ShuttingDown, from_wire
+from tercet.protocol.wire import UNREADABLE
+
+READY_SECONDS = 900.0
+ASK_SECONDS = 0.5
+OnEvent = Callable[[str, str], None]
+
+
+@dataclass
+class RunningEngine:
+    """An engine at ``url``; ``process`` is its last start, of which each has a log of its own."""
+
+    name: str
+    role: Role
+    url: str
+    process: Process
+    restarts: Restarts
+    starts: int = 1
+
+    async def until_ready(self, on_event: OnEvent) -> None:
+        """Wait until it answers; raises as :func:`until_ready`."""
+        await until_ready(self.process, self.url, on_event)
+        self.restarts.ready(time.monotonic())
+
+    async def until_it_stays_dead(self, on_event: OnEvent) -> str:
+        """Start it anew when it ends, as often as it may be; returns how it ended the last time.
+
+        Raises :class:`~tercet.cluster.child_process.StartFailed` if it cannot even be tried.
+        """
+        while True:
+            how = describe_exit(await self.process.ended())
+            pause = self.restarts.ended(time.monotonic())
+            if pause is None:
+                return how
+            count = f"start anew {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
+            on_event(self.name, f"{how}; {count}; log: {self.process.log}")
+            await asyncio.sleep(pause)
+            await self._start_anew(on_event)
+
+    async def _start_anew(self, on_event: OnEvent) -> None:
+        """At the same address, where the front door finds it; what becomes of it tells its end."""
+        dead, self.starts = self.process, self.starts + 1
+        self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
+        await dead.stop()
+        try:
+            await self.process.start()
+        except OSError as error:
+            raise StartFailed(f"{self.name} cannot be started anew: {error}") from error
+        on_event(self.name, "loading")
+        try:
+            await self.until_ready(on_event)
+        except StartFailed:
+            await self.process.stop()  # it has ended, or has had its time
+
+
+@dataclass(frozen=True)
+class RunningFleet:
+    """A fleet that answers at ``url``."""
+
+    url: str
+    engines: Sequence[RunningEngine]
+    router: Process
+    log_dir: Path
+
+    async def until_broken(self, on_event: OnEvent) -> None:
+        """Start engines anew until the front door ends, or the last engine that may be.
+
+        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` hears of
+        every end and every start.
+        """
+        door = asyncio.create_task(self.router.ended())
+        kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
+        try:
+            while True:
+                await asyncio.wait([door, *kept], return_when=asyncio.FIRST_COMPLETED)
+                if door.done():
+                    raise self.router.failure(describe_exit(door.result()))
+                for task in [task for task in kept if task.done()]:
+                    engine, how = kept.pop(task), task.result()
+                    if not kept:
+                        raise engine.process.failure(f"{how}; no engine is left")
+                    on_event(engine.name, f"{how}; it is not started anew; log: {engine.process.log}")
+        finally:
+            for task in (door, *kept):
+                task.cancel()
+            await asyncio.gather(door, *kept, return_exceptions=True)
+
+    async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
+        """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines."""
+        beside = [
+            asyncio.create_task(_hurry(self.router, hurry)),
+            asyncio.create_task(_say_what_is_left(self.url, on_event)),
+        ]
+        try:
+            await self.router.stop()
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*(engine.process.stop() for engine in self.engines))
+
+
+async def _hurry(router: Process, hurry: asyncio.Event) -> None:
+    await hurry.wait()
+    await router.hurry()
+
+
+async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
+    """A front door that shuts down says so where it is asked for its health."""
+    said = ""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            with contextlib.suppress(aiohttp.ClientError, OSError, *UNREADABLE):
+                async with session.get(f"{url}/health") as response:
+                    error = from_wire(response.status, msgspec.json.decode(await response.read()))
+                if isinstance(error, ShuttingDown) and error.message != said:
+                    said = error.message
+                    on_event("router", said)
+
+
+async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
+    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long."""
+    began = time.monotonic()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while time.monotonic() - began < READY_SECONDS:
+            if process.returncode is not None:
+                raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
+                        return
+            await asyncio.sleep(ASK_SECONDS)
+    raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
