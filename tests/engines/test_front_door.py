@@ -20,7 +20,7 @@ from .prompts import calls_of, complete, prompt_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 QUESTION: list[Any] = [{"role": "user", "content": "Write one sentence about the sea. " * 12}]
-TRACE = {"x-tercet-trace": "1"}
+TRACE = {"x-tercet-trace": "true"}
 CLIENTS = 200 if FULL else 80
 
 

@@ -25,6 +25,7 @@ from tercet.protocol.errors import (
     TransferFailed,
     Unauthorized,
     UnknownEngine,
+    UnknownPath,
     UnknownSequence,
     from_wire,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "TransferFailed",
     "Unauthorized",
     "UnknownEngine",
+    "UnknownPath",
     "UnknownSequence",
     "Usage",
     "WithoutRole",

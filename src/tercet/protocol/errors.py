@@ -54,6 +54,10 @@ class UnknownSequence(TercetError, status=404):
     """The engine holds nothing under this seq_id or lease."""
 
 
+class UnknownPath(TercetError, status=404):
+    """Nothing is served under this path."""
+
+
 class Conflict(TercetError, status=409):
     """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
 

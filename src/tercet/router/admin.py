@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, Role, TercetError, UnknownSequence
+from tercet.protocol import BadRequest, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.wire import PREFIX, MoveCall, decode_call
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -51,6 +52,20 @@ def install(app: FastAPI, shared: SharedState) -> None:
     """Give ``app`` the routes, which show and change what is shared."""
     app.state.tercet = shared
     app.include_router(router)
+    app.router.default = _no_route(app.router.default)
+
+
+def _no_route(otherwise: ASGIApp) -> ASGIApp:
+    """What answers where no route is: as all else does, with OpenAI's error JSON."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await otherwise(scope, receive, send)
+            return
+        error = UnknownPath(f"there is nothing at {scope['method']} {scope['path']}; see /openapi.json")
+        await _json(error.to_wire(), error.status)(scope, receive, send)
+
+    return answer
 
 
 def _shared(request: Request) -> SharedState:

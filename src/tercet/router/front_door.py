@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tercet.protocol import EngineUnreachable, RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.wire import PREFIX, UNREADABLE
+from tercet.router.access_log import access_logged
 from tercet.router.admission import ClientLeft, Gate
 from tercet.router.service import PROGRAM_HEADER
 from tercet.router.shutdown import Shutdown
-from tercet.router.trace_answers import TRACE_HEADER, TracingSend
+from tercet.router.trace_answers import TracingSend, wants_trace
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
 
@@ -46,6 +47,7 @@ class FrontDoor:
 
     ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals need to reach a browser.
     ``shutdown`` is told of every request, and refuses all once it has begun; without one nobody ends this front door.
+    ``access_log``: have each request logged.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FrontDoor:
         check_program: Callable[[str], object], max_bytes: int,
         around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         shutdown: Shutdown | None = None,
+        access_log: bool = False,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
@@ -61,10 +64,18 @@ class FrontDoor:
         self._keys = BearerKeys(keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
+        self._access_log = access_log
         self._refusals = around_refusals(_refused)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        if not self._access_log or scope["type"] != "http":
+            await self._pass(scope, receive, send)
+            return
+        with access_logged(scope, send) as noted:
+            await self._pass(scope, receive, noted)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
@@ -93,6 +104,7 @@ class FrontDoor:
         if context.path not in OPEN:
             refusal = "this front door asks for its API key: Authorization: Bearer KEY"
             self._keys.require(context.headers.get("authorization"), refusal)
+        wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
@@ -111,7 +123,7 @@ class FrontDoor:
             if self._fast is not None and await self._fast.serve(context, scope, send):
                 return
             context.fields = None  # vLLM reads the body by itself
-            if context.headers.get(TRACE_HEADER) == "1":
+            if wants_trace(context.headers):
                 send = TracingSend(send, context.traces)
             await self._app(scope, receive, send)
 

@@ -42,7 +42,7 @@ class ListedEngine(msgspec.Struct, frozen=True):
 
 def serve_rescheduler(config: ReschedulerConfig) -> None:
     """Run it until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no front door answers."""
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format)
     asyncio.run(_serve(config))
 
 

@@ -41,7 +41,7 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
     """
     import uvloop
 
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format, config.access_log)
     uvloop.run(_serve(config, shared))
 
 
@@ -139,7 +139,7 @@ async def _serve_openai(
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
             layers, server.fast, gate, api_keys(args), service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown,
+            lambda refusals: with_cors(refusals, args), shutdown, config.access_log,
         )  # fmt: skip
         await state.serving()
         if shared is not None:

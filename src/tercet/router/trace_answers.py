@@ -1,15 +1,26 @@
-"""The traces of a request's programs, in the answer to it, for clients that ask with ``x-tercet-trace: 1``."""
+"""The traces of a request's programs, in the answer to it, for clients that ask with ``x-tercet-trace: true``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.types import Message, Send
 
+from tercet.protocol import BadRequest
+
 TRACE_HEADER = "x-tercet-trace"
+_MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}
 DONE = b"data: [DONE]"
+
+
+def wants_trace(headers: Mapping[str, str]) -> bool:
+    """Whether a client asks for it. Raises :class:`~tercet.protocol.BadRequest` for a header that says neither."""
+    said = headers.get(TRACE_HEADER, "false").strip().lower()
+    if said not in _MEANS:
+        raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)
+    return _MEANS[said]
 
 
 class TracingSend:

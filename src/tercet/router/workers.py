@@ -88,7 +88,7 @@ def supervise(config: RouterConfig) -> int:
     The first signal has them finish what runs, any other one ends them at once. The code is not 0 if a
     worker ends before it serves, at the start or again and again later.
     """
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format)
     return asyncio.run(_supervise(config))
 
 

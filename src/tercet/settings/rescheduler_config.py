@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from tercet.settings.declaration import SECRET_VARIABLE, Seconds, Setting, Settings
+from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.router_config import EngineTLS
 
@@ -27,4 +28,5 @@ class ReschedulerConfig(Settings, frozen=True):
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
+    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
+    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"

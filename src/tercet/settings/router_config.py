@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +20,7 @@ from tercet.settings.declaration import (
     complaint,
     key_values,
 )
+from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -155,6 +156,10 @@ class FrontDoorConfig(Settings, frozen=True):
     dev: Annotated[
         bool, Setting("Load the program, or the scheduling file, anew when its file changes.", default="off")
     ] = False
+    log_format: Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")] = "text"
+    access_log: Annotated[
+        bool, Setting("A line for each request in the log: method, path, status, seconds, client.", default="off")
+    ] = False
     scheduling: Annotated[
         str | None,
         Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
@@ -256,7 +261,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         ),
     ] = None  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Of its log.")] = "info"
+    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ import pytest
 from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor, parsed
 from tercet.router.metrics import Metrics
+from tercet.router.trace_answers import wants_trace
 from tercet.settings import Limits
 from tercet.vllm_plugin.frontend.request_context import Asked, current
 
@@ -340,3 +341,46 @@ async def test_probes_and_metrics_need_no_key(door: Door, metrics: Metrics, path
 def test_what_vllm_takes_keeps_its_priority() -> None:
     _, asked = parsed(b'{"model": null, "priority": "9", "stream": true}')
     assert (asked.model, asked.priority, asked.stream) == (None, 9, True)
+
+
+# ---- what it says of requests --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", ["yes", "", "2"])
+async def test_a_trace_is_wanted_or_not(house: House, said: str) -> None:
+    answer = await house.post(headers={"x-tercet-trace": said})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-tercet-trace"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"), [("1", True), ("true", True), (" True ", True), ("0", False), ("false", False)]
+)
+def test_a_trace_is_asked_for_in_more_than_one_word(said: str, wanted: bool) -> None:
+    assert wants_trace({"x-tercet-trace": said}) == wanted
+    assert not wants_trace({})
+
+
+async def test_each_request_is_logged_with_what_became_of_it(
+    door: Door, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(door, metrics, Limits())
+    monkeypatch.setattr(house.front, "_access_log", True)
+    caplog.set_level("INFO", "tercet.access")
+    await house.post()
+    await house.post(headers={"x-tercet-program": "nonsense"})
+    await house.client.get("/live")
+    house.app.fails = True
+    with pytest.raises(RuntimeError):
+        await house.post(path="/v1/models?key=private")
+    fields = [getattr(record, "tercet_fields") for record in caplog.records]  # noqa: B009
+    assert [(each["method"], each["path"], each["status"]) for each in fields] == [
+        ("POST", PATH, 200), ("POST", PATH, 400), ("GET", "/live", 200), ("POST", "/v1/models", 0),
+    ]  # fmt: skip
+    assert caplog.messages[0].startswith(f"POST {PATH} 200 in 0.")
+
+
+async def test_without_being_asked_for_nothing_is_logged(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tercet.access")
+    await house.post()
+    assert caplog.messages == []

@@ -175,6 +175,14 @@ async def test_the_key(house: House) -> None:
             assert (await client.get(path, follow_redirects=True)).status_code == 200
 
 
+async def test_a_path_that_is_not_served(house: House) -> None:
+    async with house.client() as client:
+        answer = await client.get("/v2/models")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unknown_path")
+    assert "GET /v2/models" in error["message"]
+
+
 async def test_a_body_that_is_too_large(house: House) -> None:
     answer = await house.complete(prompt="x" * 10_001)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
