@@ -65,6 +65,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "bad_request": 400,
         "unauthorized": 401,
         "unknown_engine": 404,
+        "unknown_path": 404,
         "unknown_sequence": 404,
         "conflict": 409,
         "layout_mismatch": 409,
