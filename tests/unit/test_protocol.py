@@ -73,6 +73,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "request_too_large": 413,
         "saturated": 429,
         "deadline_exceeded": 504,
+        "shutting_down": 503,
         "no_space": 503,
         "engine_error": 500,
         "transfer_failed": 502,
