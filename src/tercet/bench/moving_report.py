@@ -1,25 +1,18 @@
-"""What moves cost, as tables and as a figure."""
+"""What moves cost, as tables."""
 
 from __future__ import annotations
 
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from operator import mul
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tercet.bench.digits import three_digits
 from tercet.bench.moving import DESTINATION, SOURCE, WAYS, BystanderGaps, MoveCost, Side
-from tercet.bench.simulated.sweep import empty_plot, require_suffix, save_plot
 
 PAUSES = ["way", "tokens", "moves", "pause, ms", "in steps", "step, ms", "stages", "MB"]
 NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "afterwards", "95%"]
 RESAMPLES = 2000
-# Of those that are told apart by all kinds of colour blindness (Okabe and Ito), with shapes beside them.
-LOOKS = {"live": ("#0072B2", "o", "-"), "blocking": ("#D55E00", "s", "--"), "recompute": ("#000000", "^", ":")}
-# What a logarithmic axis can show of a pause that is none.
-LEAST_SECONDS = 1e-3
 
 
 class Slowdown(NamedTuple):
@@ -42,8 +35,8 @@ def pause_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
             sent = statistics.median(sum(stage.bytes for stage in cost.stages) for cost in found) / 1e6
             stages = f"{statistics.median(len(cost.stages) for cost in found):g}"
             yield [
-                way, str(length), str(len(found)), f"{pause * 1000:.0f}", f"{in_steps:.1f}", f"{step * 1000:.0f}",
-                stages, f"{sent:.1f}",
+                way, str(length), str(len(found)), three_digits(pause * 1000), three_digits(in_steps),
+                three_digits(step * 1000), stages, three_digits(sent),
             ]  # fmt: skip
 
 
@@ -88,43 +81,8 @@ def _ratio(each: Sequence[tuple[float, float]]) -> float:
 
 
 def _told(found: Slowdown | None) -> tuple[str, str]:
-    return ("-", "-") if found is None else (f"x {found.ratio:.3f}", f"{found.low:.2f} to {found.high:.2f}")
-
-
-def plot_pauses(costs: Sequence[MoveCost], path: Path) -> None:
-    """Draw the pause against the length: medians, and every move; in seconds, and in steps on the right.
-
-    Raises :class:`~tercet.protocol.BadRequest` when the file cannot be written.
-    """
-    require_suffix(path)
-    figure, axes = empty_plot()
-    lengths = sorted({cost.length for cost in costs})
-    for way, (color, marker, line) in LOOKS.items():
-        found = [cost for cost in costs if cost.way == way]
-        if not found:
-            continue
-        axes.scatter([cost.length for cost in found], [_shown(cost.pause) for cost in found], s=14, color=color,
-                     marker=marker, alpha=0.3, linewidths=0)  # fmt: skip
-        there = [length for length in lengths if any(cost.length == length for cost in found)]
-        medians = [statistics.median(_shown(cost.pause) for cost in found if cost.length == length) for length in there]
-        axes.plot(there, medians, color=color, marker=marker, linestyle=line, label=way)
-    step = statistics.median(cost.step for cost in costs)
-    axes.axhline(2 * step, color="#777777", linewidth=0.8)
-    axes.annotate("two decode steps", (lengths[0], 2 * step), fontsize=8, color="#555555", xytext=(0, 3),
-                  textcoords="offset points")  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.minorticks_off()
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("pause, seconds")
-    right: Any = axes.secondary_yaxis("right", functions=(partial(mul, 1 / step), partial(mul, step)))
-    right.set_ylabel(f"in decode steps of {step * 1000:.0f} ms")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_title("What a client waits when its request moves: medians, and each move", fontsize=10)
-    axes.legend(frameon=False)
-    save_plot(figure, path)
-
-
-def _shown(pause: float) -> float:
-    return max(pause, LEAST_SECONDS)
+    if found is None:
+        return "-", "-"
+    return (
+        f"x {three_digits(found.ratio)}", f"{three_digits(found.low)} to {three_digits(found.high)}"
+    )  # fmt: skip

@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tercet.bench.drawing import require_drawing
 from tercet.bench.moving import WAYS, MoveCost, measure_moves
-from tercet.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows, plot_pauses
-from tercet.bench.results import machine
-from tercet.bench.simulated.sweep import require_suffix
+from tercet.bench.moving_figure import plot_pauses
+from tercet.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
+from tercet.bench.results import machine, now
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
@@ -46,7 +47,7 @@ def migration(
     """
     if plot is not None:
         require_folder(plot, "--plot")
-        require_suffix(plot)
+        require_drawing(plot, "--plot")
     require_folder(json, "--json")
     settings = MoveSettings(stages=stages, tail=tail)
     costs = list[MoveCost]()
@@ -72,7 +73,8 @@ def migration(
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
         write_file(json, msgspec.json.format(msgspec.json.encode(report)), "--json")
     if plot is not None:
-        plot_pauses(costs, plot)
+        on = machine()
+        plot_pauses(costs, plot, f"{on['cpu']}, {on['cores']} cores, {now()[:10]}")
     if interrupted:
         raise typer.Exit(130)
 

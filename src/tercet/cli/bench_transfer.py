@@ -7,10 +7,22 @@ from typing import Annotated
 
 import typer
 
+from tercet.bench.digits import three_digits
+from tercet.bench.drawing import require_drawing
+from tercet.bench.results import now
 from tercet.bench.transfer.cases import KIB, MIB, Table, cases
 from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
-from tercet.bench.transfer.measurement import BACKENDS, draw, failures, idle_cpu, measure, report, rows
-from tercet.cli.terminal import console, say, show_table
+from tercet.bench.transfer.measurement import (
+    BACKENDS,
+    failures,
+    idle_cpu,
+    machine_in_words,
+    measure,
+    report,
+    rows,
+)
+from tercet.bench.transfer.transfer_figure import draw_transfer
+from tercet.cli.terminal import console, require_folder, say, show_table
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import TransportSettings
 
@@ -28,7 +40,7 @@ def transfer(
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens to decode in each round, with `--engine`.")] = 100,
     json: Annotated[Path | None, typer.Option(help="Write everything here, too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rates: a .png or .svg (needs the extra `plot`).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rates here (.png, .svg, .pdf); needs matplotlib.")] = None,
 ) -> None:
     """Measure how fast KV moves between two processes of this machine, side by side in one run.
 
@@ -38,6 +50,10 @@ def transfer(
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
+    require_folder(json, "--json")
+    if plot is not None:
+        require_folder(plot, "--plot")
+        require_drawing(plot, "--plot")
     sizes = cases(_numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB))
     backends = _backends(backend)
     with console.status("starting") as status:
@@ -49,7 +65,7 @@ def transfer(
     if json is not None:
         report(found, idle, slowed).save(json)
     if plot is not None:
-        _draw(found, plot)
+        draw_transfer(found, plot, f"{machine_in_words()}, {now()[:10]}")
 
 
 def _backends(text: str) -> list[str]:
@@ -76,7 +92,7 @@ def _show(found: Table, idle: dict[str, float | str], interference: dict[str, In
     for way, why in failures(found).items():
         say(f"{way} was not measured: {why}")
     for way, cores in idle.items():
-        said = f"{cores * 100:.2f}% of a core" if isinstance(cores, float) else cores
+        said = f"{three_digits(cores * 100)}% of a core" if isinstance(cores, float) else cores
         say(f"idle, a pair of ranks over {way}: {said}")
     for way, slowed in interference.items():
         beside = "beside another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
@@ -87,7 +103,10 @@ def _told(found: Interference | str) -> str:
     if isinstance(found, str):
         return found
     alone, receiving = found.step_alone * 1e3, found.step_receiving * 1e3
-    return f"{receiving:.1f} ms at {found.gb_per_s:.2f} GB/s, {alone:.1f} ms alone (x {found.slowdown:.3f})"
+    return (
+        f"{three_digits(receiving)} ms at {three_digits(found.gb_per_s)} GB/s, {three_digits(alone)} ms alone "
+        f"(x {three_digits(found.slowdown)})"
+    )
 
 
 def _interference(
@@ -104,10 +123,3 @@ def _interference(
             except TransferFailed as error:
                 found[name] = error.message
     return found
-
-
-def _draw(found: Table, path: Path) -> None:
-    try:
-        draw(found, path)
-    except ImportError:
-        raise BadRequest("--plot: matplotlib is missing: pip install 'tercet[plot]'", "--plot") from None

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from tercet.bench.drawing import require_drawing
 from tercet.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
 from tercet.bench.simulated.simulation import headings as headings_of_run
-from tercet.bench.simulated.sweep import headings, parse_axis, plot_sweep, require_suffix, rows, sweep
+from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
+from tercet.bench.simulated.sweep_figure import plot_sweep
 from tercet.bench.summary import Slo
 from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
@@ -172,23 +174,27 @@ def sweep_command(
         Path | None, typer.Option(help="Draw the trials here (.png, .svg, .pdf); needs matplotlib.")
     ] = None,
     seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting, with seeds from --seed on.")] = 1,
     json: Json = None,
     moving: MovingSettings = MOVING,
 ) -> None:
     """Simulate every combination of some settings, and star those that no other one beats in two metrics.
 
+    With `--seeds` each is run several times: figures are means, with 95% intervals, and `~` marks what is beaten by no
+    more than seeds differ in.
+
     Examples:
     - `tercet sim sweep --program balanced --fleet 1P1D --rate 8 --over balance_ratio=0,0.1,0.2,0.3`
-    - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --plot sweep.png`
+    - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --seeds 5 --plot sweep.png`
     - `tercet sim sweep --fleet both=16 --rate 60 --reschedule neutral_load --over reschedule-threshold=0.05,0.2,0.5`
     """
     require_folder(json, "--json")
     if plot is not None:
         require_folder(plot, "--plot")
-        require_suffix(plot)
+        require_drawing(plot, "--plot")
     simulation = simulation_of(context, locals())
     axes = [parse_axis(given) for given in over]
-    report = sweep(simulation, rate, axes, x, y, note)
+    report = sweep(simulation, rate, axes, x, y, seeds, note)
     _write_out(json, report.to_json())
     if plot is not None:
         plot_sweep(report, plot)

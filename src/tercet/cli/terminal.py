@@ -16,7 +16,7 @@ from tercet.protocol import BadRequest
 console = Console(stderr=False, highlight=False, soft_wrap=True)
 PIPE_WIDTH = 140
 # Of first columns: those that hold numbers, as all other columns do.
-NUMBERS = ("rate", "chunk")
+NUMBERS = ("rate", "chunk, KiB")
 
 
 def say(text: str) -> None:

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from tercet.bench.moving import DESTINATION, MOVED_AFTER, SOURCE, WAYS, BystanderGaps, MoveCost, measure_move
-from tercet.bench.moving_report import neighbour_rows, pause_rows, plot_pauses, slowdown
+from tercet.bench.moving_figure import plot_pauses
+from tercet.bench.moving_report import neighbour_rows, pause_rows, slowdown
 from tercet.cli.app import _run
 from tercet.fleet import EngineFleet, Member
 from tercet.migration import Stage
@@ -19,6 +20,7 @@ from tercet.settings import MoveSettings
 from tercet.sim import run_virtual
 
 from ..sim.models import engines_of, is_empty, profile_of
+from .golden_images import check_image
 
 STEP, PER_TOKEN, SPEED = 0.010, 0.001, 1e9
 
@@ -86,19 +88,21 @@ def test_steps_are_compared_with_those_before_the_same_move_and_moves_are_resamp
     )
 
 
-def test_tables_and_the_figure(tmp_path: Path) -> None:
+def test_tables_and_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     costs = [cost_of(way, length, 0.06, 0.04, 0.04) for way in WAYS for length in (256, 8000)]
-    assert next(iter(pause_rows(costs))) == ["live", "256", "1", "60", "1.5", "40", "1", "0.3"]
+    assert next(iter(pause_rows(costs))) == ["live", "256", "1", "60.0", "1.50", "40.0", "1", "0.256"]
     assert len(list(pause_rows(costs))) == 2 * len(WAYS)
     assert next(iter(neighbour_rows(costs))) == [
-        "live", "the source", "4", "x 1.000", "1.00 to 1.00", "x 1.000", "1.00 to 1.00",
+        "live", "the source", "4", "x 1.00", "1.00 to 1.00", "x 1.00", "1.00 to 1.00",
     ]  # fmt: skip
     costs.append(cost_of("live", 256, -0.01, 0.04, 0.04))  # no pause: a logarithmic axis has no place for it
-    plot_pauses(costs, tmp_path / "pauses.png")
-    assert (tmp_path / "pauses.png").read_bytes().startswith(b"\x89PNG")
+    costs += [cost_of("recompute", length, length / 1000, 0.04, 0.04) for length in (256, 1024, 8000)]
+    costs += [cost_of("blocking", length, length / 9000 + 0.1, 0.04, 0.04) for length in (256, 1024, 8000)]
+    draw = lambda file: plot_pauses(costs, file, "A machine, 2026-01-01")  # noqa: E731
+    check_image("pauses.png", draw, tmp_path, monkeypatch)
     with pytest.raises(BadRequest, match="must end with"):
-        plot_pauses(costs, tmp_path / "pauses.txt")
+        draw(tmp_path / "pauses.txt")
 
 
 @pytest.mark.parametrize(

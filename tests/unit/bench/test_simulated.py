@@ -285,8 +285,20 @@ def test_a_sweep_runs_every_combination() -> None:
         "tpot.p99",
     )
     assert [trial.settings["fleet"] for trial in report.trials] == ["1P1D", "1P2D"] * 2
-    assert any(trial.efficient for trial in report.trials)
+    assert any(trial.standing == "best" for trial in report.trials)
     assert report.to_json() == report.to_json()
+
+
+def test_a_sweep_over_seeds_has_a_run_and_an_interval_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    report = sweep(simulation(program="data_parallel"), 8, [Axis("stream_every", ("1",))], "ttft.mean", "tpot.mean", 3)
+    (trial,) = report.trials
+    means = [point.summary.ttft.mean for point in trial.points if point.summary.ttft is not None]
+    assert report.seeds == (0, 1, 2)
+    assert len(set(means)) == 3
+    assert trial.x.mean == pytest.approx(sum(means) / 3)
+    assert trial.x.half is not None
+    assert app._run(["sim", "sweep", "--requests", "20", "--over", "rate=2", "--seeds", "2", "--seed", "5"]) == 0
+    assert "±" in capsys.readouterr().out
 
 
 def test_efficient_is_what_nothing_beats() -> None:
@@ -305,7 +317,7 @@ def test_a_result_is_one_of_the_benchmark(tmp_path: Path, capsys: pytest.Capture
     result = load_result(file)
     assert result.source == "sim"
     assert [(point.label, point.request_rate) for point in result.points] == [("mine", 2), ("mine", 4)]
-    assert "JCT s" in capsys.readouterr().out
+    assert "JCT, s" in capsys.readouterr().out
 
 
 def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

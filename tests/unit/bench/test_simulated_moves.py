@@ -78,7 +78,7 @@ def test_settings_of_moves_are_axes_of_a_sweep() -> None:
     report = sweep(
         uneven(reschedule=["neutral_load"]), RATE, [Axis("reschedule-threshold", ("0.1", "1"))], "ttft.p99", "tpot.p99"
     )
-    often, never = (trial.point.moves.moved for trial in report.trials)
+    often, never = (trial.points[0].moves.moved for trial in report.trials)
     assert often > 0
     assert never == 0
     with pytest.raises(BadRequest, match="--over reschedule-threshold: must be at most 1"):

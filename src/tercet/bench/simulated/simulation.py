@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import msgspec
 
 from tercet import __version__
+from tercet.bench.digits import three_digits
 from tercet.bench.results import BenchResult, Point
 from tercet.bench.simulated.kv_imbalance import KVImbalance
 from tercet.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.virtual_run import Outcome, run_once
-from tercet.bench.summary import Slo, Summary, summarize
+from tercet.bench.summary import Distribution, Slo, Summary, enough, summarize
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
@@ -89,13 +91,14 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     )  # fmt: skip
 
 
-FIGURE_HEADINGS = ["TTFT ms", "p99", "TPOT ms", "p99", "JCT s", "p99", "busy"]
-MOVE_HEADINGS = ["preempted", "imbalance", "p95", "moved", "pause ms", "p99"]
+FIGURE_HEADINGS = ["TTFT, ms", "P99, ms", "TPOT, ms", "P99, ms", "JCT, s", "P99, s", "busy"]
+MOVE_HEADINGS = ["preempted", "imbalance", "P95", "moved", "pause, ms", "P99, ms"]
+NONE = "-"
 
 
 def headings(report: SimulationReport) -> list[str]:
     """What stands over the columns of :func:`table`."""
-    return ["rate", "done", "failed", "req/s", *figure_headings(report.points)]
+    return ["rate", "done", "failed", "requests/s", *figure_headings(report.points)]
 
 
 def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
@@ -109,31 +112,47 @@ def _any_moves(points: Sequence[SimulatedPoint]) -> bool:
 
 def table(report: SimulationReport) -> list[list[str]]:
     """A row for each point: means and 99th percentiles."""
-    return [[*_counts(point), *figures_of(point, report.points)] for point in report.points]
+    return [[*_counts(point), *figures_of([point], report.points)] for point in report.points]
 
 
 def _counts(point: SimulatedPoint) -> list[str]:
     summary = point.summary
-    return [_shown(point.rate), str(summary.completed), str(summary.failed), f"{summary.request_throughput:.2f}"]
+    return [_shown(point.rate), str(summary.completed), str(summary.failed), three_digits(summary.request_throughput)]
 
 
 def _shown(rate: float | None) -> str:
     return "recorded" if rate is None else f"{rate:g}"
 
 
-def figures_of(point: SimulatedPoint, beside: Sequence[SimulatedPoint]) -> list[str]:
-    """A point's cells under the :func:`figure_headings` of those it is shown beside."""
-    summary, cells = point.summary, list[str]()
-    for found, scale, digits in ((summary.ttft, 1e3, 1), (summary.tpot, 1e3, 2), (summary.e2el, 1.0, 3)):
-        cells += [f"{value * scale:.{digits}f}" for value in (found.mean, found.p99)] if found else ["-", "-"]
-    cells.append(f"{point.busy:.0%}")
+def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint]) -> list[str]:
+    """Means over runs that differ in their seed, under the :func:`figure_headings` of those they are shown beside.
+
+    A percentile for which a run has too few requests is not told.
+    """
+    cells = list[str]()
+    for name, scale in (("ttft", 1e3), ("tpot", 1e3), ("e2el", 1.0)):
+        found: list[Distribution | None] = [getattr(run.summary, name) for run in runs]
+        cells.append(_mean([each.mean * scale if each else None for each in found]))
+        cells.append(_mean([each.p99 * scale if each and enough(each.count, "p99") else None for each in found]))
+    cells.append(f"{statistics.fmean(run.busy for run in runs):.0%}")
     if not _any_moves(beside):
         return cells
-    imbalance, moves = point.imbalance, point.moves
-    cells.append(str(point.counts["preemptions"]))
-    cells += [f"{imbalance.mean:.3f}", f"{imbalance.p95:.3f}"] if imbalance is not None else ["-", "-"]
-    pauses = (moves.pause_p50, moves.pause_p99)
-    return [*cells, str(moves.moved), *("-" if pause is None else f"{pause * 1e3:.1f}" for pause in pauses)]
+    cells.append(_mean([run.counts["preemptions"] for run in runs]))
+    cells.append(_mean([run.imbalance.mean if run.imbalance else None for run in runs]))
+    cells.append(_mean([run.imbalance.p95 if run.imbalance else None for run in runs]))
+    cells.append(_mean([run.moves.moved for run in runs]))
+    pauses = [(run.moves.pause_p50, run.moves.pause_p99) for run in runs]
+    return cells + [
+        _mean([None if each is None else each * 1e3 for each in side]) for side in zip(*pauses, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """To three significant figures, whole numbers of one run as they are; nothing unless all runs have one."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return NONE
+    return str(known[0]) if len(known) == 1 and isinstance(known[0], int) else three_digits(statistics.fmean(known))
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,19 +1,25 @@
-"""One simulation at many settings, which of them no other one beats, and their picture."""
+"""One simulation at many settings, each with one seed or several, and which of them no other one beats.
+
+Trials share their seeds, and so their arrivals and lengths: they are compared seed by seed, which cancels what the seed
+makes of all of them.
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal
 
 import msgspec
 
 from tercet import __version__
+from tercet.bench.digits import three_digits
 from tercet.bench.simulated.moving_fleet import MovingSettings
-from tercet.bench.simulated.simulation import SimulatedPoint, Simulation, figure_headings, figures_of
+from tercet.bench.simulated.simulation import NONE, SimulatedPoint, Simulation, figure_headings, figures_of
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import Source, declared, decode_settings, encode_settings
@@ -24,7 +30,7 @@ MOVING = {each.key for each in declared(MovingSettings)}
 OWN = ("rate", "fleet", "profile", "program")
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
-SUFFIXES = (".png", ".svg", ".pdf")
+CONFIDENCE = 0.95
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -38,12 +44,50 @@ class Axis(msgspec.Struct, frozen=True):
     values: tuple[str, ...]
 
 
+Standing = Literal["best", "near", "beaten"]
+MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A metric over seeds, in seconds; ``half`` is half of the 95% interval of its mean, None of a single seed."""
+
+    mean: float
+    half: float | None
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Estimate:
+        """Student's interval; the metric is infinite if it is so for any seed."""
+        mean = statistics.fmean(values)
+        if len(values) < 2 or not math.isfinite(mean):
+            return Estimate(mean, None)
+        # Imported here: commands that need none of it start faster.
+        student: Any = import_module("scipy.special")
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        return Estimate(mean, error * float(student.stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2)))
+
+    @property
+    def is_above_zero(self) -> bool:
+        """Whether all of the interval is."""
+        return self.mean - (self.half or 0.0) > 0
+
+    @property
+    def is_below_zero(self) -> bool:
+        """Whether all of the interval is."""
+        return self.mean + (self.half or 0.0) < 0
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of all axes. ``efficient``: no other trial is as good in both metrics and better in one."""
+    """One setting of all axes, run once for each seed.
+
+    ``standing``: the ``best`` are on the frontier of means, where no other is as good in both metrics and better in
+    one; the ``beaten`` are not; ``near`` are those that chance, as far as seeds differ, may have put on it or off it.
+    """
 
     settings: dict[str, str]
-    point: SimulatedPoint
-    efficient: bool
+    points: tuple[SimulatedPoint, ...]
+    x: Estimate
+    y: Estimate
+    standing: Standing
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +96,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "simulated sweep"
     version: str = __version__
     arguments: dict[str, Any]
+    seeds: tuple[int, ...]
     x: str
     y: str
     trials: tuple[Trial, ...]
@@ -71,24 +116,65 @@ def parse_axis(given: str) -> Axis:
 
 
 def sweep(
-    base: Simulation, rate: float, axes: Sequence[Axis], x: str, y: str, note: Callable[[str], None] = lambda _: None
+    base: Simulation,
+    rate: float,
+    axes: Sequence[Axis],
+    x: str,
+    y: str,
+    seeds: int = 1,
+    note: Callable[[str], None] = lambda _: None,
 ) -> SweepReport:
-    """Run every combination of the axes' values at ``rate``, which an axis may replace."""
+    """Run every combination of the axes' values at ``rate``, which an axis may replace, with so many seeds."""
     for metric in (x, y):
         check_metric(metric)
     _require_known(base, axes)
-    found: list[tuple[dict[str, str], SimulatedPoint]] = []
+    used = tuple(range(base.seed, base.seed + seeds))
+    found: list[tuple[dict[str, str], tuple[SimulatedPoint, ...]]] = []
     for settings in _settings(axes):
         simulation, at = _with(base, settings, rate)
         note(", ".join(f"{name}={value}" for name, value in settings.items()))
-        found.append((settings, simulation.point(at, note)))
-    efficient = pareto([(value_of(point, x), value_of(point, y)) for _, point in found])
+        runs = (msgspec.structs.replace(simulation, seed=seed).point(at, note) for seed in used)
+        found.append((settings, tuple(runs)))
+    standings = standings_of([([value_of(p, x) for p in runs], [value_of(p, y) for p in runs]) for _, runs in found])
     trials = tuple(
-        Trial(settings=settings, point=point, efficient=index in efficient)
-        for index, (settings, point) in enumerate(found)
+        Trial(
+            settings=settings,
+            points=runs,
+            x=Estimate.of([value_of(point, x) for point in runs]),
+            y=Estimate.of([value_of(point, y) for point in runs]),
+            standing=standing,
+        )
+        for (settings, runs), standing in zip(found, standings, strict=True)
     )
     arguments = {**base.arguments(), "rate": rate, "over": {axis.name: list(axis.values) for axis in axes}}
-    return SweepReport(arguments=arguments, x=x, y=y, trials=trials)
+    return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials)
+
+
+def standings_of(trials: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Standing]:
+    """The standing of each trial among all, of its two metrics seed by seed."""
+    frontier = pareto([(statistics.fmean(x), statistics.fmean(y)) for x, y in trials])
+    return [
+        _standing(index in frontier, any(_beats(one, trial) for one in trials)) for index, trial in enumerate(trials)
+    ]
+
+
+def _standing(on_frontier: bool, beaten: bool) -> Standing:
+    if on_frontier == beaten:
+        return "near"
+    return "beaten" if beaten else "best"
+
+
+def _beats(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]) -> bool:
+    """Whether one is better in a metric and worse in none, by more than seeds differ in."""
+    if not all(map(math.isfinite, (*one[0], *one[1]))):
+        return False
+    if not all(map(math.isfinite, (*other[0], *other[1]))):
+        return True
+    gains = [
+        Estimate.of([theirs - ours for ours, theirs in zip(*side, strict=True)])
+        for side in zip(one, other, strict=True)
+    ]
+    return any(gain.is_above_zero for gain in gains) and not any(gain.is_below_zero for gain in gains)
 
 
 def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
@@ -167,58 +253,27 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
 
 def headings(report: SweepReport) -> list[str]:
     """The headings of :func:`rows`."""
-    return [*report.trials[0].settings, *figure_headings(_points(report)), "efficient"]
+    spread = [f"{metric}, ms" for metric in (report.x, report.y)] if len(report.seeds) > 1 else []
+    return [*report.trials[0].settings, *figure_headings(_points(report)), *spread, "best"]
 
 
 def rows(report: SweepReport) -> list[list[str]]:
-    """A row for each trial: its settings, means and 99th percentiles, and a star if nothing beats it."""
+    """A row for each trial: its settings, means over seeds with intervals, and ``*`` or ``~`` if it is best or near."""
     points = _points(report)
     return [
-        [*trial.settings.values(), *figures_of(trial.point, points), "*" if trial.efficient else ""]
+        [*trial.settings.values(), *figures_of(trial.points, points), *_spread(trial), MARKS[trial.standing]]
         for trial in report.trials
     ]
 
 
+def _spread(trial: Trial) -> list[str]:
+    if len(trial.points) < 2:
+        return []
+    return [
+        NONE if each.half is None else f"{three_digits(each.mean * 1e3)} ± {three_digits(each.half * 1e3)}"
+        for each in (trial.x, trial.y)
+    ]
+
+
 def _points(report: SweepReport) -> list[SimulatedPoint]:
-    return [trial.point for trial in report.trials]
-
-
-def plot_sweep(report: SweepReport, path: Path) -> None:
-    """Draw every trial by its two metrics, and a line through those that no other one beats."""
-    require_suffix(path)
-    figure, axes = empty_plot()
-    points = [(value_of(trial.point, report.x) * 1e3, value_of(trial.point, report.y) * 1e3) for trial in report.trials]
-    axes.scatter([x for x, _ in points], [y for _, y in points], color="tab:gray", label="settings")
-    front = sorted(point for point, trial in zip(points, report.trials, strict=True) if trial.efficient)
-    axes.plot([x for x, _ in front], [y for _, y in front], "o-", color="tab:blue", label="no setting beats these")
-    for point, trial in zip(points, report.trials, strict=True):
-        label = ", ".join(f"{name}={value}" for name, value in trial.settings.items())
-        axes.annotate(label, point, fontsize=7, xytext=(4, 4), textcoords="offset points")
-    axes.set_xlabel(f"{report.x}, ms")
-    axes.set_ylabel(f"{report.y}, ms")
-    axes.legend()
-    save_plot(figure, path)
-
-
-def save_plot(figure: Any, path: Path) -> None:
-    """Write a figure; raises :class:`~tercet.protocol.BadRequest` if that is impossible."""
-    try:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise BadRequest(f"--plot: {path} cannot be written: {error.strerror}", "--plot") from error
-
-
-def require_suffix(path: Path) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for a file that is no picture."""
-    if path.suffix not in SUFFIXES:
-        raise BadRequest(f"--plot: {path} must end with one of {', '.join(SUFFIXES)}", "--plot")
-
-
-def empty_plot() -> tuple[Any, Any]:
-    """A figure and its axes; raises :class:`~tercet.protocol.BadRequest` without matplotlib."""
-    try:
-        module: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise BadRequest("--plot: needs matplotlib: pip install 'tercet[plot]'", "--plot") from error
-    figure = module.Figure(figsize=(7, 5), layout="constrained")
-    return figure, figure.add_subplot()
+    return [point for trial in report.trials for point in trial.points]
