@@ -29,12 +29,15 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineUnreachable, SequenceReport
 from tercet.router.moves import MoveRecord
 
-# Connections that are kept for later use, logs, and what libraries open when they are used for the first time.
+# More than there were: connections that are kept, logs, and what libraries open when they are used first.
 SPARE_DESCRIPTORS = 32
+# A server closes connections that were idle for 5 s, perhaps as the next request is on its way to it.
+IDLE_SECONDS = 2.0
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
 # These are no sign that something is still under way.
-LASTING = re.compile(r".*processes|file descriptors.*")
+DESCRIPTORS = "file descriptors"
+LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
 
 REAL_LOAD = LoadShape(
     rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
@@ -94,9 +97,10 @@ async def _run(
     patience: float,
     note: Note,
 ) -> ChaosResult:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
     async with (
         running_fleet(config, model, log_dir, note) as fleet,
-        aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session,
+        aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=connector) as session,
     ):
         result = await RealArena(fleet, session, schedule, load, config.public_name, note).play(patience)
     seen = {pid for engine in fleet.engines.values() for pid in engine.seen}
@@ -162,7 +166,11 @@ class RealArena(Arena):
 
     async def _at_rest(self) -> Holdings:
         lasting = Holdings({key: 2**31 for key in await self._holdings() if LASTING.fullmatch(key[1])})
-        return await self._settled(lasting)
+        found = await self._settled(lasting)
+        for key in found:
+            if key[1].startswith(DESCRIPTORS):
+                found[key] += SPARE_DESCRIPTORS
+        return found
 
     async def _holdings(self) -> Holdings:
         found = Holdings()
@@ -182,7 +190,7 @@ class RealArena(Arena):
             for kind, pids in engine.processes().items():
                 found[name, f"{kind} processes"] = len(pids)
                 if kind != "engine":
-                    found[name, f"file descriptors ({kind})"] = _descriptors(pids)
+                    found[name, f"{DESCRIPTORS} ({kind})"] = _descriptors(pids)
         for member in await self._ask_front_door("engines"):
             found["front door", f"in flight on {member['name']}"] = member["in_flight"]
             found["front door", f"{member['name']} is not picked again"] = int(not member["reachable"])
@@ -190,7 +198,7 @@ class RealArena(Arena):
         if self._fleet.router.pid is not None:
             children = psutil.Process(self._fleet.router.pid).children(recursive=True)
             found["front door", "processes"] = len(children)
-            found["front door", "file descriptors"] = _descriptors([child.pid for child in children])
+            found["front door", DESCRIPTORS] = _descriptors([child.pid for child in children])
         return found
 
 
@@ -200,9 +208,9 @@ def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
 
 
 def _descriptors(pids: Sequence[int]) -> int:
-    """Open files of processes, in steps of as many as may come and go."""
+    """Open files of processes."""
     total = 0
     for pid in pids:
         with suppress(psutil.Error):
             total += psutil.Process(pid).num_fds()
-    return total // SPARE_DESCRIPTORS
+    return total
