@@ -92,7 +92,7 @@ def tercet_bench(traffic: Traffic, seed: int, file: Path) -> Run:
     execute(
         "-m", "tercet.cli", "bench", "serve", "--base-url", traffic.url, "--model", traffic.model, "--tokenizer",
         traffic.tokenizer, "--workload", f"random,input_len={traffic.input_len},output_len={traffic.output_len}",
-        "--prompt-as", "text", "--num-prompts", str(traffic.count), "--seed", str(seed), "--result", str(file),
+        "--prompt-as", "text", "--num-prompts", str(traffic.count), "--seed", str(seed), "--result-filename", str(file),
         *(opened if traffic.users is None else closed),
     )  # fmt: skip
     (point,) = load_result(file).points

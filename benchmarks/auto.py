@@ -231,7 +231,7 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
             "compare",
             "--base-url",
             given.url,
-            "--result",
+            "--result-filename",
             str(result),
         ]
         line += ["--request-rate", str(rate), "--rounds", str(given.rounds), "--num-warmups", "4"]

@@ -1,7 +1,7 @@
 """A program with prefix-aware picking, for measuring how fast fleets are simulated.
 
-``tercet sim --program benchmarks/prefix_aware.py:prefix_aware --fleet both=1000 --rate 2000 --requests 20000
---input-mean 512 --output-mean 128 --prefixes 4000 --prefix 256``
+``tercet sim --program benchmarks/prefix_aware.py:prefix_aware --fleet both=1000 --request-rate 2000
+--num-prompts 20000 --input-mean 512 --output-mean 128 --prefixes 4000 --prefix 256``
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from tercet.settings import Source, decode_settings
 
 PICKS = ("round_robin", "least_loaded")
 PER_ENGINE = 190
-# Sixteen engines see requests with this coefficient of variation between arrivals; its square grows with the fleet, so
-# that bursts are as large for each engine.
-BURSTINESS = 3.0
+# Of the gamma arrivals that sixteen engines see: gaps with a coefficient of variation of 3, whose square grows with the
+# fleet, so that bursts are as large for each engine.
+BURSTINESS = 1 / 9
 
 
 class Figures(NamedTuple):
@@ -55,7 +55,7 @@ def simulated(engines: int, per_engine: float, pick: str, policies: Sequence[str
     """One run."""
     workload = SyntheticWorkload(
         rate=1, requests=engines * PER_ENGINE, lengths="lognormal", input_mean=512, input_dev=1024, output_mean=256,
-        output_dev=512, arrivals="gamma", burstiness=BURSTINESS * (engines / 16) ** 0.5,
+        output_dev=512, arrivals="gamma", burstiness=BURSTINESS * 16 / engines,
     )  # fmt: skip
     simulation = Simulation(
         program="data_parallel",

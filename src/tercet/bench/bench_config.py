@@ -129,11 +129,11 @@ class BenchConfig(Settings, frozen=True):
     ] = True
     extra_body: Annotated[Mapping[str, Any], Setting("More fields of every request's body", flag="")] = {}
     goodput: Annotated[Slo | None, Setting("The SLO", flag="")] = None
-    save_records: Annotated[
+    save_detailed: Annotated[
         bool,
         Setting(
             "Whether the file has every request's times",
-            flag="--save-records/--no-save-records",
+            flag="--save-detailed/--no-save-detailed",
             default="yes",
             panel=OUTPUT,
         ),

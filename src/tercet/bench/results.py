@@ -159,7 +159,7 @@ def save_result(result: BenchResult, file: Path) -> None:
         temporary.write_bytes(text + b"\n")
         temporary.replace(file)
     except OSError as error:
-        raise BadRequest(f"--result {file}: {error.strerror}", "result") from error
+        raise BadRequest(f"--result-filename {file}: {error.strerror}", "result-filename") from error
 
 
 def load_result(file: Path) -> BenchResult:

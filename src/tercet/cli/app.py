@@ -17,6 +17,7 @@ from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.moves import moves
 from tercet.cli.profile import profile
 from tercet.cli.program import program
+from tercet.cli.renamed_options import RENAMED
 from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
 from tercet.cli.up import up
@@ -90,6 +91,8 @@ def _run(argv: list[str]) -> int:
 def _nearest(error: Any) -> str:
     """The option that was probably meant, and all that the command has."""
     path = error.ctx.command_path
+    if now := RENAMED.get(path, {}).get(error.option_name):
+        return f"it is now {now}; see {path} --help"
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
     hint = near(error.option_name, known)

@@ -143,10 +143,10 @@ def _measure_and_report(
     """
     file = file or Path(f"bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     if file.is_dir() or not file.absolute().parent.is_dir():
-        raise BadRequest(f"--result {file}: must be a file in a directory that exists", "result")
+        raise BadRequest(f"--result-filename {file}: must be a file in a directory that exists", "result-filename")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(_measure(config, contenders, cells_of))
-    if not config.save_records:
+    if not config.save_detailed:
         bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
         outcome = msgspec.structs.replace(outcome, points=bare)
     save_result(outcome, file)

@@ -30,7 +30,7 @@ def migration(
     tail: Annotated[int, typer.Option(min=0, help="Tokens that the last stage may leave behind.")] = (
         MoveSettings().tail
     ),
-    json: Annotated[Path | None, typer.Option(help="Write every move here, too.")] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="The JSON file to write, with every move.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the pauses by length here (.png, .svg, .pdf); needs matplotlib.")
     ] = None,
@@ -48,7 +48,7 @@ def migration(
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
-    require_folder(json, "--json")
+    require_folder(result_filename, "--result-filename")
     settings = MoveSettings(stages=stages, tail=tail)
     costs = list[MoveCost]()
 
@@ -69,9 +69,9 @@ def migration(
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
     say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute all anew")
     show_table("beside them, in multiples of the steps before", NEIGHBOURS, neighbour_rows(costs))
-    if json is not None:
+    if result_filename is not None:
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
-        write_file(json, msgspec.json.format(msgspec.json.encode(report)), "--json")
+        write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")
     if plot is not None:
         on = machine()
         plot_pauses(costs, plot, f"{on['cpu']}, {on['cores']} cores, {now()[:10]}")

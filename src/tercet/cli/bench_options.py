@@ -25,7 +25,7 @@ BY_HAND: dict[str, Any] = {
             metavar="NAME:MS[,...]", help="The SLO, as in `ttft:500,tpot:50,e2el:5000`.", rich_help_panel=OUTPUT
         ),
     ],
-    "result": Annotated[
+    "result_filename": Annotated[
         Path | None,
         typer.Option(help="The JSON file to write.", show_default="bench-<time>.json", rich_help_panel=OUTPUT),
     ],
@@ -43,14 +43,14 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
 
     def decorate(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(result: Path | None = None, config: Path | None = None, **given: Any) -> None:
+        def run(result_filename: Path | None = None, config: Path | None = None, **given: Any) -> None:
             for name in SEVERAL:
                 given[name] = [part.strip() for item in given[name] or () for part in item.split(",")]
             if given["extra_body"] is not None:
                 given["extra_body"] = _json_object(given["extra_body"])
             if given["goodput"] is not None:
-                given["goodput"] = _limits(given["goodput"])
-            command(load_config(kind, config, flags_given(kind, given)), result)
+                given["goodput"] = limits_of(given["goodput"])
+            command(load_config(kind, config, flags_given(kind, given)), result_filename)
 
         return taking(run, {**parameters_of(kind), **BY_HAND})
 
@@ -64,7 +64,8 @@ def _json_object(text: str) -> dict[str, Any]:
         raise BadRequest(f"--extra-body: is no JSON object: {error}", "extra-body") from error
 
 
-def _limits(texts: Sequence[str]) -> dict[str, str]:
+def limits_of(texts: Sequence[str]) -> dict[str, str]:
+    """``NAME:MS[,...]`` items as a mapping; raises :class:`~tercet.protocol.BadRequest`."""
     found: dict[str, str] = {}
     for item in (item for text in texts for item in text.replace(" ", ",").split(",") if item):
         name, colon, value = item.partition(":")

@@ -39,7 +39,7 @@ def transfer(
         str | None, typer.Option(help="URL of a running engine: decode steps while it receives, and while it does not.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens to decode in each round, with `--engine`.")] = 100,
-    json: Annotated[Path | None, typer.Option(help="Write everything here, too.")] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="The JSON file to write, with everything.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the rates here (.png, .svg, .pdf); needs matplotlib.")] = None,
 ) -> None:
     """Measure how fast KV moves between two processes of this machine, side by side in one run.
@@ -50,7 +50,7 @@ def transfer(
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
     """
-    require_folder(json, "--json")
+    require_folder(result_filename, "--result-filename")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
@@ -62,8 +62,8 @@ def transfer(
     idle = idle_cpu([name for name in backends if name in found.ways], streams, say)
     slowed = {} if engine is None else _interference(engine.rstrip("/"), backends, rounds, tokens, streams)
     _show(found, idle, slowed)
-    if json is not None:
-        report(found, idle, slowed).save(json)
+    if result_filename is not None:
+        report(found, idle, slowed).save(result_filename)
     if plot is not None:
         draw_transfer(found, plot, f"{machine_in_words()}, {now()[:10]}")
 

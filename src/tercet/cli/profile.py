@@ -109,7 +109,7 @@ def measure_engine(
 
     Example:
     - `tercet profile measure --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
-    - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --rate 1`
+    - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --request-rate 1`
     """
     require_folder(output, "--output")
     if len(engine) > 2:

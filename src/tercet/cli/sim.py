@@ -16,6 +16,7 @@ from tercet.bench.simulated.simulation import headings as headings_of_run
 from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet.bench.simulated.sweep_figure import plot_sweep
 from tercet.bench.summary import Slo
+from tercet.cli.bench_options import limits_of
 from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
@@ -51,11 +52,11 @@ Rates = Annotated[
         show_default="4; a trace's own",
     ),
 ]
-Requests = Annotated[
+NumPrompts = Annotated[
     int | None,
-    typer.Option(help="Requests of each run, warm-up included.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
+    typer.Option(help="Requests of each run.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
 ]
-WarmUp = Annotated[int, typer.Option(help="First requests that count in no metric.")]
+NumWarmups = Annotated[int, typer.Option(min=0, help="Requests before those that are measured, at the same load.")]
 InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
 OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
 Deviation = Annotated[float, typer.Option(help="Its standard deviation.")]
@@ -71,17 +72,21 @@ Workload = Annotated[
 ]
 # What a workload of `tercet bench` says itself.
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
-Arrivals = Annotated[
+Arrival = Annotated[
     Literal["poisson", "constant", "gamma", "trace"],
     typer.Option(help="How requests arrive; `trace`: at the times of the workload's trace."),
 ]
-Burstiness = Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")]
+Burstiness = Annotated[
+    float, typer.Option(help="Of --arrival gamma: its shape. Below 1 is bursty, 1 is Poisson.", show_default="1")
+]
 Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")]
 Prefix = Annotated[int, typer.Option(help="Their length, tokens.")]
-Bounds = Annotated[list[str] | None, typer.Option(metavar="METRIC=MS", help="Bound of ttft, tpot or e2el; repeatable.")]
+Goodput = Annotated[
+    list[str] | None, typer.Option(metavar="NAME:MS[,...]", help="The SLO, as in `ttft:500,tpot:50,e2el:5000`.")
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same report, byte for byte.")]
-Json = Annotated[
-    Path | None, typer.Option(help="Write the result here, for `tercet bench report`; `-` is standard output.")
+ResultFilename = Annotated[
+    Path | None, typer.Option(help="The JSON file to write, for `tercet bench report`; `-` is standard output.")
 ]
 
 
@@ -93,25 +98,25 @@ def simulate(
     program_arg: ProgramArg = None,
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
-    rate: Rates = None,
-    requests: Requests = None,
+    request_rate: Rates = None,
+    num_prompts: NumPrompts = None,
     workload: Workload = None,
-    warm_up: WarmUp = 0,
+    num_warmups: NumWarmups = 0,
     input_mean: InputMean = 512,
     input_dev: Deviation = 0,
     output_mean: OutputMean = 128,
     output_dev: Deviation = 0,
     lengths: Lengths = "normal",
-    arrivals: Arrivals = "poisson",
-    burstiness: Burstiness = 2.0,
+    arrival: Arrival = "poisson",
+    burstiness: Burstiness = 1.0,
     prefixes: Prefixes = 0,
     prefix: Prefix = 0,
     option: Option = None,
     scheduling: Scheduling = None,
-    slo: Bounds = None,
+    goodput: Goodput = None,
     label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
-    json: Json = None,
+    result_filename: ResultFilename = None,
     moving: MovingSettings = MOVING,
 ) -> None:
     """Run a program over simulated engines in virtual time, at one or several rates.
@@ -119,21 +124,21 @@ def simulate(
     Prints means and 99th percentiles; the report has more.
 
     Examples:
-    - `tercet sim --program disaggregated --fleet 1P1D --rate 2,4,8`
-    - `tercet sim --fleet both=1000 --rate 2000 --requests 20000`
-    - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrivals trace`
-    - `tercet sim --fleet both=16 --rate 60 --option total_blocks=2000 --reschedule neutral_load`
+    - `tercet sim --program disaggregated --fleet 1P1D --request-rate 2,4,8`
+    - `tercet sim --fleet both=1000 --request-rate 2000 --num-prompts 20000`
+    - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrival trace`
+    - `tercet sim --fleet both=16 --request-rate 60 --option total_blocks=2000 --reschedule neutral_load`
     - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
     - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
     """
     if context.invoked_subcommand is not None:
         return
-    require_folder(json, "--json")
+    require_folder(result_filename, "--result-filename")
     simulation = simulation_of(context, locals())
-    rates = rates_of(rate or DEFAULT_RATE) if rate or arrivals != "trace" else [None]
+    rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
     report = simulation.report(rates, label or program, note)
-    _write_out(json, report.to_json())
-    if str(json) != "-":
+    _write_out(result_filename, report.to_json())
+    if str(result_filename) != "-":
         show_table(f"{program} on {fleet}, {profile}", headings_of_run(report), table(report))
 
 
@@ -145,7 +150,7 @@ def sweep_command(
         list[str],
         typer.Option(
             metavar="NAME=V[,V...]",
-            help="`fleet`, `profile`, `program`, `rate`, an engine option, a setting of moves (such as "
+            help="`fleet`, `profile`, `program`, `request-rate`, an engine option, a setting of moves (such as "
             "`reschedule-threshold`) or a program's parameter; repeatable.",
         ),
     ],
@@ -153,17 +158,17 @@ def sweep_command(
     program_arg: ProgramArg = None,
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
-    rate: Annotated[float, typer.Option(help="Requests per second.")] = 4,
-    requests: Requests = None,
+    request_rate: Annotated[float, typer.Option(help="Requests per second.")] = 4,
+    num_prompts: NumPrompts = None,
     workload: Workload = None,
-    warm_up: WarmUp = 0,
+    num_warmups: NumWarmups = 0,
     input_mean: InputMean = 512,
     input_dev: Deviation = 0,
     output_mean: OutputMean = 128,
     output_dev: Deviation = 0,
     lengths: Lengths = "normal",
-    arrivals: Arrivals = "poisson",
-    burstiness: Burstiness = 2.0,
+    arrival: Arrival = "poisson",
+    burstiness: Burstiness = 1.0,
     option: Option = None,
     scheduling: Scheduling = None,
     x: Annotated[
@@ -175,7 +180,7 @@ def sweep_command(
     ] = None,
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting, with seeds from --seed on.")] = 1,
-    json: Json = None,
+    result_filename: ResultFilename = None,
     moving: MovingSettings = MOVING,
 ) -> None:
     """Simulate every combination of some settings, and star those that no other one beats in two metrics.
@@ -184,22 +189,22 @@ def sweep_command(
     more than seeds differ in.
 
     Examples:
-    - `tercet sim sweep --program balanced --fleet 1P1D --rate 8 --over balance_ratio=0,0.1,0.2,0.3`
-    - `tercet sim sweep --program disaggregated --rate 40 --over fleet=2P6D,3P5D,4P4D --seeds 5 --plot sweep.png`
-    - `tercet sim sweep --fleet both=16 --rate 60 --reschedule neutral_load --over reschedule-threshold=0.05,0.2,0.5`
+    - `tercet sim sweep --program balanced --fleet 1P1D --request-rate 8 --over balance_ratio=0,0.1,0.2,0.3`
+    - `tercet sim sweep --program disaggregated --request-rate 40 --over fleet=2P6D,3P5D --seeds 5 --plot sweep.png`
+    - `tercet sim sweep --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
     """
-    require_folder(json, "--json")
+    require_folder(result_filename, "--result-filename")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
     simulation = simulation_of(context, locals())
     axes = [parse_axis(given) for given in over]
-    report = sweep(simulation, rate, axes, x, y, seeds, note)
-    _write_out(json, report.to_json())
+    report = sweep(simulation, request_rate, axes, x, y, seeds, note)
+    _write_out(result_filename, report.to_json())
     if plot is not None:
         plot_sweep(report, plot)
-    if str(json) != "-":
-        show_table(f"{program}, rate {rate:g}; starred by {x} and {y}", headings(report), rows(report))
+    if str(result_filename) != "-":
+        show_table(f"{program}, {request_rate:g} requests/s; starred by {x} and {y}", headings(report), rows(report))
 
 
 def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
@@ -212,7 +217,7 @@ def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulatio
         options=key_values(given["option"], "--option"),
         workload=_workload_of(context, given),
         seed=given["seed"],
-        slo=slo_of(given.get("slo")),
+        slo=slo_of(given.get("goodput")),
         scheduling=given["scheduling"],
         moving=given["moving"],
     )
@@ -220,14 +225,19 @@ def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulatio
 
 def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticWorkload | PlannedWorkload:
     kind = PlannedWorkload if given["workload"] else SyntheticWorkload
+    if given["burstiness"] != 1.0 and given["arrival"] != "gamma":
+        raise BadRequest("--burstiness: belongs to --arrival gamma", "--burstiness")
     traffic: dict[str, Any] = {name: given[name] for name in kind.__struct_fields__ if name in given}
-    traffic["rate"] = 1.0  # each run has its own
-    requests = DEFAULT_REQUESTS if given["requests"] is None else given["requests"]
+    # Each run has a rate of its own.
+    traffic |= {"rate": 1.0, "arrivals": given["arrival"], "warm_up": given["num_warmups"]}
+    measured = DEFAULT_REQUESTS if given["num_prompts"] is None else given["num_prompts"]
+    if measured < 1:
+        raise BadRequest(f"--num-prompts: must be at least 1, is {measured}", "--num-prompts")
+    requests = measured + given["num_warmups"]
     if kind is SyntheticWorkload:
-        if given.get("arrivals") == "trace":
-            raise BadRequest("--arrivals: trace needs a --workload that is a trace", "--arrivals")
-        traffic["requests"] = requests
-        return SyntheticWorkload(**traffic)
+        if given["arrival"] == "trace":
+            raise BadRequest("--arrival: trace needs a --workload that is a trace", "--arrival")
+        return SyntheticWorkload(**traffic, requests=requests)
     for name in LENGTHS:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
@@ -235,7 +245,8 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
             raise BadRequest(f"{flag}: --workload has lengths and prefixes of its own, such as input_len=512", flag)
     traffic["workload"] = tuple(given["workload"])
     planned = PlannedWorkload(**traffic)
-    return planned if planned.finite else msgspec.structs.replace(planned, requests=requests)
+    all_of_it = planned.finite and given["num_prompts"] is None
+    return planned if all_of_it else msgspec.structs.replace(planned, requests=requests)
 
 
 def rates_of(given: str) -> list[float]:
@@ -243,20 +254,21 @@ def rates_of(given: str) -> list[float]:
     try:
         rates = [float(rate) for rate in given.split(",")]
     except ValueError as error:
-        raise BadRequest(f"--rate: {given!r} is not R[,R...]", "--rate") from error
+        raise BadRequest(f"--request-rate: {given!r} is not R[,R...]", "--request-rate") from error
     if not all(0 < rate < float("inf") for rate in rates):
-        raise BadRequest(f"--rate: {given!r} has a rate that is not positive", "--rate")
+        raise BadRequest(f"--request-rate: {given!r} has a rate that is not positive", "--request-rate")
     return rates
 
 
 def slo_of(given: list[str] | None) -> Slo | None:
-    """``METRIC=MS`` items as bounds; raises :class:`~tercet.protocol.BadRequest`."""
+    """``NAME:MS`` items as bounds; raises :class:`~tercet.protocol.BadRequest`."""
     if not given:
         return None
+    limits = limits_of(given)
     try:
-        return msgspec.convert(key_values(given, "--slo"), Slo, strict=False)
+        return msgspec.convert(limits, Slo, strict=False)
     except msgspec.ValidationError as error:
-        raise complaint("--slo", Slo, given, error) from error
+        raise complaint("--goodput", Slo, limits, error) from error
 
 
 def _write_out(path: Path | None, data: bytes) -> None:
@@ -264,4 +276,4 @@ def _write_out(path: Path | None, data: bytes) -> None:
     if str(path) == "-":
         sys.stdout.buffer.write(data)
     elif path is not None:
-        write_file(path, data, "--json")
+        write_file(path, data, "--result-filename")

@@ -32,7 +32,7 @@ async def run(*flags: str) -> tuple[int | None, str]:
 
 
 async def serve(server: FakeServer, file: Path, *flags: str) -> tuple[BenchResult, str]:
-    code, text = await run("serve", "--base-url", server.url, "--result", str(file), *flags)
+    code, text = await run("serve", "--base-url", server.url, "--result-filename", str(file), *flags)
     assert code == 0, text
     return load_result(file), text
 
@@ -84,7 +84,7 @@ async def test_compare_interleaves_programs_and_a_peer(server: FakeServer, tmp_p
     code, text = await run(
         "compare", "--base-url", server.url, "--program", "a", "--program", "b", "--also", f"peer={server.url}",
         "--rounds", "2", "--resamples", "100", "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL,
-        "--result", str(tmp_path / "c.json"),
+        "--result-filename", str(tmp_path / "c.json"),
     )  # fmt: skip
     assert code == 0, text
     found = load_result(tmp_path / "c.json")
@@ -109,7 +109,7 @@ async def test_a_program_that_does_not_exist_ends_a_comparison_before_it_starts(
     file = tmp_path / "c.json"
     code, text = await run(
         "compare", "--base-url", server.url, "--program", "a", "--program", "c", "--also", f"peer={server.url}",
-        "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL, "--result", str(file),
+        "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL, "--result-filename", str(file),
     )  # fmt: skip
     assert (code, text) == (2, "tercet: --program: there is no program 'c'; choose a, b\n")
     assert server.bodies == []
@@ -121,8 +121,8 @@ async def test_ctrl_c_writes_what_is_there_and_exits_with_130(server: FakeServer
     server.behave = {"hang": 2}
     file = tmp_path / "run.json"
     process = await start(
-        "serve", "--base-url", server.url, "--result", str(file), "--request-rate", rate, "--num-prompts", "500",
-        "--workload", SMALL,
+        "serve", "--base-url", server.url, "--result-filename", str(file), "--request-rate", rate,
+        "--num-prompts", "500", "--workload", SMALL,
     )  # fmt: skip
     await server.hung.wait()
     process.send_signal(signal.SIGINT)
@@ -142,8 +142,8 @@ async def test_when_every_request_fails_the_file_says_why_and_the_exit_code_is_1
     server.behave = {"status": 503}
     file = tmp_path / "run.json"
     code, text = await run(
-        "serve", "--base-url", server.url, "--result", str(file), "--request-rate", "inf", "--num-prompts", "3",
-        "--workload", SMALL,
+        "serve", "--base-url", server.url, "--result-filename", str(file), "--request-rate", "inf",
+        "--num-prompts", "3", "--workload", SMALL,
     )  # fmt: skip
     assert code == 1
     assert "3 x http: HTTP 503: no room" in text
@@ -197,9 +197,12 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --extra-body []", "--extra-body: is no JSON object"),
         ("serve --request-rate 1 --header nonsense", "--header"),
         ("serve --request-rate 1 --base-url localhost", "base-url: is no URL"),
-        ("serve --request-rate 1 --result /nowhere/x.json", "--result /nowhere/x.json"),
+        ("serve --request-rate 1 --result-filename /nowhere/x.json", "--result-filename /nowhere/x.json"),
         ("serve --request-rate 1 --config /nowhere.yaml", "--config /nowhere.yaml: it cannot be read: No such file"),
         ("serve --request-rate 1 --bogus", "No such option: --bogus; tercet bench serve has --arrival, --base-url, "),
+        ("serve --request-rate 1 --result x.json", "No such option: --result; it is now --result-filename"),
+        ("compare --no-save-records", "it is now --no-save-detailed"),
+        ("transfer --json x.json", "it is now --result-filename"),
         ("serve --request-rates 1", "No such option: --request-rates; did you mean --request-rate?"),
         ("compare --request-rate 1 --program a", "two or more to compare"),
         ("compare --request-rate 1 --program a --program a", "two have the same name"),

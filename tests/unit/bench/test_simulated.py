@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import statistics
 import subprocess
 import sys
 from itertools import islice
@@ -14,7 +16,7 @@ import pytest
 
 from tercet.bench.results import load_result
 from tercet.bench.simulated import Simulation, SyntheticWorkload, parse_fleet, run_once, run_requests
-from tercet.bench.simulated.scenario import members_of, names_of, requests_of
+from tercet.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
 from tercet.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet.bench.summary import Slo
 from tercet.cli import app
@@ -111,7 +113,19 @@ def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
-    line = ["sim", "--program", "balanced", "--fleet", "1P1D", "--rate", "4,8", "--requests", "60", "--json", "-"]
+    line = [
+        "sim",
+        "--program",
+        "balanced",
+        "--fleet",
+        "1P1D",
+        "--request-rate",
+        "4,8",
+        "--num-prompts",
+        "60",
+        "--result-filename",
+        "-",
+    ]
     found = [
         subprocess.run(
             [sys.executable, "-m", "tercet.cli", *line, "--seed", seed],
@@ -297,7 +311,10 @@ def test_a_sweep_over_seeds_has_a_run_and_an_interval_for_each(capsys: pytest.Ca
     assert len(set(means)) == 3
     assert trial.x.mean == pytest.approx(sum(means) / 3)
     assert trial.x.half is not None
-    assert app._run(["sim", "sweep", "--requests", "20", "--over", "rate=2", "--seeds", "2", "--seed", "5"]) == 0
+    assert (
+        app._run(["sim", "sweep", "--num-prompts", "20", "--over", "request-rate=2", "--seeds", "2", "--seed", "5"])
+        == 0
+    )
     assert "±" in capsys.readouterr().out
 
 
@@ -313,17 +330,39 @@ def test_efficient_is_what_nothing_beats() -> None:
 
 def test_a_result_is_one_of_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sim.json"
-    assert app._run(["sim", "--requests", "50", "--rate", "2,4", "--label", "mine", "--json", str(file)]) == 0
+    assert (
+        app._run(
+            ["sim", "--num-prompts", "50", "--request-rate", "2,4", "--label", "mine", "--result-filename", str(file)]
+        )
+        == 0
+    )
     result = load_result(file)
     assert result.source == "sim"
     assert [(point.label, point.request_rate) for point in result.points] == [("mine", 2), ("mine", 4)]
     assert "JCT, s" in capsys.readouterr().out
 
 
+def test_warm_up_comes_before_the_prompts_and_bursts_are_shaped_as_in_bench(tmp_path: Path) -> None:
+    file = tmp_path / "sim.json"
+    line = f"sim --num-prompts 30 --num-warmups 10 --goodput ttft:5000,tpot:500 --result-filename {file}"
+    assert app._run(line.split()) == 0
+    (point,) = load_result(file).points
+    assert point.metrics["completed"] == 30
+    assert point.metrics["request_goodput"] == point.metrics["request_throughput"]
+
+
+@pytest.mark.parametrize("shape", [0.25, 4.0])
+def test_burstiness_is_the_shape_of_a_gamma_process(shape: float) -> None:
+    found = list(islice(gaps_of("gamma", 5.0, shape, random.Random(1)), 20_000))
+    mean = statistics.fmean(found)
+    assert mean == pytest.approx(0.2, rel=0.05)
+    assert statistics.pstdev(found) / mean == pytest.approx(shape**-0.5, rel=0.05)
+
+
 def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sweep.svg"
-    line = f"sim sweep --requests 50 --over fleet=both=1 --over rate=2,4 --plot {picture}"
+    line = f"sim sweep --num-prompts 50 --over fleet=both=1 --over request-rate=2,4 --plot {picture}"
     assert app._run(line.replace("fleet=both=1", "stream_every=0,1").split()) == 0
     assert "stream_every" in capsys.readouterr().out
     assert picture.read_text().startswith("<?xml")
@@ -332,29 +371,38 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ("sim --requests 3 --json /not/here/x.json", "--json"),
+        ("sim --num-prompts 3 --result-filename /not/here/x.json", "--result-filename"),
         ("sim --fleet cook=1", "fleet"),
         ("sim --fleet /not/here.yaml", "fleet"),
         ("sim --fleet 0P1D", "fleet"),
         ("sim --profile nothing", "profile"),
         ("sim --program nothing", "program"),
-        ("sim --program balanced --program-arg balance_ratio=2 --fleet 1P1D --requests 3", "balance_ratio"),
-        ("sim --rate 0", "--rate"),
-        ("sim --rate x", "--rate"),
-        ("sim --rate nan", "--rate"),
-        ("sim --requests 0", "requests"),
+        ("sim --program balanced --program-arg balance_ratio=2 --fleet 1P1D --num-prompts 3", "balance_ratio"),
+        ("sim --request-rate 0", "--request-rate"),
+        ("sim --request-rate x", "--request-rate"),
+        ("sim --request-rate nan", "--request-rate"),
+        ("sim --num-prompts 0", "--num-prompts: must be at least 1"),
+        ("sim --burstiness 0.5", "--burstiness: belongs to --arrival gamma"),
         ("sim --option nonsense=1", "nonsense"),
         ("sim --option max_num_seqs=0", "max_num_seqs"),
         ("sim --option max_num_seqs", "--option"),
-        ("sim --slo nonsense=1", "--slo"),
-        ("sim sweep --over rate=1 --plot x.gif", "--plot"),
+        ("sim --goodput nonsense:1", "--goodput"),
+        ("sim --goodput ttft=1", "is not NAME:MILLISECONDS"),
+        ("sim --rate 1", "No such option: --rate; it is now --request-rate"),
+        ("sim --requests 1", "it is now --num-prompts"),
+        ("sim --warm-up 1", "it is now --num-warmups"),
+        ("sim --arrivals gamma", "it is now --arrival"),
+        ("sim --slo ttft=1", "it is now --goodput NAME:MS"),
+        ("sim sweep --over fleet=1P1D --json x", "it is now --result-filename"),
+        ("sim sweep --over request-rate=1 --plot x.gif", "--plot"),
         ("sim sweep", "--over"),
         ("sim sweep --over x", "--over"),
-        ("sim sweep --over rate=none", "rate"),
+        ("sim sweep --over request-rate=none", "request-rate"),
         ("sim sweep --over max_num_seq=1", "there is no setting max_num_seq; did you mean max_num_seqs?"),
         ("sim sweep --over salt=1 --program balanced", "balance_ratio"),
-        ("sim sweep --over rate=1 --over rate=2", "--over"),
-        ("sim sweep --over rate=1 --x ttft", "metric"),
+        ("sim sweep --over request-rate=1 --over request-rate=2", "--over"),
+        ("sim sweep --over request-rate=1 --x ttft", "metric"),
+        ("sim sweep --over rate=1", "rate is now request-rate"),
         ("profile show nothing", "profile"),
         ("profile import --name x --model m -o /tmp/x.json --python /not/here", "--python"),
     ],

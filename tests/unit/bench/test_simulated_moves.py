@@ -16,7 +16,7 @@ from tercet.settings import Source, decode_settings
 # KV is scarce, lengths have a long tail, and requests come in bursts.
 UNEVEN = SyntheticWorkload(
     rate=1, requests=300, input_mean=512, input_dev=1024, output_mean=256, output_dev=512, lengths="lognormal",
-    arrivals="gamma", burstiness=3.0,
+    arrivals="gamma", burstiness=1 / 9,
 )  # fmt: skip
 RATE = 40.0
 
@@ -87,13 +87,13 @@ def test_settings_of_moves_are_axes_of_a_sweep() -> None:
 
 def test_the_command_takes_the_front_doors_flags(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
-    line = "sim --fleet both=2 --rate 20 --requests 60 --lengths lognormal --output-dev 300 --option total_blocks=400"
-    moving = ["--reschedule", "neutral_load", "--reschedule-threshold", "0.05"]
-    assert app._run([*line.split(), *moving, "--json", str(out)]) == 0
+    line = "sim --fleet both=2 --request-rate 20 --num-prompts 60 --lengths lognormal --output-dev 300"
+    moving = ["--option", "total_blocks=400", "--reschedule", "neutral_load", "--reschedule-threshold", "0.05"]
+    assert app._run([*line.split(), *moving, "--result-filename", str(out)]) == 0
     result = load_result(out)
     assert result.config["moving"] == {"reschedule": ["neutral_load"], "reschedule-threshold": 0.05}
 
 
 def test_a_policy_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app._run(["sim", "--requests", "5", "--reschedule", "neutral"]) == 2
+    assert app._run(["sim", "--num-prompts", "5", "--reschedule", "neutral"]) == 2
     assert "there is no policy 'neutral'" in capsys.readouterr().err

@@ -136,13 +136,13 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, object], field: str) 
 def test_the_command_takes_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = mooncake(tmp_path / "t.jsonl", *ROWS)
     written = tmp_path / "run.json"
-    assert app._run(["sim", "--workload", trace, "--arrivals", "trace", "--json", str(written)]) == 0
+    assert app._run(["sim", "--workload", trace, "--arrival", "trace", "--result-filename", str(written)]) == 0
     (point,) = msgspec.json.decode(written.read_bytes())["points"]
     assert point["metrics"]["completed"] == 3
     assert "recorded" in capsys.readouterr().out
     for flags, named in (
         (["--workload", trace, "--input-mean", "5"], "--input-mean"),
-        (["--arrivals", "trace"], "trace"),
+        (["--arrival", "trace"], "trace"),
     ):
         assert app._run(["sim", *flags]) == 2
         assert named in capsys.readouterr().err

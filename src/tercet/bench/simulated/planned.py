@@ -31,7 +31,7 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     rate: float | None = None
     requests: int | None = None
     arrivals: Literal["poisson", "constant", "gamma", "trace"] = "poisson"
-    burstiness: float = 2.0
+    burstiness: float = 1.0
     warm_up: int = 0
 
     def __post_init__(self) -> None:

@@ -126,11 +126,11 @@ LONGEST = 20.0
 class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Requests to simulate. Lengths are tokens, at least 1.
 
-    ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with a coefficient of
-    variation of ``burstiness`` between arrivals. The first ``warm_up`` requests count in no metric. With ``prefixes``
-    each request starts with one of so many prefixes of ``prefix`` tokens (drawn evenly), within its input length.
-    ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which has a long tail, up to
-    :data:`LONGEST` times the mean.
+    ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with the shape
+    ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests count in no
+    metric. With ``prefixes`` each request starts with one of so many prefixes of ``prefix`` tokens (drawn evenly),
+    within its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which has a long
+    tail, up to :data:`LONGEST` times the mean.
     """
 
     rate: float
@@ -140,7 +140,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     output_mean: float = 128
     output_dev: float = 0
     arrivals: Literal["poisson", "constant", "gamma"] = "poisson"
-    burstiness: float = 2.0
+    burstiness: float = 1.0
     warm_up: int = 0
     prefixes: int = 0
     prefix: int = 0
@@ -193,8 +193,7 @@ def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random
         return itertools.repeat(mean)
     if arrivals == "poisson":
         return iter(lambda: chance.expovariate(rate), None)
-    shape = 1 / burstiness**2
-    return iter(lambda: chance.gammavariate(shape, mean / shape), None)
+    return iter(lambda: chance.gammavariate(burstiness, mean / burstiness), None)
 
 
 def _normal(chance: random.Random, mean: float, dev: float) -> int:

@@ -27,7 +27,7 @@ from tercet.settings.declaration import near
 from tercet.sim import EngineOptions
 
 MOVING = {each.key for each in declared(MovingSettings)}
-OWN = ("rate", "fleet", "profile", "program")
+OWN = ("request-rate", "fleet", "profile", "program")
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
 CONFIDENCE = 0.95
@@ -36,8 +36,8 @@ CONFIDENCE = 0.95
 class Axis(msgspec.Struct, frozen=True):
     """What varies, and the values it takes.
 
-    That is ``fleet``, ``profile``, ``program``, ``rate``, an engine option, a setting of moves without its dashes
-    (``reschedule-threshold``), or a program's parameter.
+    That is ``fleet``, ``profile``, ``program``, ``request-rate``, an engine option, a setting of moves without its
+    dashes (``reschedule-threshold``), or a program's parameter.
     """
 
     name: str
@@ -188,7 +188,7 @@ def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
 def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simulation, float]:
     changed = base
     for name, value in settings.items():
-        if name == "rate":
+        if name == "request-rate":
             rate = _rate(value)
         elif name in OWN:
             changed = msgspec.structs.replace(changed, **{name: value})
@@ -208,6 +208,8 @@ def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
     known = [*OWN, *EngineOptions.__struct_fields__, *sorted(MOVING), *sorted(arguments - {"request", "fleet"})]
     for axis in axes:
+        if axis.name == "rate" and axis.name not in known:
+            raise BadRequest("--over: rate is now request-rate", "--over")
         if axis.name not in known:
             raise BadRequest(f"--over: there is no setting {axis.name}; {near(axis.name, known)}", "--over")
 
@@ -218,7 +220,7 @@ def _rate(value: str) -> float:
     except ValueError:
         rate = -1.0
     if not 0 < rate < float("inf"):
-        raise BadRequest(f"--over: rate={value} is no positive number", "--over")
+        raise BadRequest(f"--over: request-rate={value} is no positive number", "--over")
     return rate
 
 

@@ -148,7 +148,7 @@ def _in_words(metric: str) -> str:
 def _title(report: SweepReport) -> str:
     varied = report.arguments["over"]
     fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
-    rate = [] if "rate" in varied else [f"{report.arguments['rate']:g} requests/s"]
+    rate = [] if "request-rate" in varied else [f"{report.arguments['rate']:g} requests/s"]
     return " · ".join((*fixed, *rate))
 
 

@@ -1,0 +1,28 @@
+"""Options that have another name now, by the command that had them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SIMULATION = {
+    "--rate": "--request-rate",
+    "--requests": "--num-prompts, which does not count --num-warmups",
+    "--warm-up": "--num-warmups",
+    "--arrivals": "--arrival",
+    "--slo": "--goodput NAME:MS",
+    "--json": "--result-filename",
+}
+_MEASUREMENT = {
+    "--result": "--result-filename",
+    "--save-records": "--save-detailed",
+    "--no-save-records": "--no-save-detailed",
+}
+_FILE = {"--json": "--result-filename"}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "tercet sim": _SIMULATION,
+    "tercet sim sweep": _SIMULATION,
+    "tercet bench serve": _MEASUREMENT,
+    "tercet bench compare": _MEASUREMENT,
+    "tercet bench transfer": _FILE,
+    "tercet bench migration": _FILE,
+}
