@@ -28,12 +28,21 @@ class CallsInFlight:
     @contextmanager
     def noted(self, fail: Fail) -> Generator[None]:
         """While entered, :meth:`lose` calls ``fail``."""
-        key = object()
-        self._fails[key] = fail
+        key = self.note(fail)
         try:
             yield
         finally:
-            del self._fails[key]
+            self.forget(key)
+
+    def note(self, fail: Fail) -> object:
+        """From now on :meth:`lose` calls ``fail``, until what is returned is given to :meth:`forget`."""
+        key = object()
+        self._fails[key] = fail
+        return key
+
+    def forget(self, noted: object) -> None:
+        """:meth:`lose` does not call it any more."""
+        del self._fails[noted]
 
 
 @asynccontextmanager

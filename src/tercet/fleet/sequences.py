@@ -5,8 +5,8 @@ Pure: a :class:`RunningSequence` records and decides, whoever runs it acts.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import msgspec
@@ -189,13 +189,25 @@ class RunningSequences:
         """Those that this engine generates."""
         return [sequence for sequence in self._running if sequence.engine == engine]
 
-    @contextmanager
-    def running(self, sequence: RunningSequence) -> Generator[None]:
+    def running(self, sequence: RunningSequence) -> AbstractContextManager[None]:
         """While entered, the sequence is one of them."""
-        self._running[sequence] = None
-        try:
-            yield
-        finally:
-            del self._running[sequence]
-            if len(sequence.waiting):
-                sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))
+        return _Running(self._running, sequence)
+
+
+class _Running:
+    """A sequence among all that run. No generator: every request has one of these."""
+
+    __slots__ = ("_all", "_sequence")
+
+    def __init__(self, everyone: dict[RunningSequence, None], sequence: RunningSequence) -> None:
+        self._all = everyone
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        self._all[self._sequence] = None
+
+    def __exit__(self, *error: object) -> None:
+        sequence = self._sequence
+        del self._all[sequence]
+        if len(sequence.waiting):
+            sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))

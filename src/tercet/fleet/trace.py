@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 import msgspec
 
@@ -63,8 +63,7 @@ class Trace(msgspec.Struct):
     decision: RouteDecision | None = None
 
 
-@dataclass(frozen=True)
-class Tracing:
+class Tracing(NamedTuple):
     """Where one request's engines say what they do.
 
     ``costs`` learn from it. ``on_generate`` is told of each generation that begins, ``on_failure`` which engine is to
@@ -200,7 +199,8 @@ class Generation:
         self.begun = False
         self.stream: OutputStream | None = None
         self._event = event
-        self._noted = ExitStack()
+        self._calls = engine.calls
+        self._noted: object = None
 
     @property
     def computed(self) -> int:
@@ -210,7 +210,7 @@ class Generation:
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
         self._started = self.engine.costs.clock()
-        self._noted.enter_context(self.engine.calls.noted(stream.give_up))
+        self._noted = self._calls.note(stream.give_up)
         self.engine.generates(self)
 
     def on_output(self, output: Output) -> None:
@@ -223,7 +223,7 @@ class Generation:
 
     def on_end(self, error: BaseException | None) -> None:
         self.stream = None
-        self._noted.close()
+        self._calls.forget(self._noted)
         if isinstance(error, TercetError):
             self.engine.failed(error)
 

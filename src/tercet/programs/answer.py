@@ -49,12 +49,13 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
             if failure is not None and _is_cancellation(failure):
                 raise failure  # the program would go on all the same
             failure = None
-            if not isinstance(part, AsyncIterator):
+            is_stream = isinstance(part, OutputStream)
+            if not is_stream and not isinstance(part, AsyncIterator):
                 sink.put(part)
                 await sink.until_asked()
                 continue
             try:
-                if isinstance(part, OutputStream):
+                if is_stream:
                     await part.run(sink.put, sink.until_asked)
                 else:
                     await run_program(cast("Answer", part), sink)

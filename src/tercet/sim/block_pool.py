@@ -43,32 +43,29 @@ class Holding:
 
 
 class BlockPool:
-    """``total`` blocks; ``evicted`` counts the cached ones that were taken back, ``observer`` hears of cached ones."""
+    """``total`` blocks, of which ``free`` can be taken now, cached ones that nobody pins included.
+
+    ``evicted`` counts the cached ones that were taken back, ``observer`` hears of cached ones.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.free = total
         self.evicted = 0
-        self._pinned = 0
-        self._cached: set[int] = set()
-        # Cached blocks that nobody pins, with the turn in which they were let go. Those of one turn are a run, of which
-        # the last one goes first. A block that was pinned again since is still in its old run, and passed over there.
-        self._unused: dict[int, int] = {}
+        # By its hash, each cached block: minus the number of those who pin it, or the turn in which it was let go. Those
+        # of one turn are a run, of which the last one goes first. A block that was pinned again since is still in its
+        # old run, and passed over there.
+        self._cached: dict[int, int] = {}
+        self._unused = 0
         self._runs: deque[tuple[int, list[int]]] = deque()
         self._in_runs = 0
         self._turn = 0
-        # Blocks that several holders pin, with how many.
-        self._shared: dict[int, int] = {}
         self.observer: SimObserver | None = None
 
     def observe(self, observer: SimObserver) -> None:
         """Tell ``observer`` which blocks can be found by their hash, now and from now on."""
         self.observer = observer
         observer.stored(list(self._cached))
-
-    @property
-    def free(self) -> int:
-        """Blocks that can be taken now, cached but unpinned ones included."""
-        return self.total - self._pinned
 
     def match(self, hashes: Sequence[int], limit: int) -> int:
         """How many of the first ``limit`` hashes are cached, from the first on without a gap."""
@@ -80,8 +77,8 @@ class BlockPool:
         """Whether ``matched`` cached blocks can be pinned and ``plain`` more taken."""
         if plain + matched <= self.free:
             return True
-        unused = self._unused
-        return plain + sum(key in unused for key in hashes[:matched]) <= self.free
+        cached = self._cached
+        return plain + sum(cached[key] > 0 for key in hashes[:matched]) <= self.free
 
     def pin(self, holding: Holding, hashes: Sequence[int], matched: int) -> None:
         """Pin the first ``matched`` of these cached blocks for a holder that has none yet."""
@@ -90,13 +87,15 @@ class BlockPool:
 
     def _pin(self, keys: Sequence[int]) -> None:
         """One more holder of each of these cached blocks."""
-        unused, shared = self._unused, self._shared
-        for key in keys:
-            if key in unused:
-                del unused[key]
-                self._pinned += 1
-            else:
-                shared[key] = shared.get(key, 1) + 1
+        cached = self._cached
+        # Who pins a block pins all before it: those that nobody pins are the last ones.
+        held = bisect_left(keys, True, key=lambda key: cached[key] > 0)
+        for key in keys[:held]:
+            cached[key] -= 1
+        idle = keys[held:]
+        cached.update(dict.fromkeys(idle, -1))
+        self._unused -= len(idle)
+        self.free -= len(idle)
 
     def take(self, holding: Holding, count: int) -> None:
         """Add ``count`` plain blocks to a holder; the caller knows that they are free."""
@@ -107,11 +106,10 @@ class BlockPool:
         """Pin ``count`` plain blocks that the caller accounts for itself."""
         if count > self.free:
             raise AssertionError(f"{count} blocks were taken and {self.free} are free")
-        self._pinned += count
-        excess = self._pinned + len(self._unused) - self.total
+        self.free -= count
+        excess = self._unused - self.free
         if excess > 0:
             evicted = self._evict(excess)
-            self._cached.difference_update(evicted)
             self.evicted += len(evicted)
             if self.observer is not None:
                 self.observer.dropped(evicted)
@@ -125,62 +123,65 @@ class BlockPool:
             first = self._first_of(turn, run)
             last = max(first, len(run) - count + len(evicted))
             gone = run[last:]
-            deque(map(self._unused.__delitem__, gone), maxlen=0)
+            deque(map(self._cached.__delitem__, gone), maxlen=0)
             evicted.extend(reversed(gone))
             if last > first:
                 runs.appendleft((turn, run[first:last]))
                 self._in_runs += last - first
+        self._unused -= len(evicted)
         return evicted
 
     def _first_of(self, turn: int, run: list[int]) -> int:
         """Where those begin that are still let go: blocks are pinned again from the first one on."""
-        unused = self._unused
-        return bisect_left(run, True, key=lambda key: unused.get(key) == turn)
+        cached = self._cached
+        return bisect_left(run, True, key=lambda key: cached.get(key) == turn)
 
     def _let_go(self, keys: list[int]) -> None:
         """Nobody pins these blocks any more; they may go, the last one first."""
         self._turn += 1
-        self._unused.update(dict.fromkeys(keys, self._turn))
+        self._cached.update(dict.fromkeys(keys, self._turn))
+        self._unused += len(keys)
         self._runs.append((self._turn, keys))
         self._in_runs += len(keys)
         if self._in_runs > 2 * self.total:
             kept = ((turn, run[self._first_of(turn, run) :]) for turn, run in self._runs)
             self._runs = deque((turn, run) for turn, run in kept if run)
-            self._in_runs = len(self._unused)
+            self._in_runs = self._unused
 
     def publish(self, holding: Holding, hashes: Sequence[int]) -> None:
         """Make the holder's plain blocks findable as ``hashes``, which continue what it has published already."""
         new = hashes[len(holding.hashes) : holding.blocks]
         holding.hashes.extend(new)
         holding.plain -= len(new)
-        if not self._cached.isdisjoint(new):
+        cached = self._cached
+        if not cached.keys().isdisjoint(new):
             # Somebody else has these blocks: they are shared from now on, and the copies given back.
-            there = [key for key in new if key in self._cached]
+            there = [key for key in new if key in cached]
             self._pin(there)
-            self._pinned -= len(there)
-        self._cached.update(new)
+            self.free += len(there)
+            cached.update((key, -1) for key in new if key not in cached)
+        else:
+            cached.update(dict.fromkeys(new, -1))
         if new and self.observer is not None:
             self.observer.stored(new)
 
     def give_back(self, holding: Holding) -> None:
         """Unpin all that a holder has; what is published stays cached until its room is needed."""
-        hashes, shared = holding.hashes, self._shared
+        hashes, cached = holding.hashes, self._cached
         # Who pins a block pins all before it: those that others pin, too, are the first ones.
-        others = bisect_left(hashes, True, key=lambda key: key not in shared) if shared else 0
+        others = bisect_left(hashes, True, key=lambda key: cached[key] == -1)
         for key in hashes[:others]:
-            shared[key] -= 1
-            if shared[key] == 1:
-                del shared[key]
+            cached[key] += 1
         own = hashes[others:]
         self._let_go(own)
-        self._pinned -= len(own) + holding.plain
+        self.free += len(own) + holding.plain
         holding.hashes = []
         holding.plain = 0
 
     def drop_plain(self, holding: Holding, count: int) -> None:
         """Give back ``count`` of a holder's plain blocks."""
         holding.plain -= count
-        self._pinned -= count
+        self.free += count
 
 
 @dataclass(eq=False, slots=True)

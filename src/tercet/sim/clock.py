@@ -8,11 +8,11 @@ run past it.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextvars import Context
+from contextvars import Context, copy_context
+from heapq import heapify, heappop, heappush
 from typing import Any, NoReturn, TypeVar
 
 from tercet.protocol import EngineError
@@ -22,13 +22,41 @@ T = TypeVar("T")
 FEW_TIMERS = 1024
 
 
+class _Callback:
+    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without what that does to help debugging."""
+
+    __slots__ = ("args", "callback", "context", "due", "is_cancelled", "loop")
+
+    def __init__(
+        self, due: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> None:
+        self.due = due
+        self.callback = callback
+        self.args = args
+        self.context = copy_context() if context is None else context
+        self.is_cancelled = False
+        self.loop: VirtualLoop | None = None  # where it waits for its time
+
+    def when(self) -> float:
+        return self.due
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            if self.loop is not None:
+                self.loop.timer_cancelled()
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[_Callback] = deque()
+        self._timers: list[tuple[float, int, _Callback]] = []
         self._count = 0
         self._cancelled_timers = 0
         self._closed = False
@@ -42,18 +70,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Run a callback before time moves on, after those that are ready already."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
+        found = _Callback(self._now, callback, args, context)
+        self._ready.append(found)
+        return found  # pyright: ignore[reportReturnType]
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Callback(when, callback, args, context)
+        timer.loop = self
         self._count += 1
-        heapq.heappush(self._timers, (when, self._count, timer))
-        return timer
+        heappush(self._timers, (when, self._count, timer))
+        return timer  # pyright: ignore[reportReturnType]
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -61,12 +90,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run a callback after ``delay`` seconds of virtual time."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+    def timer_cancelled(self) -> None:
+        """One of those that wait for their time was cancelled."""
         self._cancelled_timers += 1
         if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._timers):
             # In place: what goes away with a timer that is dropped may cancel others, and get here from anywhere.
-            self._timers[:] = [item for item in self._timers if not item[2].cancelled()]
-            heapq.heapify(self._timers)
+            self._timers[:] = [item for item in self._timers if not item[2].is_cancelled]
+            heapify(self._timers)
             self._cancelled_timers = 0
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -90,30 +120,39 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
         try:
             while not task.done():
-                for _ in range(len(ready)):
-                    handle = ready.popleft()
-                    if not handle.cancelled():
-                        handle._run()  # pyright: ignore[reportPrivateUsage]
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
-                if not ready and not task.done():
+                if not ready:
                     self._jump()
+                for _ in range(len(ready)):
+                    found = ready.popleft()
+                    if not found.is_cancelled:
+                        try:
+                            found.context.run(found.callback, *found.args)
+                        except (SystemExit, KeyboardInterrupt):
+                            raise
+                        except BaseException as error:
+                            self._failure = error
+                if self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    raise failure
         finally:
             asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
             sys.set_asyncgen_hooks(*hooks)
         return task.result()
 
     def _jump(self) -> None:
-        timers = self._timers
-        while timers and timers[0][2].cancelled():
-            heapq.heappop(timers)
-            self._cancelled_timers = max(0, self._cancelled_timers - 1)
+        """Go on to the next time at which anything is to happen."""
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2].is_cancelled:
+            heappop(timers)
+            self._cancelled_timers -= 1
         if not timers:
             raise EngineError("every task waits and no timer is set: nothing would ever happen again")
-        self._now = max(self._now, timers[0][0])
-        while timers and timers[0][0] <= self._now:
-            self._ready.append(heapq.heappop(timers)[2])
+        now = self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= now:
+            timer = heappop(timers)[2]
+            timer.loop = None  # whoever cancels it from now on takes nothing from the heap
+            self._cancelled_timers -= timer.is_cancelled
+            ready.append(timer)
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:

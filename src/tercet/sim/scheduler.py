@@ -70,7 +70,7 @@ class SimScheduler:
     @property
     def running(self) -> int:
         """Sequences that were admitted and are not done."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + self._decoding.size
 
     @property
     def waiting(self) -> int:
@@ -220,9 +220,10 @@ class SimScheduler:
         self._boundary(ended)
 
     def _boundary(self, now: float) -> None:
-        actions, self._between = self._between, []
-        for action in actions:
-            action()
+        if self._between:
+            actions, self._between = self._between, []
+            for action in actions:
+                action()
         if self._timer is None:
             self._plan(now)
         if self.on_change is not None:
@@ -230,10 +231,10 @@ class SimScheduler:
 
     def _plan(self, now: float) -> None:
         chunks = self._schedule()
-        decodes = bool(len(self._decoding)) and not (chunks and self._options.schedule == "prefill_first")
+        decodes = self._decoding.size > 0 and not (chunks and self._options.schedule == "prefill_first")
         if decodes:
             self._make_room()
-            decodes = bool(len(self._decoding))
+            decodes = self._decoding.size > 0
         # How fast this engine's time runs from here on is settled before a step is timed.
         self._time.compute("prefill" if chunks else "decode" if decodes else None)
         if chunks:
@@ -246,7 +247,7 @@ class SimScheduler:
         for work, count in chunks:
             tokens += count
             pairs += pairs_of(work.computed, work.computed + count)
-        batch, contexts = (len(self._decoding), self._decoding.contexts) if decodes else (0, 0)
+        batch, contexts = (self._decoding.size, self._decoding.contexts) if decodes else (0, 0)
         end = now + self._model.step(tokens, pairs, batch, contexts)
         self._step_began = self._time.on_loop(now)
         for work, count in chunks:
@@ -259,7 +260,7 @@ class SimScheduler:
 
     def _start_run(self, now: float) -> None:
         decoding = self._decoding
-        batch = len(decoding)
+        batch = decoding.size
         steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
@@ -282,7 +283,7 @@ class SimScheduler:
         if ticks:
             self.pool.take_plain(decoding.blocks_for(ticks))
             decoding.tick += ticks
-            self.counters.decode_tokens += ticks * len(decoding)
+            self.counters.decode_tokens += ticks * decoding.size
             self._ticks = 0
         for work, count in chunks:
             self._computed(work, count)
@@ -293,8 +294,10 @@ class SimScheduler:
 
     def _schedule(self) -> list[Chunk]:
         """The prompt tokens of the next step: prompts under way first, then new ones while there is room."""
+        if not (self._waiting or self._prefilling):
+            return []
         mixed = self._options.schedule == "chunked"
-        budget = self._options.max_num_batched_tokens - (len(self._decoding) if mixed else 0)
+        budget = self._options.max_num_batched_tokens - (self._decoding.size if mixed else 0)
         chunks: list[Chunk] = []
         for work in self._prefilling:
             count = min(work.todo, budget)

@@ -95,24 +95,22 @@ class Work:
 
 
 class DecodingBatch:
-    """The decoding sequences of one engine."""
+    """The decoding sequences of one engine, ``size`` of them."""
 
     def __init__(self, block_size: int) -> None:
         self.tick = 0
         self._block_size = block_size
         self._works: dict[int, Work] = {}
+        self.size = 0
         self._phases = [0] * block_size
         self._context = 0
         self._due: list[tuple[int, int, Work]] = []
         self._count = 0
 
-    def __len__(self) -> int:
-        return len(self._works)
-
     @property
     def contexts(self) -> int:
         """KV tokens that all sequences together read at the next tick."""
-        return self._context + len(self._works) * (self.tick + 1)
+        return self._context + self.size * (self.tick + 1)
 
     def works(self) -> list[Work]:
         """The sequences, in the order in which they joined."""
@@ -134,6 +132,7 @@ class DecodingBatch:
         self._phases[work.phase] += 1
         self._context += work.computed - self.tick
         self._works[id(work)] = work
+        self.size += 1
         self.wake(work, wake_after)
 
     def wake(self, work: Work, ticks: int) -> None:
@@ -146,6 +145,7 @@ class DecodingBatch:
         """Take a sequence out, with its tokens and blocks as of now."""
         self.settle(work)
         del self._works[id(work)]
+        self.size -= 1
         self._phases[work.phase] -= 1
         self._context -= work.computed - self.tick
         work.state = "left"
@@ -175,12 +175,15 @@ class DecodingBatch:
         if ticks == 1:
             return phases[start]
         full, rest = divmod(ticks, size)
-        part = sum(phases[start : start + rest]) + sum(phases[: max(0, start + rest - size)])
-        return full * len(self._works) + part
+        end = start + rest
+        part = sum(phases[start:end])
+        if end > size:
+            part += sum(phases[: end - size])
+        return full * self.size + part
 
     def ticks_within(self, blocks: int, limit: int) -> int:
         """The most ticks, up to ``limit``, whose new blocks are no more than ``blocks``."""
-        if (limit // self._block_size + 1) * len(self._works) <= blocks or self.blocks_for(limit) <= blocks:
+        if (limit // self._block_size + 1) * self.size <= blocks or self.blocks_for(limit) <= blocks:
             return limit
         low, high = 0, limit
         while high - low > 1:

@@ -114,4 +114,4 @@ def test_blocks_are_counted_as_if_tick_by_tick(joins: list[tuple[int, int]], tic
     for (work, *_), count in zip(works, tokens, strict=True):
         decoding.leave(work)
         assert (work.computed, work.holding.blocks) == (count, -(-count // BLOCK))
-    assert (len(decoding), decoding.blocks_for(100), decoding.contexts) == (0, 0, 0)
+    assert (decoding.size, decoding.blocks_for(100), decoding.contexts) == (0, 0, 0)

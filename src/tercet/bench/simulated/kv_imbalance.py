@@ -32,17 +32,18 @@ class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImbalanceSamples:
-    """Looks at all engines again and again."""
+    """Looks at all engines again and again, until it is told that it is ``over``."""
 
     def __init__(self, engines: Sequence[SimEngine]) -> None:
         self._engines = engines
         self._imbalances = array("d")
         self._usages = array("d")
+        self.over = False
 
     async def take(self) -> None:
-        """Sample until cancelled."""
+        """Sample until cancelled, or over."""
         interval = SAMPLE_SECONDS * max(1.0, len(self._engines) / OFTEN)
-        while True:
+        while not self.over:
             usages = [engine.kv_usage for engine in self._engines]
             mean = sum(usages) / len(usages)
             self._imbalances.append(max(usages) - mean)

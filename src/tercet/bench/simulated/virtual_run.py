@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tercet.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
-from tercet.programs import Program, outputs_of
+from tercet.programs import Program, run_program
 from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
 from tercet.router.attempts import one_engine
 from tercet.scheduling import Scheduling
@@ -155,9 +155,9 @@ def run_requests(
 
 @contextmanager
 def _young_garbage_only() -> Generator[None]:
-    """Collect garbage rarely: runs make no cycles to speak of, and full collections would walk every prompt."""
+    """Collect garbage rarely: runs make no cycles to speak of, and what they keep is walked in vain."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(1_000_000, 50, 1000)
     try:
         yield
     finally:
@@ -251,16 +251,31 @@ async def _serve_all(
     outcome: Outcome,
     follow_ups: FollowUps | None,
 ) -> None:
-    loop = asyncio.get_running_loop()
+    loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
+    samples = ImbalanceSamples(list(built.engines.values()))
+    all_sent: asyncio.Future[None] = loop.create_future()
     # No TaskSet: it would log a mistake in a program, where an exception that nobody takes ends the simulation.
     running: set[asyncio.Task[None]] = set()
-    samples = ImbalanceSamples(list(built.engines.values()))
+
+    def await_next() -> None:
+        following = next(coming, None)
+        if following is None:
+            samples.over = True
+            all_sent.set_result(None)
+        else:
+            number, (when, request) = following
+            # After whoever else waits for that moment: a sample of the engines is taken before what comes with it.
+            loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
+
+    def arrive(request: Request, measured: bool) -> None:
+        running.add(
+            loop.create_task(_converse(program, built, request, outcome, measured, follow_ups, running.discard))
+        )
+        await_next()
+
     async with alongside(samples.take()):
-        for number, (when, request) in enumerate(arrivals):
-            await asyncio.sleep(when - loop.time())
-            task = loop.create_task(_converse(program, built, request, outcome, number >= warm_up, follow_ups))
-            running.add(task)
-            task.add_done_callback(running.discard)
+        await_next()
+        await all_sent
     outcome.imbalance = samples.summary()
     while running:
         await asyncio.wait(running)
@@ -273,22 +288,27 @@ async def _converse(
     outcome: Outcome,
     measured: bool,
     follow_ups: FollowUps | None,
+    on_end: Callable[[asyncio.Task[Any] | None], object],
 ) -> None:
-    while True:
-        sequence = await _serve(program, built, request, outcome, measured)
-        if follow_ups is None:
-            return
-        if not sequence.ended:
-            now = asyncio.get_running_loop().time()
-            for _ in range(follow_ups.unsent(request) if measured else 0):
-                outcome.failures["unsent"] += 1
-                outcome.add(now, math.nan, now, request, 0)
-            return
-        following = follow_ups.after(request, sequence.tokens)
-        if following is None:
-            return
-        pause, request = following
-        await asyncio.sleep(pause)
+    """A request and what follows its answer, one after the other; ``on_end`` is told of the task that did it."""
+    try:
+        while True:
+            sequence = await _serve(program, built, request, outcome, measured)
+            if follow_ups is None:
+                return
+            if not sequence.ended:
+                now = asyncio.get_running_loop().time()
+                for _ in range(follow_ups.unsent(request) if measured else 0):
+                    outcome.failures["unsent"] += 1
+                    outcome.add(now, math.nan, now, request, 0)
+                return
+            following = follow_ups.after(request, sequence.tokens)
+            if following is None:
+                return
+            pause, request = following
+            await asyncio.sleep(pause)
+    finally:
+        on_end(asyncio.current_task())
 
 
 async def _serve(
@@ -316,16 +336,12 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
 
     What is the program's own fault is not made good: a simulation is there to show it.
     """
-    loop, request = asyncio.get_running_loop(), sequence.request
-    fleet = built.fleet.traced(Trace(), sequence.generates)
-
-    def note(output: Output) -> None:
-        sequence.record(output, loop.time())
-
-    answer = program(request, fleet)
+    loop = asyncio.get_running_loop()
+    client, fleet = _Client(sequence, loop.time), built.fleet.traced(Trace(), sequence.generates)
+    answer = program(sequence.request, fleet)
     while True:
         try:
-            await outputs_of(answer).run(note)
+            await run_program(answer, client)
             return None if sequence.ended else EngineError("the program ended before its sequence did")
         except TercetError as error:
             retry = None if isinstance(error, BadRequest) else sequence.next_attempt(loop.time())
@@ -334,6 +350,25 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
         outcome.fallbacks += sequence.attempt == 1
         await asyncio.sleep(retry.pause)
         answer = one_engine(retry.request, fleet, retry.output)
+
+
+class _Client:
+    """Who takes the outputs of a sequence's programs, at once; implements :class:`~tercet.programs.OutputSink`."""
+
+    def __init__(self, sequence: RunningSequence, clock: Callable[[], float]) -> None:
+        self._sequence = sequence
+        self._clock = clock
+
+    @property
+    def over(self) -> bool:
+        return self._sequence.ended
+
+    def put(self, output: Output) -> None:
+        if not self._sequence.ended:
+            self._sequence.record(output, self._clock())
+
+    async def until_asked(self) -> None:
+        pass
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:
