@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol, Union, cast
 
@@ -40,7 +39,8 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
     once that has reached who waits for it. What is neither output nor stream is passed on, too.
     """
     failure: BaseException | None = None
-    async with aclosing(cast("AsyncGenerator[Any, None]", answer)) as parts:
+    parts = cast("AsyncGenerator[Any, None]", answer)
+    try:
         while not sink.over:
             try:
                 part = await (anext(parts) if failure is None else parts.athrow(failure))
@@ -61,6 +61,8 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
                     await run_program(cast("Answer", part), sink)
             except BaseException as error:
                 failure = error
+    finally:
+        await parts.aclose()
     if failure is not None and _is_cancellation(failure):
         raise failure
 

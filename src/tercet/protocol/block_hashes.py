@@ -17,5 +17,7 @@ def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | No
     Each covers everything before it.
     """
     blocks = zip(*(iter(tokens),) * block_size, strict=False)
+    if limit is not None:
+        blocks = islice(blocks, limit)
     # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
-    return [parent := hash((parent, block)) for block in islice(blocks, limit)]
+    return [parent := hash((parent, block)) for block in blocks]

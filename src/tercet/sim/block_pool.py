@@ -52,9 +52,9 @@ class BlockPool:
         self.total = total
         self.free = total
         self.evicted = 0
-        # By its hash, each cached block: minus the number of those who pin it, or the turn in which it was let go. Those
-        # of one turn are a run, of which the last one goes first. A block that was pinned again since is still in its
-        # old run, and passed over there.
+        # By its hash, each cached block: minus the number of those who pin it, or the turn in which it was let go. The
+        # blocks of one turn are a run, of which the last one goes first. One that was pinned again since is still in
+        # its old run, and passed over there.
         self._cached: dict[int, int] = {}
         self._unused = 0
         self._runs: deque[tuple[int, list[int]]] = deque()
@@ -93,7 +93,8 @@ class BlockPool:
         for key in keys[:held]:
             cached[key] -= 1
         idle = keys[held:]
-        cached.update(dict.fromkeys(idle, -1))
+        for key in idle:
+            cached[key] = -1
         self._unused -= len(idle)
         self.free -= len(idle)
 
@@ -139,7 +140,9 @@ class BlockPool:
     def _let_go(self, keys: list[int]) -> None:
         """Nobody pins these blocks any more; they may go, the last one first."""
         self._turn += 1
-        self._cached.update(dict.fromkeys(keys, self._turn))
+        cached, turn = self._cached, self._turn
+        for key in keys:
+            cached[key] = turn
         self._unused += len(keys)
         self._runs.append((self._turn, keys))
         self._in_runs += len(keys)
@@ -153,15 +156,15 @@ class BlockPool:
         new = hashes[len(holding.hashes) : holding.blocks]
         holding.hashes.extend(new)
         holding.plain -= len(new)
-        cached = self._cached
-        if not cached.keys().isdisjoint(new):
+        cached, fresh = self._cached, new
+        if new and new[0] in cached:
             # Somebody else has these blocks: they are shared from now on, and the copies given back.
-            there = [key for key in new if key in cached]
-            self._pin(there)
-            self.free += len(there)
-            cached.update((key, -1) for key in new if key not in cached)
-        else:
-            cached.update(dict.fromkeys(new, -1))
+            there = self.match(new, len(new))
+            self._pin(new[:there])
+            self.free += there
+            fresh = new[there:]
+        for key in fresh:
+            cached[key] = -1
         if new and self.observer is not None:
             self.observer.stored(new)
 

@@ -444,7 +444,8 @@ class SimEngine:
 
     async def _arrive(self, request: Request) -> None:
         """Wait as long as a call takes to get here, and refuse what no engine would take."""
-        await self._reach()
+        if self.profile.call or self._down:
+            await self._reach()
         check_prompt(request, self.profile.max_model_len)
 
     async def _reach(self) -> None:
