@@ -78,8 +78,8 @@ class HttpEngine:
     """Implements :class:`~tercet.protocol.Engine`, which says what its methods do, for a server at ``url``.
 
     Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, ``on_load`` is told
-    how busy the engine is, ten times a second, and ``on_proposal`` which moves it passes on; without one, or where the
-    engine cannot connect to it, they come as server-sent events.
+    how busy the engine is, ten times a second, ``on_proposal`` which moves it passes on, and ``on_lost`` that the
+    stream has closed; without one, or where the engine cannot connect to it, they come as server-sent events.
 
     The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
     that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
@@ -97,6 +97,7 @@ class HttpEngine:
         secret: str = "",
         tls: ssl.SSLContext | None = None,
         on_proposal: Callable[[MoveProposal], None] = lambda _: None,
+        on_lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
@@ -115,6 +116,7 @@ class HttpEngine:
         self._keeper = None
         if listener is not None:
             connection = listener.connection_of(name, on_load, on_proposal)
+            connection.on_lost = on_lost
             self._keeper = StreamKeeper(listener, connection, self.url, self._connect, self.status)
 
     async def __aenter__(self) -> HttpEngine:

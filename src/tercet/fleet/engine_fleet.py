@@ -13,7 +13,7 @@ from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.members import Counted, Member
-from tercet.fleet.picking import NOBODY, Picking
+from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     BadRequest,
@@ -186,7 +186,7 @@ class EngineFleet:
     def _reopen(self) -> None:
         # In place: views hold the same list.
         self._open[:] = [member for member in self._members.values() if not member.leaving]
-        self._picking.reopen(self._open)
+        self._picking.reopen(self._open, [member for member in self._members.values() if member.leaving])
 
     @contextmanager
     def pick(
@@ -218,7 +218,7 @@ class EngineFleet:
         able = [member for member in self._open if member.reachable] or self._open
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
-            raise EngineUnreachable(NOBODY)
+            raise self._picking.nobody()
         matched = self._picking.matched(request, able)
         decision = self.costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen
@@ -255,6 +255,13 @@ class EngineFleet:
     def answers(self) -> bool:
         """Whether at least one engine that may be picked answers."""
         return any(member.reachable for member in self._open)
+
+    def require_answers(self) -> None:
+        """Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
+        if not self._open:
+            raise self._picking.nobody()
+        if not self.answers:
+            raise EngineUnreachable("no engine that may be picked answers")
 
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""

@@ -30,21 +30,28 @@ class Liveness:
         self._progressed_at: dict[str, float] = {}
         self._heard_at: dict[str, float] = {}
         self._stuck: set[str] = set()
+        self._hung_up: set[str] = set()
         self._looked_at: float | None = None
 
     def heard(self, engine: str, now: float, stalled_s: float = 0.0) -> None:
         """The engine says that its last progress was ``stalled_s`` seconds ago."""
         self._heard_at[engine] = now
+        self._hung_up.discard(engine)
         progressed_at = self._progressed_at.get(engine, now)
         self._progressed_at[engine] = max(progressed_at, now - stalled_s)
         if now - self._progressed_at[engine] <= self.stuck_after_s:
             self._stuck.discard(engine)
+
+    def hung_up(self, engine: str) -> None:
+        """It has closed its connection: what it said before is no sign that it is there."""
+        self._hung_up.add(engine)
 
     def forget(self, engine: str) -> None:
         """It is no member any more, or somebody else now."""
         self._heard_at.pop(engine, None)
         self._progressed_at.pop(engine, None)
         self._stuck.discard(engine)
+        self._hung_up.discard(engine)
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -67,8 +74,8 @@ class Liveness:
         return max(0.0, self._looked_at - self._progressed_at.get(engine, self._looked_at))
 
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
-        """Whether it has said anything lately."""
-        return now - self._heard_at.get(engine, -float("inf")) <= seconds
+        """Whether it has said anything lately, and not hung up since."""
+        return engine not in self._hung_up and now - self._heard_at.get(engine, -float("inf")) <= seconds
 
     def look(self, now: float, interval: float) -> list[Stuck]:
         """Who stands still and did not at the last look, which should be ``interval`` seconds ago."""

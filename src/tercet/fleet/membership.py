@@ -42,8 +42,10 @@ def connecting(
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
         report, started_anew = partial(fleet.report, name), partial(fleet.started_anew, name)
-        proposed = partial(fleet.proposed, name)
-        async with HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed) as engine:
+        proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
+        async with HttpEngine(
+            name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up
+        ) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
             try:
                 yield engine

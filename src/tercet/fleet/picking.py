@@ -29,14 +29,14 @@ from tercet.scheduling.plugin import Integers
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
-NOBODY = "this fleet has no engine that may be picked"
-
 ViewT = TypeVar("ViewT", bound=EngineView)
 
 
 @dataclass
 class Picking(Generic[ViewT]):
     """What all views of a fleet pick by; ``views`` are the engines that may be picked, ``rows`` their rows.
+
+    ``leaving`` are those that may not, since they are drained or stop.
 
     ``without_role`` says what becomes of a pick while no engine of its role answers.
 
@@ -51,12 +51,13 @@ class Picking(Generic[ViewT]):
     rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     without_role: WithoutRole = "serve"
+    leaving: Sequence[ViewT] = ()
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
 
-    def reopen(self, views: Sequence[ViewT]) -> None:
-        """From now on these may be picked."""
-        self.views = views
+    def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
+        """From now on these may be picked, and those are leaving."""
+        self.views, self.leaving = views, leaving
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
 
@@ -87,7 +88,7 @@ class Picking(Generic[ViewT]):
         for name in without:
             candidates = [view for view in candidates if view.name != name] or candidates
         if not candidates:
-            raise EngineUnreachable(NOBODY)
+            raise self.nobody()
         key = role, by
         turn = self._turns[key]
         self._turns[key] += 1
@@ -101,7 +102,7 @@ class Picking(Generic[ViewT]):
         for name in without:
             candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
-            raise EngineUnreachable(NOBODY)
+            raise self.nobody()
         decision = Decision(request, role, self.knowledge, self.random)
         row = profile.pick(decision, candidates)
         picked = self.views[self._places[row]]
@@ -128,8 +129,21 @@ class Picking(Generic[ViewT]):
 
     def _require_role(self, role: Role) -> None:
         """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
-        if role != "both" and self.without_role == "refuse":
-            raise RoleUnavailable(f"no engine of the role {role} can be picked, and others are not to take its place")
+        if role == "both" or self.without_role != "refuse":
+            return
+        if _any_for(role, self.views):
+            why = f"no engine of the role {role} answers"
+        elif _any_for(role, self.leaving):
+            why = f"every engine of the role {role} is drained or stops"
+        else:
+            why = f"this fleet has no engine of the role {role}"
+        raise RoleUnavailable(f"{why}, and others are not to take its place")
+
+    def nobody(self) -> EngineUnreachable:
+        """Why there is no engine to pick."""
+        if self.leaving:
+            return EngineUnreachable("every engine of this fleet is drained or stops: none may be picked")
+        return EngineUnreachable("this fleet has no engines")
 
     def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
         """How much of the prompt each of these engines is believed to hold, in tokens; who holds none is left out.
@@ -165,6 +179,10 @@ class Picking(Generic[ViewT]):
         if cached is None:
             cached = self.knowledge.cached_tokens(decode, request)
         return rule.disaggregates(request, cached, prefill)
+
+
+def _any_for(role: Role, views: Sequence[EngineView]) -> bool:
+    return any(view.role in (role, "both") for view in views)
 
 
 def _preferring(engines: Engines, wanted: Sequence[bool]) -> Engines:

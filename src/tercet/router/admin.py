@@ -289,9 +289,12 @@ def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) 
 
 
 def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
-    """An engine as this process knows it; what runs on it, as all do that share the fleet."""
-    last = shared.service.fleet.knowledge.loads.last(member.name)
+    """An engine as this process knows it; what runs on it, as all do that share the fleet.
+
+    What one that does not answer has reported is no longer so, and not shown.
+    """
     everywhere = shared.engines()[member.name]
+    last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None
     return {
         "name": member.name,
         "url": member.url,

@@ -149,10 +149,9 @@ class Gate:
         self._closed_by = error
         self._wake(self._admission.refuse_all())
 
-    @property
-    def has_engines(self) -> bool:
-        """Whether an engine that may be picked answers."""
-        return self._fleet.answers
+    def require_engines(self) -> None:
+        """Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
+        self._fleet.require_answers()
 
     @property
     def is_open(self) -> bool:

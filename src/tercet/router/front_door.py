@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.protocol import EngineUnreachable, RequestTooLarge, ShuttingDown, TercetError
+from tercet.protocol import RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
@@ -115,8 +115,7 @@ class FrontDoor:
 
     def _require_ready(self) -> None:
         self._shutdown.require_serving()
-        if not self._gate.has_engines:
-            raise EngineUnreachable("no engine that may be picked answers")
+        self._gate.require_engines()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         with serving(context):

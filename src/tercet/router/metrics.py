@@ -162,13 +162,17 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Gauges by engine. One that has reported nothing has but one; the age says how old a report is, in seconds."""
+    """Gauges by engine. One that has reported nothing, or does not answer, has but one: that it is up, or not.
+
+    The age says how old a report is, in seconds.
+    """
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        found = {member.name: self._fleet.knowledge.loads.last(member.name) for member in self._fleet.members}
+        up_now = [member.name for member in self._fleet.members if member.reachable]
+        found = {name: self._fleet.knowledge.loads.last(name) for name in up_now}
         reports = {name: report for name, report in found.items() if report is not None}
         ages = GaugeMetricFamily(
             "tercet_engine_report_age_seconds", "Time since the engine's last report.", labels=["engine"]

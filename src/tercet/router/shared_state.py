@@ -250,13 +250,14 @@ class SharedState:
     # ---- what runs where -------------------------------------------------------------------------------------
 
     def engines(self) -> dict[str, EngineReport]:
-        """Sequences on each engine, of all processes that follow; an engine is reachable if one of them reaches it."""
+        """Sequences on each engine, of all processes that follow; an engine that one of them finds dead is dead."""
         found = dict(self._own_report().engines)
         for report in self._followers.others():
             for name, other in report.engines.items():
                 if name in found:
                     own = found[name]
-                    found[name] = EngineReport(own.in_flight + other.in_flight, own.reachable or other.reachable)
+                    reachable = own.reachable and (other.reachable or not report.serving)
+                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable)
         return found
 
     def _own_report(self) -> FollowerReport:

@@ -27,7 +27,7 @@ class EngineConnection:
     The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load,
     ``on_proposal`` every move that it passes on. Numbers of sequences are ``numbers``'s: never used twice in this
     process, so that what comes late is nobody's. Only the start of the engine that was met, called ``incarnation``, may
-    connect; any one until then.
+    connect; any one until then. ``on_lost`` is called when the connection is closed, which may be the engine's end.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class EngineConnection:
         self.key = secrets.token_hex(16)
         self.address = ""
         self.incarnation = ""
+        self.on_lost: Callable[[], object] = lambda: None
         self.last_heard = -float("inf")
         self.inbox = SequenceInbox(engine)
         self._numbers = numbers
@@ -106,6 +107,7 @@ class EngineConnection:
         """A connection is closed."""
         if transport is self._transport:
             self.drop(why)
+            self.on_lost()
 
     def drop(self, why: str) -> None:
         """Close the connection; every sequence ends with :class:`~tercet.protocol.EngineUnreachable`."""

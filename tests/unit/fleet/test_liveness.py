@@ -94,3 +94,14 @@ def test_stuck_means_no_sign_of_progress_for_that_long(reports: list[tuple[float
         liveness.heard("a", now, stalled)
         latest = max(latest, now - stalled)
         assert not (liveness.is_stuck("a") and now - latest <= after)
+
+
+def test_who_has_hung_up_is_not_heard_before_it_says_something_again() -> None:
+    liveness = Liveness(5)
+    liveness.heard("a", 10.0)
+    assert liveness.heard_within("a", 1.0, 10.5)
+    liveness.hung_up("a")
+    assert not liveness.heard_within("a", 1.0, 10.5)
+    assert liveness.look(10.5, EVERY) == [], "it is no proof that it stands still"
+    liveness.heard("a", 10.6)
+    assert liveness.heard_within("a", 1.0, 10.7)

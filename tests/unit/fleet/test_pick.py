@@ -84,7 +84,10 @@ def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> Non
     fleet.remove("d1")
     assert picked(fleet, by="decode", role="decode") == "p"
     fleet.remove("p")
-    with pytest.raises(EngineUnreachable, match="no engine"):
+    with pytest.raises(EngineUnreachable, match="every engine of this fleet is drained"):
+        picked(fleet, by="decode", role="decode")
+    fleet.remove("d2")
+    with pytest.raises(EngineUnreachable, match="this fleet has no engines"):
         picked(fleet, by="decode", role="decode")
 
 
@@ -94,15 +97,18 @@ def test_without_a_role_a_pick_may_be_refused_until_somebody_has_it_again(plan: 
     fleet.without_role = "refuse"
     assert picked(fleet, by=by, role="decode") == "d"
     fleet.drain("d")
-    with pytest.raises(RoleUnavailable, match="role decode"):
+    with pytest.raises(RoleUnavailable, match="every engine of the role decode is drained"):
         picked(fleet, by=by, role="decode")
     assert picked(fleet, by=by, role="prefill") == picked(fleet, by=by, role="both") == "p"
     fleet.drain("d", False)
     fleet.member("d").reachable = False
-    with pytest.raises(RoleUnavailable, match="role decode"):
+    with pytest.raises(RoleUnavailable, match="no engine of the role decode answers"):
         picked(fleet, by=by, role="decode")
     fleet.member("d").reachable = True
     assert picked(fleet, by=by, role="decode") == "d"
+    fleet.remove("d")
+    with pytest.raises(RoleUnavailable, match="has no engine of the role decode"):
+        picked(fleet, by=by, role="decode")
 
 
 def test_another_engine_if_there_is_one(plan: Scheduling) -> None:

@@ -28,5 +28,8 @@ def test_each_engine_that_has_reported_has_its_load_and_the_reports_age() -> Non
     assert 'tercet_engine_step_time{engine="a"} 0.02' in text
     assert 'tercet_engine_tokens{engine="a"}' not in text, "what was not said is not there"
     assert [line for line in text.splitlines() if 'engine="b"' in line] == ['tercet_engine_up{engine="b"} 0.0']
+    fleet.member("a").reachable = False
+    text = generate_latest(registry).decode()
+    assert [line for line in text.splitlines() if 'engine="a"' in line] == ['tercet_engine_up{engine="a"} 0.0']
     fleet.remove("a")
     assert 'engine="a"' not in generate_latest(registry).decode()

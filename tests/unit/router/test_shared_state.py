@@ -13,7 +13,7 @@ import pytest
 
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
-from tercet.protocol import BadRequest, Conflict, EngineUnreachable
+from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
 from tercet.router import shared_state
 from tercet.router.fleet_state import FleetState
 from tercet.router.metrics import Metrics
@@ -159,14 +159,27 @@ async def test_garbage_in_the_file_changes_nothing(door: Door, other: Other, cap
 
 async def test_sequences_of_all_are_counted(door: Door, other: Other) -> None:
     door.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
-    door.fleet.member("p").reachable = False
     async with asyncio.timeout(10):
         while door.shared.engines()["d"].in_flight != 5:
             await asyncio.sleep(0.01)
     async with door.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
-    assert (found["d"]["in_flight"], found["p"]["reachable"]) == (5, True)
+    assert found["d"]["in_flight"] == 5
     door.fleet.member("d").in_flight = other.fleet.member("d").in_flight = 0
+
+
+@pytest.mark.parametrize("who", ["door", "other"])
+async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(door: Door, other: Other, who: str) -> None:
+    for fleet in (door.fleet, other.fleet):
+        fleet.report("p", EngineLoad(waiting=3, running=2, kv_usage=0.5))
+    (door if who == "door" else other).fleet.member("p").reachable = False
+    async with asyncio.timeout(10):
+        while door.shared.engines()["p"].reachable:
+            await asyncio.sleep(0.01)
+    async with door.client() as client:
+        found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
+    assert (found["p"]["reachable"], found["p"]["report"]) == (False, None)
+    assert found["d"]["reachable"]
 
 
 async def test_those_who_have_not_followed_are_in_the_answer(

@@ -372,3 +372,15 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
         assert not pair.engine.inbox.sequences
         if begun:
             await asyncio.wait_for(stopped.wait(), 10)
+
+
+async def test_a_connection_that_closes_is_told_at_once_and_one_that_is_given_up_is_not() -> None:
+    async with connected() as pair:
+        lost: list[str] = []
+        pair.engine.on_lost = lambda: lost.append("e")
+        await until(lambda: pair.engine.connected)
+        pair.front_doors.close()
+        await until(lambda: not pair.engine.connected)
+        assert lost == ["e"]
+        pair.engine.drop("we are done with it")
+        assert lost == ["e"]
