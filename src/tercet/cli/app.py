@@ -20,6 +20,7 @@ from tercet.cli.program import program
 from tercet.cli.renamed_options import RENAMED
 from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
+from tercet.cli.status import status
 from tercet.cli.up import up
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings.declaration import near
@@ -31,11 +32,10 @@ _NoSuchOption: Any = next(each for each in _UsageError.__subclasses__() if each.
 
 app = typer.Typer(
     name="tercet",
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, engine, router, rescheduler, demo, chaos):
+for command in (up, status, engine, router, rescheduler, demo, chaos):
     app.command()(command)
 for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)
@@ -58,6 +58,7 @@ def tercet(
     Start with `tercet demo`. Then:
 
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
+    - `tercet status` shows a running one.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
     - `tercet program`, `tercet scheduling`, `tercet engines` and `tercet moves` change them while traffic flows.
     """

@@ -46,7 +46,7 @@ def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False)
     """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
     found: list[dict[str, Any]] = ask(url, api_key, "GET", "/engines")
     width = max((len(engine["name"]) for engine in found), default=0)
-    show_answer(found, as_json, lambda engines: (_line(engine, width) for engine in engines))
+    show_answer(found, as_json, lambda engines: (engine_in_words(engine, width) for engine in engines))
 
 
 @engines.command()
@@ -62,7 +62,9 @@ def add(
     Example: `tercet engines add decode-2 http://10.0.0.7:8001 --role decode`
     """
     typer.echo(
-        _line(ask(url, api_key, "POST", "/engines", {"name": name, "url": engine_url.rstrip("/"), "role": role}))
+        engine_in_words(
+            ask(url, api_key, "POST", "/engines", {"name": name, "url": engine_url.rstrip("/"), "role": role})
+        )
     )
 
 
@@ -81,7 +83,7 @@ def drain(
     if undo and wait:
         raise BadRequest("--wait: there is nothing to wait for with --undo", "--wait")
     engine = ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
-    typer.echo(_line(engine))
+    typer.echo(engine_in_words(engine))
     while wait and engine["in_flight"]:
         time.sleep(POLL_SECONDS)
         left = engine["in_flight"]
@@ -105,14 +107,15 @@ def set_role(
     api_key: ApiKey = None,
 ) -> None:
     """Give an engine another role."""
-    typer.echo(_line(ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})))
+    typer.echo(engine_in_words(ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})))
 
 
 def _path(name: str) -> str:
     return f"/engines/{quote(name, safe='')}"
 
 
-def _line(engine: dict[str, Any], width: int = 0) -> str:
+def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
+    """One engine, in a line."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
     state = leaving or ("serving" if engine["reachable"] else "unreachable")
     return (

@@ -21,7 +21,7 @@ program = typer.Typer(
 @program.command()
 def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Which programs run, since which version, and whether one of them fails."""
-    show_answer(ask(url, api_key, "GET", "/program"), as_json, _state_in_words)
+    show_answer(ask(url, api_key, "GET", "/program"), as_json, state_in_words)
 
 
 @program.command("set")
@@ -53,7 +53,7 @@ def set_program(
         raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
     args = key_values(program_arg, "--program-arg")
     body = read_yaml(plan, "--plan").values if plan is not None else {"program": _located(str(name)), "args": args}
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, _state_in_words)
+    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 @program.command()
@@ -98,7 +98,7 @@ def split(
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
     if sticky is not None:
         body["sticky"] = sticky
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, _state_in_words)
+    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 # ---- showing -------------------------------------------------------------------------------------------------
 
 
-def _state_in_words(state: dict[str, Any]) -> Iterator[str]:
+def state_in_words(state: dict[str, Any]) -> Iterator[str]:
+    """The programs in use, and what became of those before."""
     yield f"version {state['version']}: {_plan_in_words(state)}"
     for name, count in state["failures_in_a_row"].items():
         yield f"  {name} failed on its last {count} requests"

@@ -48,9 +48,9 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-def install(app: FastAPI, shared: SharedState) -> None:
-    """Give ``app`` the routes, which show and change what is shared."""
-    app.state.tercet = shared
+def install(app: FastAPI, shared: SharedState, models: Sequence[str]) -> None:
+    """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``."""
+    app.state.tercet, app.state.tercet_models = shared, models
     app.include_router(router)
     app.router.default = _no_route(app.router.default)
 
@@ -100,6 +100,26 @@ def _one_line(text: str) -> str:
     """As a header can carry it."""
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split()).encode("ascii", "backslashreplace").decode()
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Whether this front door serves, what and by which program, every engine, and the moves of this process."""
+    shared = _shared(request)
+    refusal = shared.refusal()
+    return _json(
+        {
+            "serving": refusal is None,
+            "why": "" if refusal is None else refusal.message,
+            "models": request.app.state.tercet_models,
+            "program": _programs(shared.service),
+            "engines": [_engine(member, shared) for member in _fleet(request).members],
+            "moves": [_move(move) for move in shared.service.moves.since(0) if move.outcome == "under_way"],
+        }
+    )
 
 
 # ---- programs ------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ async def _serve_openai(
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         server = await vllm.openai_server(args, engine_client)
-        admin.install(server.app, state)
+        admin.install(server.app, state, names)
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(

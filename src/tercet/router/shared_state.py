@@ -249,6 +249,15 @@ class SharedState:
 
     # ---- what runs where -------------------------------------------------------------------------------------
 
+    def refusal(self) -> TercetError | None:
+        """Why requests are not served now; None if they are."""
+        try:
+            self._shutdown.require_serving()
+            self._fleet.require_answers()
+        except TercetError as error:
+            return error
+        return None
+
     def engines(self) -> dict[str, EngineReport]:
         """Sequences on each engine, of all processes that follow; an engine that one of them finds dead is dead."""
         found = dict(self._own_report().engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -138,3 +139,13 @@ def test_bad_engine_addresses(given: str) -> None:
 
 def test_key_values_keep_what_follows_the_first_equals_sign() -> None:
     assert key_values(["a=b=c", "d="], "--x") == {"a": "b=c", "d": ""}
+
+
+@pytest.mark.parametrize(("typed", "expected"), [("tercet st", "status"), ("tercet engines dr", "drain")])
+def test_the_shell_completes_commands(typed: str, expected: str) -> None:
+    env = {
+        **os.environ, "_TERCET_COMPLETE": "complete_bash", "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }  # fmt: skip
+    ended = subprocess.run([sys.executable, "-m", "tercet.cli"], capture_output=True, text=True, timeout=60, env=env)
+    assert (ended.returncode, ended.stdout.split()) == (0, [expected])

@@ -268,3 +268,40 @@ def test_a_scheduling_file_is_set_and_shown(
     assert "short (prefill, decode, both): QueueScorer x 2, MaxScorePicker" in said
     assert app._run(["scheduling", "set", "nowhere.yaml", "--url", front_door.url]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err
+
+
+# ---- status --------------------------------------------------------------------------------------------------
+
+
+def test_the_status_is_one_screen(front_door: Running, tercet: Any) -> None:
+    tercet("engines", "list")  # it has begun
+    front_door.door.fleet.member("d").in_flight = 2
+    said = tercet("status").splitlines()
+    front_door.door.fleet.member("d").in_flight = 0
+    assert said[0] == f"{front_door.url}: serves m"
+    assert said[1] == "version 1: disaggregated"
+    assert said[2] == "2 engines, 2 sequences on them"
+    assert said[3].split()[:3] == ["p", "prefill", "serving"]
+    assert said[-1] == "0 moves under way"
+    found = json.loads(tercet("status", "--json"))
+    assert (found["serving"], found["models"], [engine["name"] for engine in found["engines"]]) == (
+        True, ["m"], ["p", "d"],
+    )  # fmt: skip
+
+
+def test_the_status_of_one_that_cannot_serve(
+    front_door: Running, tercet: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "pd":
+        tercet("engines", "drain", name)
+    assert app._run(["status", "--url", front_door.url]) == 1
+    said = capsys.readouterr().out
+    assert "does not serve m\n  every engine of this fleet is drained or stops" in said
+    assert app._run(["status", "--url", front_door.url, "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["serving"]
+
+
+@pytest.mark.parametrize(("url", "code"), [("http://127.0.0.1:9", 1), ("nonsense", 2)])
+def test_the_status_of_what_is_not_there(url: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["status", "--url", url]) == code
+    assert capsys.readouterr().err.count("\n") == 1

@@ -164,7 +164,7 @@ class Door:
 
     def application(self, *keys: str, **options: Any) -> FrontDoor:
         app = FastAPI(**options)
-        admin.install(app, self.shared)
+        admin.install(app, self.shared, ["m"])
         gate = Gate(Limits(), self.fleet, self.metrics)
         return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000)
 

@@ -47,7 +47,7 @@ class Process:
         self.tokens: dict[str, list[int]] = {}
         app = FastAPI()
         shared: Any = SimpleNamespace(service=self.service)
-        admin.install(app, shared)
+        admin.install(app, shared, ["m"])
         self.routes = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
 
     async def run(self, seq_id: str) -> asyncio.Task[None]:

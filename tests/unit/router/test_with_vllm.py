@@ -57,7 +57,7 @@ class House:
         server = await vllm.openai_server(args, client)
         self.app = server.app
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
-        admin.install(self.app, shared_over(self.service, membership))
+        admin.install(self.app, shared_over(self.service, membership), ["m"])
         self.app.middleware_stack = FrontDoor(
             server.layers, server.fast, self.gate, api_keys(args), self.service.program_called, 10_000
         )

@@ -140,7 +140,7 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(ServicePrograms(doors.service), args)
     server = await vllm.openai_server(args, client)
-    admin.install(server.app, shared_over(doors.service, membership))
+    admin.install(server.app, shared_over(doors.service, membership), ["m"])
     assert server.fast is not None
     gate = Gate(Limits(), doors.service.fleet, doors.metrics)
     doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor

@@ -1,0 +1,36 @@
+"""``tercet status``: a running front door on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, engine_in_words, show_answer
+from tercet.cli.moves import in_words as move_in_words
+from tercet.cli.program import state_in_words
+
+
+def status(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show a running front door: model, program, engines with what runs on them, and moves.
+
+    The exit code is 0 if it can serve, 1 if it cannot or is not there, and 2 for wrong use.
+    """
+    found: dict[str, Any] = ask(url, api_key, "GET", "/status")
+    show_answer(found, as_json, lambda found: _in_words(url, found))
+    if not found["serving"]:
+        raise typer.Exit(1)
+
+
+def _in_words(url: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"{url}: {'serves' if found['serving'] else 'does not serve'} {', '.join(found['models'])}"
+    if found["why"]:
+        yield f"  {found['why']}"
+    yield from state_in_words(found["program"])
+    engines = found["engines"]
+    width = max((len(engine["name"]) for engine in engines), default=0)
+    yield f"{len(engines)} engines, {sum(engine['in_flight'] for engine in engines)} sequences on them"
+    yield from (f"  {engine_in_words(engine, width)}" for engine in engines)
+    yield f"{len(found['moves'])} moves under way"
+    yield from (move_in_words(move) for move in found["moves"])
