@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any
 
@@ -12,7 +13,9 @@ import typer
 from tercet import __version__
 from tercet.cli.bench import bench
 from tercet.cli.chaos import chaos
+from tercet.cli.chat import chat
 from tercet.cli.demo import demo
+from tercet.cli.detached import down
 from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.moves import moves
 from tercet.cli.profile import profile
@@ -35,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, status, engine, router, rescheduler, demo, chaos):
+for command in (up, down, status, chat, engine, router, rescheduler, demo, chaos):
     app.command()(command)
 for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)
@@ -58,7 +61,7 @@ def tercet(
     Start with `tercet demo`. Then:
 
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
-    - `tercet status` shows a running one.
+    - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
     - `tercet program`, `tercet scheduling`, `tercet engines` and `tercet moves` change them while traffic flows.
     """
@@ -66,14 +69,19 @@ def tercet(
 
 def main() -> None:
     """Run the command line and exit."""
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(_run(sys.argv[1:] or ["--help"]))
 
 
 def _run(argv: list[str]) -> int:
     """Exit code of one command line, with its complaint on standard error."""
+    return exit_code_of(lambda: app(argv, prog_name="tercet", standalone_mode=False))
+
+
+def exit_code_of(run: Callable[[], int | None]) -> int:
+    """Exit code of a command, with its complaint on standard error."""
     try:
-        return app(argv, prog_name="tercet", standalone_mode=False) or 0
+        return run() or 0
     except _NoSuchOption as error:
         return _complain(f"No such option: {error.option_name}; {_nearest(error)}", 2)
     except _CommandLineError as error:
@@ -106,6 +114,6 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+def exit_on_signal(number: int, _frame: FrameType | None) -> None:
     """Unwinds, so that whatever was started is stopped."""
     sys.exit(128 + number)

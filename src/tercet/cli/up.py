@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from tercet.cli.detached import detach
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import console, say
 from tercet.cluster.local import local_fleet
@@ -125,12 +126,16 @@ def up(config: UpConfig) -> None:
     - `tercet up --program mine.py:split --program-arg share=0.8 -- --max-num-seqs 32`
     - `tercet up --program mine.py:split --dev`
     - `tercet up --simulate llama-3.1-8b-h100-tp1 --prefill 2 --decode 6`
+    - `tercet up --detach`, then `tercet status`, and in the end `tercet down`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
     if config.scheduling is not None:
         load_scheduling(Path(config.scheduling).expanduser())
     if config.simulate is not None:
         load_profile(config.simulate)
+    if config.detach:
+        detach(config)
+        return
     run_fleet(config, lambda fleet: _stay(config, fleet))
 
 

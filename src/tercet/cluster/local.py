@@ -42,7 +42,7 @@ async def local_fleet(
     """
     if config.port:
         require_free(config.host, config.port)
-    log_dir = _log_dir(config)
+    log_dir = log_directory(config)
     specs = engine_specs(config, model)
     secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
     engines = [
@@ -129,7 +129,8 @@ def router_env(model: str) -> dict[str, str | None]:
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env
 
 
-def _log_dir(config: UpConfig) -> Path:
+def log_directory(config: UpConfig) -> Path:
+    """Where its logs go, made if need be. Raises :class:`~tercet.protocol.BadRequest` if nothing can go there."""
     default = cache_root() / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     chosen = Path(config.log_dir).expanduser().absolute() if config.log_dir else default
     try:

@@ -35,6 +35,10 @@ class UpConfig(FrontDoorConfig, frozen=True):
         NotNegative,
         Setting("How often an engine that dies is started anew, until one has served for a minute; 0: never."),
     ] = 5
+    detach: Annotated[
+        bool,
+        Setting("Return once it is ready, and leave it in the background; see `tercet down`.", default="off"),
+    ] = False
     log_dir: Annotated[str | None, Setting("Where logs go.", default="a new directory in the cache")] = None
     simulate: Annotated[
         str | None,

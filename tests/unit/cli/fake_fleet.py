@@ -39,7 +39,15 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
     # As `tercet.cli.main` does for its own imports, which happen here already.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tercet.cli import main as tercet
-    from tercet.cli import up
+
+    put_scripts(mark, mode)
+    sys.argv = ["tercet", *arguments]
+    tercet()
+
+
+def put_scripts(mark: str, mode: str) -> None:
+    """From now on, in fleets in the background too, servers are scripts."""
+    from tercet.cli import detached, up
     from tercet.cluster import local
     from tercet.cluster.child_process import Process
 
@@ -59,8 +67,8 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
     setattr(up, "resolve_model", resolve_model)  # noqa: B010
-    sys.argv = ["tercet", *arguments]
-    tercet()
+    scripts = f"from tests.unit.cli.fake_fleet import put_scripts; put_scripts({mark!r}, {mode!r})"
+    setattr(detached, "COMMAND", f"{scripts}; {detached.COMMAND}")  # noqa: B010
 
 
 def _serve(mark: str, mode: str, port: int) -> None:

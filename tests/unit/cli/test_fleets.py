@@ -166,3 +166,61 @@ def test_a_demo_that_breaks_off_says_so(tmp_path: Path, up: list[Run]) -> None:
     last = run.out.read_text().splitlines()[-1]
     assert last.startswith("tercet: the front door's answer broke off")
     assert run.leaves_nothing(0)
+
+
+# ---- in the background ---------------------------------------------------------------------------------------
+
+
+def tercet(tmp_path: Path, mode: str, runs: list[Run], *arguments: str) -> tuple[int, str]:
+    """A command to its end: exit code and what it said."""
+    run = Run(tmp_path, mode, *arguments)
+    runs.append(run)
+    return run.process.wait(timeout=90), run.out.read_text()
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """The background processes of fleets whose logs are there."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(directory) in part for part in process.info["cmdline"] or ()) and "-c" in process.info["cmdline"]
+    ]
+
+
+def test_a_fleet_in_the_background_is_told_from_others_by_its_port_and_stopped(tmp_path: Path, up: list[Run]) -> None:
+    for _ in range(2):
+        code, said = tercet(tmp_path, "answers", up, "up", "--model", str(tmp_path), "--port", "0", "--detach")
+        assert code == 0, said
+        assert "in the background" in said
+        assert "router: ready in" in said
+    ports = sorted(int(file.stem) for file in (tmp_path / "cache" / "fleets").iterdir())
+    assert len(ports) == 2
+    code, said = tercet(tmp_path, "answers", up, "down")
+    assert (code, said) == (
+        2, f"tercet: --port: fleets run at the ports {ports[0]}, {ports[1]}; name one, or say --all\n",
+    )  # fmt: skip
+    assert tercet(tmp_path, "answers", up, "down", "--port", str(ports[0]))[0] == 0
+    assert [int(file.stem) for file in (tmp_path / "cache" / "fleets").iterdir()] == ports[1:]
+    assert tercet(tmp_path, "answers", up, "down")[0] == 0
+    assert list((tmp_path / "cache" / "fleets").iterdir()) == []
+    assert all(run.leaves_nothing(0) for run in up)
+    code, said = tercet(tmp_path, "answers", up, "down")
+    assert (code, said) == (1, "tercet: no fleet of `tercet up --detach` runs here\n")
+
+
+def test_a_fleet_in_the_background_that_was_killed_leaves_nothing(tmp_path: Path, up: list[Run]) -> None:
+    assert tercet(tmp_path, "answers", up, "up", "--model", str(tmp_path), "--port", "0", "--detach")[0] == 0
+    (process,) = processes_of(tmp_path / "cache")
+    process.kill()
+    assert up[0].leaves_nothing(10)
+    code, _ = tercet(tmp_path, "answers", up, "down")
+    assert code == 1
+    assert list((tmp_path / "cache" / "fleets").iterdir()) == []
+
+
+def test_ctrl_c_before_a_fleet_is_in_the_background_stops_it(tmp_path: Path, up: list[Run]) -> None:
+    run = start_up(tmp_path, up, "never-ready", "--detach")
+    run.says("router: loading")
+    run.signal(signal.SIGINT)
+    assert run.leaves_nothing(0)
+    assert processes_of(tmp_path / "cache") == []

@@ -1,0 +1,175 @@
+"""``tercet chat``: a conversation with a running front door, in the terminal or through a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+import typer
+
+from tercet.cli.fleet_commands import HERE, ApiKey, Url
+from tercet.cli.terminal import note
+from tercet.client.connection_errors import reason_of
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
+from tercet.protocol.bearer import bearer
+from tercet.protocol.wire import UNREADABLE
+
+# Between two tokens of an answer; a request may also wait for a place.
+ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
+PROMPT = "> "
+EVENT = b"data: "
+Message = dict[str, str]
+
+
+def chat(
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the front door's")] = None,
+    system: Annotated[str | None, typer.Option(help="How the model shall behave.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer.", show_default="no limit")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="As in OpenAI's API.")] = None,
+) -> None:
+    """Talk to a running fleet: what you write is asked with all that was said before.
+
+    Ctrl-C ends the answer, Ctrl-D, or Ctrl-C at the prompt, the chat. What comes through a pipe is one question.
+
+    Examples:
+    - `tercet chat`
+    - `echo hello | tercet chat --max-tokens 50`
+    """
+    if not url.startswith(("http://", "https://")):
+        raise BadRequest(f"--url: {url!r} is not a URL such as {HERE}", "--url")
+    given = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in given.items() if value is not None}
+    talk = Chat(url.rstrip("/"), api_key, options, system)
+    if sys.stdin.isatty():
+        _talk(talk)
+    else:
+        question = sys.stdin.read().strip()
+        if not question:
+            raise BadRequest("standard input: there is no question in it", "stdin")
+        asyncio.run(talk.ask(question, _show))
+        _show("\n")
+
+
+def _talk(talk: Chat) -> None:
+    """Question after question, until Ctrl-D, or Ctrl-C where nothing is being answered."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # arrow keys and what was written before, where Python has them
+
+    asyncio.run(talk.find_model())
+    note(f"{talk.model} at {talk.url}; Ctrl-C ends an answer, Ctrl-D the chat")
+    while True:
+        try:
+            question = input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            _show("\n")
+            return
+        if question:
+            _answer(talk, question)
+
+
+def _answer(talk: Chat, question: str) -> None:
+    """A failure ends the answer and not the chat."""
+    try:
+        asyncio.run(talk.ask(question, _show))
+    except KeyboardInterrupt:
+        note("\n(ended)")
+    except TercetError as error:
+        note(f"\ntercet: {error.message}")
+    else:
+        _show("\n")
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Chat:
+    """What was said so far, at the front door at ``url``; ``options`` are fields of each request."""
+
+    def __init__(self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None) -> None:
+        self.url = url
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._headers = bearer(api_key or "")
+        self._options = options
+
+    @property
+    def model(self) -> str:
+        """The model's name, once it is known."""
+        return self._options.get("model", "")
+
+    async def find_model(self) -> None:
+        """Ask which model there is, unless one was named. Raises :class:`~tercet.protocol.TercetError`."""
+        if self.model:
+            return
+        async with self._request("GET", "/v1/models") as response:
+            try:
+                self._options["model"] = msgspec.json.decode(await response.read())["data"][0]["id"]
+            except (*UNREADABLE, KeyError, IndexError, TypeError) as error:
+                raise EngineUnreachable(f"what answers at {self.url} is no front door", "url") from error
+
+    async def ask(self, question: str, show: Callable[[str], object]) -> None:
+        """Ask, and pass the answer's text to ``show`` as it comes.
+
+        What was answered until it ended, or was ended, belongs to the conversation; a question without any answer does
+        not. Raises :class:`~tercet.protocol.TercetError`.
+        """
+        await self.find_model()
+        asked: Message = {"role": "user", "content": question}
+        body = {**self._options, "messages": [*self.messages, asked], "stream": True}
+        answer = ""
+        try:
+            async with self._request("POST", "/v1/chat/completions", body) as response:
+                async for text in _texts(response.content):
+                    answer += text
+                    show(text)
+        finally:
+            if answer:
+                self.messages += [asked, {"role": "assistant", "content": answer}]
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, body: Any = None) -> AsyncGenerator[aiohttp.ClientResponse]:
+        headers = {"content-type": "application/json", **self._headers}
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=ANSWER) as session,
+                session.request(method, f"{self.url}{path}", data=data, headers=headers) as response,
+            ):
+                if response.status != 200:
+                    raise EngineError(f"{self.url} answered {response.status}: {_message(await response.read())}")
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"no front door answers at {self.url}: {reason_of(error)}", "url") from error
+
+
+async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    """The text of a stream's events. Raises :class:`~tercet.protocol.EngineError` for one that tells of an error."""
+    ended = False
+    async for line in lines:
+        if line.startswith(EVENT + b"[DONE]"):
+            ended = True
+        elif line.startswith(EVENT):
+            event: dict[str, Any] = msgspec.json.decode(line.removeprefix(EVENT))
+            if "error" in event:
+                raise EngineError(_message(line.removeprefix(EVENT)))
+            for choice in event.get("choices", ()):
+                yield choice.get("delta", {}).get("content") or ""
+    if not ended:
+        raise EngineError("the answer broke off")
+
+
+def _message(body: bytes) -> str:
+    """What an error in OpenAI's words says, or all of it."""
+    with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
+        return msgspec.json.decode(body)["error"]["message"]
+    return body.decode(errors="replace").strip()

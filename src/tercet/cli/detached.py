@@ -1,0 +1,154 @@
+"""``tercet up --detach`` and ``tercet down``: a fleet in the background, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+
+from tercet.cli.terminal import say
+from tercet.cluster.child_process import GRACE_SECONDS
+from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, own_start
+from tercet.cluster.local import log_directory
+from tercet.cluster.ports import require_free
+from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
+from tercet.cluster.up_config import UpConfig
+from tercet.protocol import BadRequest, EngineError
+from tercet.settings import declared, decode_settings, encode_settings, read_yaml
+
+LOOK_SECONDS = 0.2
+# Beside loading: a first conversion of the model.
+START_SECONDS = READY_SECONDS + 300.0
+COMMAND = "from tercet.cli.detached import main; main()"
+
+
+def detach(config: UpConfig) -> None:
+    """Start a fleet in the background and return when it is ready, having said how to stop it.
+
+    Raises :class:`~tercet.protocol.TercetError` if it does not become ready; Ctrl-C until then stops it.
+    """
+    if config.port:
+        require_free(config.host, config.port)
+    log_dir = log_directory(config)
+    log = log_dir / "up.log"
+    process = _start(msgspec.structs.replace(config, detach=False, log_dir=str(log_dir)), log_dir, log)
+    try:
+        fleet = _until_announced(process, log)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    say(f"\nready at {fleet.url}, in the background; log: {log}")
+    say(f"  tercet status --url {fleet.url}\n  tercet down --port {fleet.port}")
+
+
+def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, which no terminal ends; its settings, which may hold keys, are in a file."""
+    file = log_dir / "up.json"
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(msgspec.json.encode(encode_settings(config)))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(file)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in _variables()},
+        )  # fmt: skip
+
+
+def _variables() -> set[str]:
+    """Those whose settings are in the file already."""
+    return {each.env for each in declared(UpConfig)}
+
+
+def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFleet:
+    """Show what the fleet says until it is ready."""
+    deadline = time.monotonic() + START_SECONDS
+    with log.open("rb") as said:
+        while time.monotonic() < deadline:
+            ended = process.poll() is not None
+            while line := said.readline():
+                say(line.decode(errors="replace").rstrip("\n"))
+            if ended:
+                raise EngineError(f"the fleet did not start; log: {log}")
+            for fleet in detached_fleets():
+                if fleet.pid == process.pid:
+                    return fleet
+            time.sleep(LOOK_SECONDS)
+    raise EngineError(f"the fleet was not ready within {START_SECONDS:.0f} s; log: {log}")
+
+
+def main() -> None:
+    """The background process: a fleet until it is told to stop."""
+    from tercet.cli.app import exit_code_of, exit_on_signal
+
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    sys.exit(exit_code_of(lambda: _serve(decode_settings(UpConfig, read_yaml(Path(sys.argv[1]))))))
+
+
+def _serve(config: UpConfig) -> None:
+    from tercet.cli.up import run_fleet
+
+    run_fleet(config, lambda fleet: _announce(config, fleet))
+
+
+async def _announce(config: UpConfig, fleet: RunningFleet) -> None:
+    port = urlsplit(fleet.url).port or config.port
+    stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
+    with announced(DetachedFleet(os.getpid(), own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
+        await fleet.until_broken(lambda name, state: say(f"{name}: {state}"))
+
+
+def down(
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the fleet's front door.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All fleets that run in the background.")] = False,
+) -> None:
+    """Stop a fleet that `tercet up --detach` has started, once what runs has ended.
+
+    Ctrl-C has it stop at once.
+    """
+    for fleet in _chosen(detached_fleets(), port, every):
+        _stop(fleet)
+
+
+def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[DetachedFleet]:
+    ports = ", ".join(str(fleet.port) for fleet in fleets)
+    if every and port is not None:
+        raise BadRequest("--all: goes without --port", "--all")
+    chosen = [fleet for fleet in fleets if port in (None, fleet.port)]
+    if not chosen:
+        where = "" if port is None else f" at port {port}{f', but at {ports}' if ports else ''}"
+        raise EngineError(f"no fleet of `tercet up --detach` runs here{where}")
+    if len(chosen) > 1 and not every:
+        raise BadRequest(f"--port: fleets run at the ports {ports}; name one, or say --all", "--port")
+    return chosen
+
+
+def _stop(fleet: DetachedFleet) -> None:
+    """Raises :class:`~tercet.protocol.EngineError` if it takes too long."""
+    say(f"stopping {fleet.url}")
+    _signal(fleet)
+    deadline = time.monotonic() + fleet.stop_seconds
+    while fleet.runs:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{fleet.url} has not stopped within {fleet.stop_seconds:.0f} s; logs: {fleet.log_dir}")
+        try:
+            time.sleep(LOOK_SECONDS)
+        except KeyboardInterrupt:
+            say("stopping at once: requests that still run end with an error")
+            _signal(fleet)
+    detached_fleets()  # takes away what one that was killed has left
+    say(f"stopped {fleet.url}")
+
+
+def _signal(fleet: DetachedFleet) -> None:
+    if fleet.runs:
+        os.kill(fleet.pid, signal.SIGTERM)
