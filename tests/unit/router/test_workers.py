@@ -98,7 +98,8 @@ def door(engine: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     command = [
         sys.executable, "-m", "tercet.cli", "router", "--engine", f"{engine},name=e", "--port", str(port), "--model",
         resolve_model("smollm2", lambda _: None), "--served-model-name", "m", "--program", "data_parallel",
-        "--workers", "2", "--log-level", "warning",
+        # The engine is a thread of a process that does other work, too.
+        "--workers", "2", "--log-level", "warning", "--stuck-after", "60",
     ]  # fmt: skip
     env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=env, process_group=0)
