@@ -263,6 +263,9 @@ async def test_without_an_engine(fleet: Fleet, path: str, body: dict[str, Any]) 
 async def test_refusals(fleet: Fleet, case: str) -> None:
     path, body = REFUSED[case]
     ours, theirs = await both(fleet, path, body)
+    if theirs == {"detail": "Not Found"}:  # what is not served is refused in OpenAI's form, too
+        assert ours["error"]["code"] == "unknown_path"
+        return
     assert ours == theirs
     assert "message" in ours.get("error", ours) or "detail" in ours
 
