@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,13 @@ def is_cancelled() -> bool:
     """Whether somebody has asked the running task to end, and not taken it back."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+async def repeat(work: Callable[[], Awaitable[object]], pause_s: float) -> None:
+    """Do it again and again, with a pause after each time, until cancelled or until it raises."""
+    while True:
+        await work()
+        await asyncio.sleep(pause_s)
 
 
 class TaskSet:

@@ -69,11 +69,11 @@ def migration(
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
     say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute all anew")
     show_table("beside them, in multiples of the steps before", NEIGHBOURS, neighbour_rows(costs))
+    on = machine()
     if result_filename is not None:
-        report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
+        report = {"machine": msgspec.to_builtins(on), "moves": msgspec.to_builtins(costs)}
         write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")
     if plot is not None:
-        on = machine()
         plot_pauses(costs, plot, f"{on['cpu']}, {on['cores']} cores, {now()[:10]}")
     if interrupted:
         raise typer.Exit(130)

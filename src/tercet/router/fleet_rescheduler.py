@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, repeat
 from tercet.fleet import EngineFleet
 from tercet.fleet.loaded_fleet import counted_move, loaded_engines
 from tercet.migration import CountedMove, MovesUnderWay, Rescheduling, SequenceView, Wanted, policies_of
@@ -58,9 +58,7 @@ class FleetRescheduler:
     async def run(self) -> None:
         """Look until cancelled."""
         try:
-            while True:
-                await self.look()
-                await asyncio.sleep(self._settings.interval_s)
+            await repeat(self.look, self._settings.interval_s)
         finally:
             await self._tasks.close()
 

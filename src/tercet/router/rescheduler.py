@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, repeat
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.loaded_fleet import is_stale, loaded_engines
 from tercet.migration import LoadedEngine, Rescheduling, SequenceView, Wanted, drain, failover, policies_of
@@ -37,9 +37,7 @@ class Rescheduler:
     async def run(self) -> None:
         """Look until cancelled."""
         try:
-            while True:
-                await self.look()
-                await asyncio.sleep(self._settings.interval_s)
+            await repeat(self.look, self._settings.interval_s)
         finally:
             await self._tasks.close()
 

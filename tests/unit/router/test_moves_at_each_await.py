@@ -34,12 +34,32 @@ async def held(door: Door, number: int) -> AsyncGenerator[tuple[Client, RunningS
     try:
         yield client, sequence, task
     finally:
-        for engine in door.engines.values():
-            engine.let(None)
+        let_go(door)
         task.cancel()
         await asyncio.wait([task])
     assert await door.has_everything_back()
     assert (len(door.service.sequences), len(door.service.moves.under_way)) == (0, 0)
+
+
+@asynccontextmanager
+async def moving(
+    door: Door, number: int
+) -> AsyncGenerator[tuple[Client, RunningSequence, asyncio.Task[None], asyncio.Task[Any]]]:
+    """The same, ``number`` turns after a move of it to ``p`` has been asked for."""
+    async with held(door, number) as (client, sequence, task):
+        move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+        await after(number)
+        yield client, sequence, task, move
+
+
+def let_go(door: Door) -> None:
+    for engine in door.engines.values():
+        engine.let(None)
+
+
+async def runs_to_its_end(door: Door, task: asyncio.Task[None]) -> None:
+    let_go(door)
+    await asyncio.wait_for(task, 10)
 
 
 async def prepare(door: Door) -> None:
@@ -62,9 +82,7 @@ async def test_the_client_leaves_at_each_turn(door: Door) -> None:
     await prepare(door)
     outcomes = set[str]()
     for number in range(MOST_TURNS):
-        async with held(door, number) as (client, sequence, task):
-            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
-            await after(number)
+        async with moving(door, number) as (client, _, task, move):
             task.cancel()
             await asyncio.wait([task])
             outcomes.add(await outcome_of(move))
@@ -77,14 +95,10 @@ async def test_whoever_asked_for_the_move_leaves_at_each_turn(door: Door) -> Non
     await prepare(door)
     engines = set[str]()
     for number in range(MOST_TURNS):
-        async with held(door, number) as (client, sequence, task):
-            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
-            await after(number)
+        async with moving(door, number) as (client, sequence, task, move):
             move.cancel()
             await asyncio.wait([move])
-            for engine in door.engines.values():
-                engine.let(None)
-            await asyncio.wait_for(task, 10)
+            await runs_to_its_end(door, task)
             assert client.tokens == WHOLE
             assert sequence.attempt == 0, "a move spends no retry"
             engines.add(sequence.engine)
@@ -95,12 +109,8 @@ async def test_the_sequence_ends_at_each_turn(door: Door) -> None:
     await prepare(door)
     outcomes = set[str]()
     for number in range(MOST_TURNS):
-        async with held(door, number) as (client, sequence, task):
-            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
-            await after(number)
-            for engine in door.engines.values():
-                engine.let(None)
-            await asyncio.wait_for(task, 10)
+        async with moving(door, number) as (client, sequence, task, move):
+            await runs_to_its_end(door, task)
             outcomes.add(await outcome_of(move))
             assert client.tokens == WHOLE
             assert sequence.attempt == 0
@@ -113,16 +123,12 @@ async def test_either_engine_fails_at_each_turn_of_its_verb(door: Door, verb: st
     await prepare(door)
     failing = door.engine("p" if verb == "prep_recv" else "d")
     for number in range(12):
-        async with held(door, number) as (client, sequence, task):
-            move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
-            await after(number)
+        async with moving(door, number) as (client, sequence, task, move):
             failing.failures[verb] = EngineUnreachable("gone")
             outcome = await outcome_of(move)
             failing.failures.clear()
             assert sequence.engine == ("p" if outcome == "moved" else "d")
-            for engine in door.engines.values():
-                engine.let(None)
-            await asyncio.wait_for(task, 10)
+            await runs_to_its_end(door, task)
             assert client.tokens == WHOLE
 
 
