@@ -45,7 +45,7 @@ lint: setup
 	$(BIN)/pyright
 
 check: lint ## style, types and the fast tests
-	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz
+	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
 
 test: check ## check, then the tests with real engines, and what took longest
 	$(BIN)/pytest --durations 20 tests/engines

@@ -17,7 +17,7 @@ LAYERS = {
     1: {"vllm_plugin", "sim", "transport", "streams", "client", "settings"},
     2: {"programs", "scheduling", "migration", "cost"},
     3: {"fleet"},
-    4: {"router", "cluster", "bench", "chaos"},
+    4: {"router", "gateway", "cluster", "bench", "chaos"},
     5: {"cli"},
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}

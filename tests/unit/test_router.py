@@ -11,8 +11,8 @@ import prometheus_client
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
-from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service

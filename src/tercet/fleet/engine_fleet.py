@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 
@@ -46,7 +46,7 @@ class EngineFleet:
     reported more than ``stale_after`` seconds ago counts as unknown, and who made no progress for ``stuck_after_s`` is
     stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears
     from them; ``costs`` what serving costs here, as far as it was seen, and the work that is under way. ``on_proposal``
-    is told of each move that an engine passes on, with the engine's name.
+    is told of each move that an engine passes on, with the engine's name, and ``on_report`` of each of its reports.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class EngineFleet:
     ) -> None:
         self.liveness = Liveness(stuck_after_s)
         self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
+        self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
         self._clock = clock
         self._members = {member.name: member for member in members}
         self._open = list[Member]()
@@ -113,6 +114,7 @@ class EngineFleet:
         self.knowledge.loads.report(name, load)
         self.heard(name, load.stalled_s)
         self._note_stopping(name, load.stopping)
+        self.on_report(name, load)
 
     def started_anew(self, name: str) -> None:
         """Another start of the engine has been met: what is known of the one before is void."""
@@ -200,6 +202,25 @@ class EngineFleet:
         member = self._picking.pick(role, by, self._without(other_than), request)
         with self._counted(member, request) as engine:
             yield engine
+
+    def ranked(
+        self,
+        role: Role,
+        request: Request,
+        most: int = 1,
+        among: Collection[str] | None = None,
+        other_than: Sequence[str] = (),
+    ) -> tuple[list[Member], int]:
+        """At most so many engines in the order in which to try them, by the profile of the role; none is counted.
+
+        Beside them the tokens of the prompt that the first one is believed to have held so far. The first one is
+        picked, as far as plugins know; the others are there if it fails. ``among`` are the names that may be picked,
+        all if not given; ``other_than`` those that are not, while there are others.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if none that answers may be picked,
+        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
+        """
+        return self._picking.ranked(role, request, most, among, other_than)
 
     @contextmanager
     def engine(self, name: str) -> Generator[Engine]:
@@ -291,6 +312,13 @@ class EngineFleet:
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         return self._picking.disaggregates(request, decode.name, by)
+
+    def splits(self, request: Request, decode: str, cached: int, among: Collection[str] | None = None) -> bool:
+        """Whether another engine ``among`` these shall prefill, by the scheduling's own decider.
+
+        ``cached`` tokens of the prompt are believed to be on the engine called ``decode``.
+        """
+        return self._picking.disaggregates(request, decode, None, cached, among)
 
     def _without(self, other_than: Engine | None) -> Sequence[str]:
         """Whom not to pick while there are others; the last one matters least."""

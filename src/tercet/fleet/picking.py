@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar
@@ -25,6 +25,7 @@ from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, Scheduling
 from tercet.scheduling.hashing import block_hashes
 from tercet.scheduling.pickers import TurnPicker
 from tercet.scheduling.plugin import Integers
+from tercet.scheduling.profiles import SCHEDULED
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
@@ -110,13 +111,35 @@ class Picking(Generic[ViewT]):
             self.believed[request.seq_id, picked.name] = int(decision.matched[row])
         return picked
 
-    def candidates(self, role: Role) -> Engines:
+    def ranked(
+        self, role: Role, request: Request, most: int, among: Collection[str] | None, without: Sequence[str]
+    ) -> tuple[list[ViewT], int]:
+        """See :meth:`tercet.fleet.EngineFleet.ranked`; nothing is ``believed`` of these picks, which have no end."""
+        profile = self.scheduling.profile(SCHEDULED, role)
+        if profile is None:
+            raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
+        self.knowledge.needed()
+        candidates = self.candidates(role, among)
+        for name in without:
+            candidates = _preferring(candidates, [engine.name != name for engine in candidates])
+        if not len(candidates):
+            raise self.nobody()
+        if not any(engine.reachable for engine in candidates):
+            raise EngineUnreachable("no engine that may be picked answers")
+        decision = Decision(request, role, self.knowledge, self.random)
+        rows = profile.ranked(decision, candidates, most)
+        cached = 0 if decision.matched is None else int(decision.matched[rows[0]])
+        return [self.views[self._places[row]] for row in rows], cached
+
+    def candidates(self, role: Role, among: Collection[str] | None = None) -> Engines:
         """Those that have the role, without those that do not answer while others do.
 
         If none of them answers, those that do, whatever their role: every engine can do both. Or none, if the fleet is
-        told so: raises :class:`~tercet.protocol.RoleUnavailable`.
+        told so: raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count, all if not given.
         """
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
+        if among is not None:
+            everyone = everyone.where([engine.name in among for engine in everyone])
         able = everyone
         if role != "both":
             able = everyone.where([engine.role == role or engine.role == "both" for engine in everyone])
@@ -169,13 +192,22 @@ class Picking(Generic[ViewT]):
             if row is not None and hashes and not self.knowledge.told:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
-    def disaggregates(self, request: Request, decode: str, by: str | PrefillRule | None) -> bool:
+    def disaggregates(
+        self,
+        request: Request,
+        decode: str,
+        by: str | PrefillRule | None,
+        cached: int | None = None,
+        among: Collection[str] | None = None,
+    ) -> bool:
+        """See :meth:`tercet.fleet.EngineFleet.disaggregates`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
-        prefill = self.candidates("prefill")
+        prefill = self.candidates("prefill", among)
         prefill = prefill.where([engine.name != decode for engine in prefill])
         if not len(prefill):
             return False
-        cached = self.believed.get((request.seq_id, decode))
+        if cached is None:
+            cached = self.believed.get((request.seq_id, decode))
         if cached is None:
             cached = self.knowledge.cached_tokens(decode, request)
         return rule.disaggregates(request, cached, prefill)

@@ -78,7 +78,12 @@ class RequestTooLarge(TercetError, status=413):
 
 
 class Saturated(TercetError, status=429):
-    """The fleet has as much to do as it may; come back after ``retry_after`` seconds."""
+    """The fleet has as much to do as it may; come back after ``retry_after`` seconds.
+
+    ``waited``: the request has waited for as long as it may.
+    """
+
+    waited: bool = False
 
     def __init__(self, message: str, param: str | None = None, retry_after: int = 1) -> None:
         super().__init__(message, param)

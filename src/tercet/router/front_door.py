@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tercet.fleet.admission import ClientLeft, Gate
 from tercet.protocol import RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
-from tercet.router.admission import ClientLeft, Gate
 from tercet.router.service import PROGRAM_HEADER
 from tercet.router.shutdown import Shutdown
 from tercet.router.trace_answers import TracingSend, wants_trace

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet
 from tercet.client import engine_tls
 from tercet.fleet import EngineFleet
+from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
-from tercet.router.admission import Gate
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers

@@ -66,11 +66,23 @@ class SchedulingProfile:
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
         """
+        return self.ranked(decision, engines, 1)[0]
+
+    def ranked(self, decision: Decision, engines: Engines, most: int) -> list[int]:
+        """The row of the engine to take, and rows of those to try next, by their scores; at most ``most`` rows.
+
+        Raises as :meth:`pick`.
+        """
         left = self._filtered(decision, engines)
-        chosen = int(left.rows[self.picker.pick(decision, left, self._scores(decision, left))])
+        scores = self._scores(decision, left)
+        first = self.picker.pick(decision, left, scores)
+        rows = [int(left.rows[first])]
         for plugin in (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker):
-            plugin.picked(decision, chosen)
-        return chosen
+            plugin.picked(decision, rows[0])
+        if most > 1:
+            others = [place for place in np.argsort(-scores, kind="stable")[:most].tolist() if place != first]
+            rows += [int(left.rows[place]) for place in others[: most - 1]]
+        return rows
 
     def _filtered(self, decision: Decision, engines: Engines) -> Engines:
         for plugin in self.filters:

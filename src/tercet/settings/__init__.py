@@ -3,6 +3,7 @@
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
+from tercet.settings.picker_config import PickerConfig
 from tercet.settings.rescheduler_config import ReschedulerConfig
 from tercet.settings.router_config import EngineAddress, EngineTLS, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 
@@ -14,6 +15,7 @@ __all__ = [
     "FrontDoorConfig",
     "Limits",
     "MoveSettings",
+    "PickerConfig",
     "RescheduleSettings",
     "ReschedulerConfig",
     "RetryBudget",

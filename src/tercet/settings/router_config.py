@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
@@ -265,9 +266,13 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.engines:
-            raise BadRequest("engines: at least one is needed", "engines")
-        names = [engine.name for engine in self.engines]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise BadRequest(f"engines: two engines are called {twice}; give them names", "engines")
+        require_unlike(self.engines)
+
+
+def require_unlike(engines: Sequence[EngineAddress]) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for no engines, and for two of one name."""
+    if not engines:
+        raise BadRequest("engines: at least one is needed", "engines")
+    twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
+    if twice:
+        raise BadRequest(f"engines: two engines are called {twice[0]}; give them names", "engines")

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 from tercet.client import Admit
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.router import admin
-from tercet.router.admission import Gate
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tercet.router.admission import Gate
+from tercet.fleet.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tercet.router.admission import Gate
+from tercet.fleet.admission import Gate
 from tercet.router.front_door import FrontDoor, parsed
 from tercet.router.metrics import Metrics
 from tercet.router.trace_answers import wants_trace

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from tercet.fleet.admission import Gate
 from tercet.protocol import ShuttingDown, TercetError
-from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.shutdown import Shutdown

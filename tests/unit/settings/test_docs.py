@@ -1,4 +1,4 @@
-"""The tables of settings in docs/operations.md: ``python -m tests.unit.settings.test_docs`` writes them."""
+"""The tables of settings in docs: ``python -m tests.unit.settings.test_docs`` writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import Declared, FrontDoorConfig, ReschedulerConfig, RouterConfig, Settings, declared
+from tercet.settings import Declared, FrontDoorConfig, PickerConfig, ReschedulerConfig, RouterConfig, Settings, declared
 
 HEADER = "| flag | key | variable | default | |\n| --- | --- | --- | --- | --- |"
 
@@ -30,8 +30,11 @@ def row(of: Declared) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} | {default} | {of.help} |"
 
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = {"tercet epp": DOCS / "gateway.md"}
+OPERATIONS = DOCS / "operations.md"
 TABLES = {
+    "tercet epp": settings_table(PickerConfig),
     "every front door": settings_table(FrontDoorConfig),
     "tercet up": settings_table(UpConfig, but=[FrontDoorConfig]),
     "tercet router": settings_table(RouterConfig, but=[FrontDoorConfig]),
@@ -49,8 +52,10 @@ def written(text: str) -> str:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_the_declarations(name: str) -> None:
-    assert f"<!-- settings of {name} -->\n{TABLES[name]}\n<!-- end -->" in DOCS.read_text(encoding="utf-8")
+    page = PAGES.get(name, OPERATIONS).read_text(encoding="utf-8")
+    assert f"<!-- settings of {name} -->\n{TABLES[name]}\n<!-- end -->" in page
 
 
 if __name__ == "__main__":
-    DOCS.write_text(written(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in {OPERATIONS, *PAGES.values()}:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

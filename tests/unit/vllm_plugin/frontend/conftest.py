@@ -16,10 +16,10 @@ import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member
+from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Output, OutputStream, Request
 from tercet.router import admin
-from tercet.router.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service

@@ -2,7 +2,7 @@
 
 :class:`Admission` decides, a state machine without I/O; :class:`Gate` does what it decides.
 A request waits while the fleet is *saturated*: while one of the limits is reached. Those that wait come in by priority
-(lower first, as in vLLM), then in the order in which they came.
+(lower first, as in vLLM); among equals each flow has its turn, and within one they come in as they came.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from bisect import bisect_left, insort
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from tercet.fleet import EngineFleet
+from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.membership import LOOK_SECONDS
 from tercet.protocol import Saturated, TercetError
-from tercet.router.metrics import Metrics
 from tercet.settings import Limits
 
 # What Retry-After is while nothing has finished yet, and its bounds, in seconds.
@@ -30,23 +29,29 @@ NEWEST = 0.1
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """``engines`` that decode and can be picked, and the prompt ``tokens`` of what runs on all engines."""
+    """``engines`` that decode and can be picked, and the prompt ``tokens`` of what runs on all engines.
+
+    ``room`` is how many requests may be in at once by what engines say of their queues; None where nobody asks them.
+    """
 
     engines: int = 1
     tokens: int = 0
+    room: int | None = None
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request; ``state`` goes from left to right."""
+    """One request; ``state`` goes from left to right. ``turn`` counts those of its flow that wait before it."""
 
     priority: int
     number: int
+    turn: int = 0
+    flow: str = ""
     state: Literal["waiting", "in", "refused", "over"] = "waiting"
 
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """The lower one comes in first."""
-        return self.priority, self.number
+        return self.priority, self.turn, self.number
 
 
 @dataclass
@@ -60,13 +65,15 @@ class Admission:
     in_flight: int = 0
     waiting: list[Ticket] = field(default_factory=list[Ticket])
     _number: int = 0
+    _turns: dict[int, int] = field(default_factory=dict[int, int])
+    _next_turns: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     _last_end: float | None = None
     _gap: float | None = None
 
-    def arrive(self, priority: int, load: FleetLoad) -> tuple[Ticket, list[Ticket]]:
+    def arrive(self, priority: int, load: FleetLoad, flow: str = "") -> tuple[Ticket, list[Ticket]]:
         """A request's ticket: in, waiting or refused; a full queue sends away whoever ranks last."""
         self._number += 1
-        ticket = Ticket(priority, self._number)
+        ticket = Ticket(priority, self._number, self._turn(priority, flow), flow)
         insort(self.waiting, ticket, key=Ticket.rank)
         changed = self.look(load)
         while len(self.waiting) > self.limits.queued:
@@ -75,6 +82,12 @@ class Admission:
             changed.append(last)
         return ticket, changed
 
+    def _turn(self, priority: int, flow: str) -> int:
+        """Start-time fair queueing: a flow that comes late takes the turn that is served now, and none before it."""
+        turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
+        self._next_turns[priority, flow] = turn + 1
+        return turn
+
     def look(self, load: FleetLoad) -> list[Ticket]:
         """Let in whoever may, as the fleet is now."""
         changed: list[Ticket] = []
@@ -82,7 +95,11 @@ class Admission:
             ticket = self.waiting.pop(0)
             ticket.state = "in"
             self.in_flight += 1
+            self._turns[ticket.priority] = ticket.turn
             changed.append(ticket)
+        if not self.waiting:
+            self._turns.clear()
+            self._next_turns.clear()
         return changed
 
     def leave(self, ticket: Ticket, load: FleetLoad, now: float) -> list[Ticket]:
@@ -104,6 +121,8 @@ class Admission:
 
     def saturated(self, load: FleetLoad) -> bool:
         """Whether a request that came now would have to wait."""
+        if load.room is not None and self.in_flight >= load.room:
+            return True
         limits, engines = self.limits, max(1, load.engines)
         bounds = (
             (self.in_flight, limits.in_flight, 1),
@@ -131,13 +150,60 @@ class ClientLeft(Exception):
     """The client closed its connection while it waited."""
 
 
+class RefusalCounter(Protocol):
+    """Counts refusals by their reason."""
+
+    def labels(self, reason: str, /) -> Countable:
+        """The counter of one reason."""
+        ...
+
+
+class Countable(Protocol):
+    """A counter."""
+
+    def inc(self) -> None:
+        """One more."""
+        ...
+
+
+class Observing(Protocol):
+    """A histogram."""
+
+    def observe(self, amount: float) -> None:
+        """One more value."""
+        ...
+
+
+class GateMetrics(Protocol):
+    """What a gate tells of itself: requests ``refused`` by reason, the seconds that others ``waited``."""
+
+    @property
+    def refused(self) -> RefusalCounter: ...
+
+    @property
+    def waited(self) -> Observing: ...
+
+    def admission(self, in_flight: int, queued: int) -> None:
+        """So many requests are in, and so many wait."""
+        ...
+
+
 class Gate:
-    """Lets requests in, keeps them waiting, or refuses them, by ``limits`` and what ``fleet`` has to do."""
+    """Lets requests in, keeps them waiting, or refuses them, by ``limits`` and what ``fleet`` has to do.
+
+    ``room``, where it is given, says how many requests may hold a place at once, by what engines say of their queues.
+    """
 
     def __init__(
-        self, limits: Limits, fleet: EngineFleet, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        fleet: EngineFleet,
+        metrics: GateMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        room: Callable[[], int] | None = None,
     ) -> None:
         self._admission = Admission(limits)
+        self._room = room
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -149,6 +215,11 @@ class Gate:
         self._closed_by = error
         self._wake(self._admission.refuse_all())
 
+    def look(self) -> None:
+        """Let in whoever may: something has changed that the gate was not told of."""
+        if self._admission.waiting:
+            self._wake(self._admission.look(self._load()))
+
     def require_engines(self) -> None:
         """Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         self._fleet.require_answers()
@@ -156,16 +227,23 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Whether every request comes in at once: there is no limit."""
-        return not self._admission.limits.any
+        return not self._admission.limits.any and self._room is None
+
+    @property
+    def saturated(self) -> bool:
+        """Whether a request that came now would have to wait."""
+        return bool(self._admission.waiting) or self._admission.saturated(self._load())
 
     @asynccontextmanager
-    async def place(self, priority: int, left: Callable[[], asyncio.Future[Any]]) -> AsyncGenerator[None]:
-        """A request's place, held while entered.
+    async def place(
+        self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = ""
+    ) -> AsyncGenerator[None]:
+        """A request's place, held while entered; ``flow`` is whom it shares its turns with.
 
         ``left``, called only if it has to wait, is done when its client has closed the connection. Raises
         :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error of :meth:`close`.
         """
-        ticket, changed = self._admission.arrive(priority, self._load())
+        ticket, changed = self._admission.arrive(priority, self._load(), flow)
         try:
             self._wake(changed)
             if ticket.state == "waiting":
@@ -207,7 +285,9 @@ class Gate:
     def _refusal(self, reason: str, why: str) -> Saturated:
         self._metrics.refused.labels(reason).inc()
         after = self._admission.retry_after
-        return Saturated(f"the fleet is saturated: {why}; try again in {after} s", retry_after=after)
+        error = Saturated(f"the fleet is saturated: {why}; try again in {after} s", retry_after=after)
+        error.waited = reason == "queue_timeout"
+        return error
 
     def _wake(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
@@ -225,4 +305,4 @@ class Gate:
             engines = sum(member.role != "prefill" for member in able) or len(able)
         if limits.tokens or limits.tokens_per_engine:
             tokens = sum(member.in_flight_tokens for member in members)
-        return FleetLoad(engines, tokens)
+        return FleetLoad(engines, tokens, None if self._room is None else self._room())

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tercet.router.admission import LATEST, SOON, Admission, FleetLoad, Ticket
+from tercet.fleet.admission import LATEST, SOON, Admission, FleetLoad, Ticket
 from tercet.settings import Limits
 
 ONE = FleetLoad()
@@ -130,3 +130,41 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_flows_of_one_priority_take_turns() -> None:
+    admission = Admission(Limits(in_flight=1))
+    first, _ = admission.arrive(0, ONE)
+    flows = ["a", "a", "a", "b", "c", "b"]
+    waiting = [admission.arrive(0, ONE, flow)[0] for flow in flows]
+    order: list[str] = []
+    leaving = first
+    for _ in waiting:
+        (leaving,) = admission.leave(leaving, ONE, 0.0)
+        order.append(leaving.flow)
+    assert order == ["a", "b", "c", "a", "b", "a"]
+
+
+def test_a_flow_that_comes_late_has_not_saved_turns() -> None:
+    admission = Admission(Limits(in_flight=1))
+    leaving, _ = admission.arrive(0, ONE)
+    for _ in range(6):
+        admission.arrive(0, ONE, "a")
+    for _ in range(3):
+        (leaving,) = admission.leave(leaving, ONE, 0.0)
+    late = [admission.arrive(0, ONE, "b")[0] for _ in range(3)]
+    order: list[str] = []
+    for _ in range(6):
+        (leaving,) = admission.leave(leaving, ONE, 0.0)
+        order.append(leaving.flow)
+    assert order == ["b", "a", "b", "a", "b", "a"]
+    assert late[-1].state == "over"
+
+
+def test_room_that_engines_say_they_have() -> None:
+    admission = Admission(Limits())
+    load = FleetLoad(room=2)
+    tickets = [admission.arrive(0, load)[0] for _ in range(3)]
+    assert [ticket.state for ticket in tickets] == ["in", "in", "waiting"]
+    assert admission.look(FleetLoad(room=3)) == [tickets[2]]
+    assert admission.saturated(FleetLoad(room=0))

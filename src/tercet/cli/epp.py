@@ -1,0 +1,36 @@
+"""``tercet epp``: an endpoint picker for Envoy, in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tercet.cli.setting_flags import settings_command
+from tercet.cli.terminal import note
+from tercet.cluster.model import resolve_model
+from tercet.cluster.ports import require_free
+from tercet.gateway import serve
+from tercet.scheduling import load_scheduling
+from tercet.settings import PickerConfig
+
+
+@settings_command(PickerConfig)
+def epp(config: PickerConfig) -> None:
+    """Run an endpoint picker: Envoy asks it, by external processing, which engine each request goes to.
+
+    The requests themselves go from Envoy to the engines. `deploy/envoy/` has a configuration of Envoy for it.
+
+    Examples:
+    - `tercet epp --engine http://10.0.0.5:8001 --engine http://10.0.0.6:8001`
+    - `tercet epp --engine http://10.0.0.5:8001,role=prefill --engine http://10.0.0.6:8001,role=decode`
+    - `tercet epp --engine http://10.0.0.5:8001 --scheduling endpoint-picker-config.yaml --render-model ~/models/qwen`
+    """
+    if config.scheduling is not None:
+        load_scheduling(Path(config.scheduling).expanduser())
+    if config.render_model is not None:
+        config = msgspec.structs.replace(config, render_model=str(resolve_model(config.render_model, note)))
+    for port in (config.port, config.metrics_port):
+        if port:
+            require_free(config.host, port)
+    serve(config)

@@ -1,0 +1,167 @@
+"""Which engines serve a request: the decision of ``tercet epp``, on the same plugins and state as the front door's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from tercet.fleet import EngineFleet, Member
+from tercet.fleet.admission import Gate
+from tercet.gateway.openai_call import OpenAICall
+from tercet.gateway.picker_metrics import PickerMetrics
+from tercet.gateway.rendering import Renderer
+from tercet.gateway.reported_load import ReportedLoad
+from tercet.protocol import EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
+from tercet.settings import Limits, PickerConfig
+
+UNKNOWN_ROOM = 2**31
+"""The room of an engine that has not said how busy it is."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a request goes: ``decode`` addresses (``host:port``) in the order to try them, and who prefills, if so."""
+
+    decode: Sequence[str]
+    prefill: str = ""
+
+
+class EndpointPicker:
+    """Decides for one fleet. ``clock`` gives seconds that never go back."""
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        renderer: Renderer,
+        metrics: PickerMetrics,
+        config: PickerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._renderer = renderer
+        self._metrics = metrics
+        self._most = 1 + config.fallbacks
+        self._objectives = {name: int(priority) for name, priority in config.objectives.items()}
+        self._max_waiting = config.max_waiting_per_engine
+        self._max_kv_usage = config.max_kv_usage
+        self._load = ReportedLoad(fleet, clock)
+        limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
+        self._gate = Gate(limits, fleet, metrics, clock, self._room)
+        self._load.on_news = self._gate.look
+        self._addresses: dict[str, str] = {}
+
+    def close(self, error: TercetError) -> None:
+        """What waits is refused with ``error``."""
+        self._gate.close(error)
+
+    async def pick(self, call: OpenAICall, among: Collection[str] | None = None) -> Endpoints:
+        """The endpoints of a call; ``among`` are the addresses that may be picked, all if not given.
+
+        Waits while no engine has room. Raises :class:`~tercet.protocol.EngineUnreachable` or
+        :class:`~tercet.protocol.RoleUnavailable` if nobody can serve it, :class:`~tercet.protocol.Saturated` if there
+        is too much to do.
+        """
+        if not call.generates:
+            return self._choose(call, among)
+        priority, sheddable = self._priority(call)
+        self._require_candidates(among)
+        if sheddable and self._gate.saturated:
+            self._metrics.refused.labels("shed").inc()
+            raise Saturated("the fleet is saturated, and this request may be dropped")
+        left = asyncio.get_running_loop().create_future
+        async with self._gate.place(priority, left, call.fairness_id):
+            return self._choose(call, among)
+
+    def _priority(self, call: OpenAICall) -> tuple[int, bool]:
+        """Lower comes in first; and whether the request is dropped rather than kept waiting."""
+        objective = call.objective
+        importance = self._objectives.get(objective, 0) if objective is not None else 0
+        return call.body.priority - importance, importance < 0
+
+    # ---- deciding --------------------------------------------------------------------------------------------
+
+    def _choose(self, call: OpenAICall, among: Collection[str] | None) -> Endpoints:
+        began = time.perf_counter()
+        names = self._named(among)
+        request = self._request(call)
+        decoding, cached = self._fleet.ranked("decode", request, self._most, names)
+        decode, prefilling = decoding[0], None
+        if request.prompt and self._fleet.splits(request, decode.name, cached, names):
+            prefilling = self._prefilling(request, decode, names)
+        if request.prompt:
+            self._load.picked(decode, request.num_tokens)
+            if prefilling is not None:
+                self._load.picked(prefilling, request.num_tokens)
+        self._metrics.decided(call, request.num_tokens, cached, prefilling is not None, time.perf_counter() - began)
+        prefill = "" if prefilling is None else self._address(prefilling)
+        return Endpoints([self._address(member) for member in decoding], prefill)
+
+    def _prefilling(self, request: Request, decode: Member, names: Collection[str] | None) -> Member | None:
+        """Who prefills for ``decode``; nobody, where no engine may."""
+        try:
+            (member,), _ = self._fleet.ranked("prefill", request, 1, names, [decode.name])
+        except (EngineUnreachable, RoleUnavailable):
+            return None
+        return member if member is not decode else None
+
+    def _request(self, call: OpenAICall) -> Request:
+        body, limit = call.body, call.max_tokens
+        return Request(
+            seq_id=call.headers.get("x-request-id") or uuid.uuid4().hex,
+            prompt=self._renderer.tokens(call) if call.generates else (),
+            sampling_params={} if limit is None else {"max_tokens": limit},
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            headers=call.headers,
+            user=body.user,
+        )
+
+    # ---- who may be picked -----------------------------------------------------------------------------------
+
+    def _require_candidates(self, among: Collection[str] | None) -> None:
+        """Raises :class:`~tercet.protocol.EngineUnreachable` where waiting would not help."""
+        if among is None:
+            self._fleet.require_answers()
+        else:
+            self._named(among)
+
+    def _named(self, among: Collection[str] | None) -> Collection[str] | None:
+        if among is None:
+            return None
+        names = {member.name for member in self._fleet.members if self._address(member) in among}
+        if not names:
+            raise EngineUnreachable("none of the endpoints that this request may go to is an engine of this fleet")
+        return names
+
+    def _address(self, member: Member) -> str:
+        address = self._addresses.get(member.url)
+        if address is None:
+            address = self._addresses[member.url] = address_of(member.url)
+        return address
+
+    def _room(self) -> int:
+        """For how many more requests engines that decode have room, as far as they say; a place is held for a pick."""
+        able = [member for member in self._fleet.members if member.reachable and not member.leaving]
+        able = [member for member in able if member.role != "prefill"] or able
+        if not able:
+            return UNKNOWN_ROOM  # the pick says that there is nobody
+        knowledge = self._fleet.knowledge
+        rows = knowledge.rows([member.name for member in able])
+        waiting, usage = knowledge.loads.column("waiting", rows), knowledge.loads.column("kv_usage", rows)
+        coming = np.array([self._load.on_its_way(member.name) for member in able])
+        room = np.where(usage > self._max_kv_usage, 0, np.maximum(0, self._max_waiting - waiting - coming))
+        return int(np.where(np.isnan(waiting), UNKNOWN_ROOM, room).sum())
+
+
+def address_of(url: str) -> str:
+    """``host:port`` of an engine's URL, as Envoy's endpoints have it."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,266 @@
+"""One HTTP request as Envoy shows it by external processing, and what to answer: a state machine without I/O.
+
+Envoy says in its first message how it sends bodies. With ``FULL_DUPLEX_STREAMED`` nothing is answered before the body's
+end; then the headers' answer comes, with the endpoints, and the body goes back as it came. With ``BUFFERED`` the
+headers are answered at once and the endpoints come with the body's answer. Where no body is shown before the headers
+have to go on (``NONE``, ``STREAMED``), headers alone decide. Answers of engines are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tercet.gateway.endpoint_picker import Endpoints
+from tercet.gateway.openai_call import OpenAICall, call_of
+from tercet.gateway.protos import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    ImmediateResponse,
+    ProcessingMode,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    Struct,
+    TrailersResponse,
+)
+from tercet.protocol import EngineUnreachable, RequestTooLarge, RoleUnavailable, Saturated, ShuttingDown, TercetError
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+PREFILLER = "x-prefiller-host-port"
+METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
+DROPPED = "x-llm-d-request-dropped-reason"
+# With these a client could send a request, or an engine, wherever it likes.
+CONTROL = (
+    DESTINATION, SERVED, SUBSET, PREFILLER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
+)  # fmt: skip
+LONGEST_CHUNK = 62_000
+"""Bytes of body in one answer: Envoy refuses messages of more than 64 KiB."""
+_OVERWRITE = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_DUPLEX, _BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
+
+
+class ExchangeBroken(Exception):
+    """Messages that no proxy sends, or not in this order."""
+
+
+class Exchange:
+    """The messages of one request, of which at most ``max_bytes`` of body are taken.
+
+    After :meth:`receive` has returned, ``call`` is what has to be picked for, if it is not None; ``candidates`` are the
+    addresses that may be picked, None for all. ``served_in`` tells, once its answer begins, the place of the endpoint
+    that served it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.call: OpenAICall | None = None
+        self.candidates: Sequence[str] | None = None
+        self.served_in: int | None = None
+        self.answer_began = False
+        self._max_bytes = max_bytes
+        self._mode: int | None = None
+        self._headers: Mapping[str, str] | None = None
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._at_headers = False
+        self._is_whole = False
+        self._trailers_follow = False
+        self._endpoints: Endpoints | None = None
+
+    # ---- what Envoy says -------------------------------------------------------------------------------------
+
+    def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """What to answer at once.
+
+        Raises :class:`ExchangeBroken`, and :class:`~tercet.protocol.TercetError` for a request that is refused.
+        """
+        if self._mode is None:
+            self._mode = message.protocol_config.request_body_mode if message.HasField("protocol_config") else _DUPLEX
+        kind = message.WhichOneof("request")
+        if kind is None:
+            raise ExchangeBroken("a message without a part of a request or a response")
+        replies = getattr(self, f"_{kind}")(message)
+        return () if message.observability_mode else replies
+
+    def _request_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is not None:
+            raise ExchangeBroken("headers of a second request on one stream")
+        self._headers = headers_of(message)
+        self.candidates = candidates_of(message)
+        announced = self._headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise self._too_large()
+        if message.request_headers.end_of_stream or self._mode not in (_DUPLEX, *_BUFFERED):
+            self._at_headers, self._is_whole = True, message.request_headers.end_of_stream
+            self.call = call_of(self._headers, None)
+        elif self._mode in _BUFFERED:
+            return [ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))]
+        return ()
+
+    def _request_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is None:
+            raise ExchangeBroken("a body before the headers")
+        if self._at_headers and self._mode != _DUPLEX:
+            return [ProcessingResponse(request_body=BodyResponse(response=CommonResponse()))]
+        if self._is_whole:
+            return ()  # Envoy may say twice that a body has ended
+        body = message.request_body
+        self._size += len(body.body)
+        if self._size > self._max_bytes:
+            raise self._too_large()
+        self._chunks.append(body.body)
+        if body.end_of_stream or self._mode in _BUFFERED:
+            self._complete(self._headers)
+        return ()
+
+    def _request_trailers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is None:
+            raise ExchangeBroken("trailers before the headers")
+        if self._mode != _DUPLEX or self._is_whole:
+            return [ProcessingResponse(request_trailers=TrailersResponse())]
+        self._trailers_follow = True
+        self._complete(self._headers)
+        return ()
+
+    def _complete(self, headers: Mapping[str, str]) -> None:
+        self._is_whole = True
+        whole = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self.call = call_of(headers, None if self._mode == ProcessingMode.BUFFERED_PARTIAL else whole)
+
+    def _response_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        self.answer_began = True
+        served = _metadata(message, METADATA, SERVED)
+        if self._endpoints is not None and isinstance(served, str) and served in self._endpoints.decode:
+            self.served_in = list(self._endpoints.decode).index(served)
+        return [ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse()))]
+
+    def _response_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Not asked for; Envoy waits for an answer where its configuration says so, and the body stays as it is."""
+        if message.protocol_config.response_body_mode == _DUPLEX:
+            body = message.response_body
+            return _streamed("response_body", [body.body], body.end_of_stream)
+        return [ProcessingResponse(response_body=BodyResponse(response=CommonResponse()))]
+
+    def _response_trailers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        return [ProcessingResponse(response_trailers=TrailersResponse())]
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, which is all that is taken")
+
+    # ---- what it is told -------------------------------------------------------------------------------------
+
+    def picked(self, endpoints: Endpoints) -> Sequence[ProcessingResponse]:
+        """The call goes to these endpoints."""
+        self._endpoints, self.call = endpoints, None
+        common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
+        metadata = Struct()
+        metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
+        if self._at_headers or self._mode == _DUPLEX:
+            first = ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
+        else:
+            first = ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
+        if self._at_headers or self._mode != _DUPLEX:
+            return [first]
+        chunks, self._chunks = self._chunks, []
+        replies = [first, *_streamed("request_body", chunks, not self._trailers_follow)]
+        if self._trailers_follow:
+            replies.append(ProcessingResponse(request_trailers=TrailersResponse()))
+        return replies
+
+    def _mutation(self, endpoints: Endpoints) -> HeaderMutation:
+        told = {DESTINATION: ",".join(endpoints.decode)}
+        if endpoints.prefill:
+            told[PREFILLER] = endpoints.prefill
+        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
+        return HeaderMutation(set_headers=_set(told), remove_headers=stripped)
+
+
+def refusal(error: TercetError) -> ProcessingResponse:
+    """The answer to a request that is refused: OpenAI's error JSON, from Envoy itself."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if reason := _dropped_reason(error):
+        headers[DROPPED] = reason
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status={"code": error.status},
+            headers=HeaderMutation(set_headers=_set(headers)),
+            body=msgspec.json.encode(error.to_wire()),
+            details=f"endpoint_picker_{error.code}",
+        )
+    )
+
+
+def _dropped_reason(error: TercetError) -> str:
+    if isinstance(error, Saturated):
+        return "rejected-ttl-expired" if error.waited else "rejected-saturated"
+    if isinstance(error, ShuttingDown):
+        return "rejected-shutting-down"
+    return "rejected-no-endpoints" if isinstance(error, (EngineUnreachable, RoleUnavailable)) else ""
+
+
+def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
+    return [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
+        for name, value in headers.items()
+    ]
+
+
+def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> list[ProcessingResponse]:
+    """A body as it goes on: in pieces that Envoy takes, of which the last one says so if the body ``ends``."""
+    pieces = [
+        chunk[start : start + LONGEST_CHUNK] for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)
+    ] or [b""]
+    return [
+        ProcessingResponse(**{part: _piece(piece, ends and place == len(pieces))})
+        for place, piece in enumerate(pieces, 1)
+    ]
+
+
+def _piece(content: bytes, last: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=content, end_of_stream=last)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+# ---- reading messages ----------------------------------------------------------------------------------------
+
+
+def headers_of(message: ProcessingRequest) -> dict[str, str]:
+    """The request's headers; of one that stands there twice, the values joined by commas."""
+    found: dict[str, str] = {}
+    for header in message.request_headers.headers.headers:
+        name, value = header.key.lower(), header.raw_value.decode("latin-1") if header.raw_value else header.value
+        found[name] = f"{found[name]},{value}" if name in found else value
+    return found
+
+
+def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
+    """The endpoints that the proxy allows, as a list or joined by commas; None where it does not say."""
+    given = _metadata(message, SUBSET_METADATA, SUBSET)
+    if given is None:
+        return None
+    parts = given.split(",") if isinstance(given, str) else [part for part in given if isinstance(part, str)]
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[Any] | None:
+    """A string or a list that the proxy says; None where it is neither, or not there."""
+    known = message.metadata_context.filter_metadata
+    if namespace not in known:
+        return None
+    value = known[namespace].fields.get(key)
+    if value is None:
+        return None
+    if value.HasField("string_value"):
+        return value.string_value
+    return [each.string_value for each in value.list_value.values] if value.HasField("list_value") else None

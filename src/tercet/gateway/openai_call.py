@@ -1,0 +1,85 @@
+"""What an endpoint picker needs of an OpenAI request, out of its headers and its body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
+
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+Text = str | Sequence[Any] | None
+OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
+FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
+
+
+class OpenAIBody(msgspec.Struct, frozen=True):
+    """The fields of completions, chat and responses that say what is to be served; the others are the engine's."""
+
+    model: str | None = None
+    prompt: Text = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Any] | None = None
+    input: Text = None
+    instructions: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str | None = None
+    user: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = {}
+
+
+NOTHING = OpenAIBody()
+_decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
+
+
+class OpenAICall(msgspec.Struct, frozen=True):
+    """One request: ``path`` without its query, ``headers`` in lower case, and what its body says; ``size`` in bytes."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: OpenAIBody = NOTHING
+    size: int = 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine has to compute something for it."""
+        return self.path in GENERATING
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The limit of its answer."""
+        body = self.body
+        return body.max_tokens or body.max_completion_tokens or body.max_output_tokens
+
+    @property
+    def objective(self) -> str | None:
+        """The name of what it is served for, which has a priority."""
+        return self._header(OBJECTIVE_HEADERS)
+
+    @property
+    def fairness_id(self) -> str:
+        """Whom it shares its turns with while requests wait; empty for nobody in particular."""
+        return self._header(FAIRNESS_HEADERS) or ""
+
+    def _header(self, names: Sequence[str]) -> str | None:
+        return next((value for name in names if (value := self.headers.get(name))), None)
+
+
+def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
+    """The call; ``body`` is None where it is not shown.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would take.
+    """
+    path = headers.get(":path", "").partition("?")[0]
+    if body is None or path not in GENERATING or headers.get(":method") != "POST":
+        return OpenAICall(path, headers, size=0 if body is None else len(body))
+    try:
+        return OpenAICall(path, headers, _decode(body), len(body))
+    except UNREADABLE as error:
+        raise BadRequest(f"the request's body is not one of {path}: {error}") from error

@@ -1,0 +1,136 @@
+"""What an endpoint picker counts: by llm-d's names and the Gateway API Inference Extension's, where they exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tercet.fleet import EngineFleet
+from tercet.gateway.openai_call import OpenAICall
+
+DECISION_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
+RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+MOST_MODELS = 64
+"""Clients choose the names of models in their requests; so many are counted by name."""
+OTHER_MODELS = "other"
+
+
+class PickerMetrics:
+    """Counters of decisions; ``registry`` is what ``/metrics`` shows. Times are in seconds."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = own = CollectorRegistry() if registry is None else registry
+        model = ["model_name"]
+        self._models: set[str] = set()
+        self._requests = Counter("inference_objective_request", "Requests that were picked for.", model, registry=own)
+        self._errors = Counter(
+            "inference_objective_request_error", "Requests that were refused, by HTTP status.", ["error_code"],
+            registry=own,
+        )  # fmt: skip
+        self._sizes = Histogram(
+            "inference_objective_request_sizes", "Bytes of requests' bodies.", model, buckets=SIZES, registry=own
+        )
+        self._tokens = Histogram(
+            "inference_objective_input_tokens", "Tokens of prompts, or an estimate.", model, buckets=TOKENS,
+            registry=own,
+        )  # fmt: skip
+        self._decision = Histogram(
+            "inference_extension_scheduler_e2e_duration_seconds", "From a whole request to its endpoints.",
+            buckets=DECISION_SECONDS, registry=own,
+        )  # fmt: skip
+        self._hits = Histogram(
+            "inference_extension_prefix_indexer_hit_ratio", "Share of the prompt believed to be on the decode engine.",
+            buckets=RATIOS, registry=own,
+        )  # fmt: skip
+        self._disaggregated = Counter(
+            "llm_d_inference_scheduler_disagg_decision", "Decisions by kind.", ["model_name", "decision_type"],
+            registry=own,
+        )  # fmt: skip
+        self.refused = Counter("tercet_requests_refused", "Requests that never came in.", ["reason"], registry=own)
+        self.waited = Histogram(
+            "inference_extension_flow_control_request_queue_duration_seconds", "How long requests waited, if they did.",
+            buckets=QUEUE_SECONDS, registry=own,
+        )  # fmt: skip
+        self._queued = Gauge(
+            "inference_extension_flow_control_queue_size", "Requests that wait for room.", registry=own
+        )
+        self._served = Counter(
+            "tercet_picker_served", "Answers that began, by which of the endpoints served them.", ["endpoint"],
+            registry=own,
+        )  # fmt: skip
+        self.streams = Gauge("tercet_picker_streams", "Requests that Envoy shows at the moment.", registry=own)
+
+    def decided(self, call: OpenAICall, tokens: int, cached: int, split: bool, seconds: float) -> None:
+        """A request has its endpoints."""
+        model = self._counted_as(call.body.model or "")
+        self._requests.labels(model).inc()
+        self._decision.observe(seconds)
+        if call.size:
+            self._sizes.labels(model).observe(call.size)
+        if tokens:
+            self._tokens.labels(model).observe(tokens)
+            self._hits.observe(min(1.0, cached / tokens))
+            self._disaggregated.labels(model, "prefill-decode" if split else "decode-only").inc()
+
+    def failed(self, status: int) -> None:
+        """A request was refused."""
+        self._errors.labels(str(status)).inc()
+
+    def served(self, place: int | None) -> None:
+        """An answer began: from the endpoint in that place of the list, or from another one."""
+        self._served.labels("other" if place is None else "first" if place == 0 else "fallback").inc()
+
+    def admission(self, in_flight: int, queued: int) -> None:
+        """So many requests wait."""
+        self._queued.set(queued)
+
+    def _counted_as(self, model: str) -> str:
+        if len(self._models) < MOST_MODELS:
+            self._models.add(model)
+        return model if model in self._models else OTHER_MODELS
+
+
+class PoolCollector(Collector):
+    """What engines report, averaged over the pool ``name``; read when somebody asks."""
+
+    def __init__(self, fleet: EngineFleet, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+
+    def collect(self) -> Iterable[Metric]:
+        ready = [member for member in self._fleet.members if member.reachable and not member.leaving]
+        last = {member.name: self._fleet.knowledge.loads.last(member.name) for member in ready}
+        loads = {name: found[0] for name, found in last.items() if found is not None}
+        many = max(1, len(loads))
+        averages = {
+            "inference_pool_ready_pods": ("Engines that may be picked.", float(len(ready))),
+            "inference_pool_average_queue_size": (
+                "Requests that wait, per engine.", sum(load.waiting for load in loads.values()) / many,
+            ),
+            "inference_pool_average_running_requests": (
+                "Requests that run, per engine.", sum(load.running for load in loads.values()) / many,
+            ),
+            "inference_pool_average_kv_cache_utilization": (
+                "Share of the KV cache in use, per engine.", sum(load.kv_usage for load in loads.values()) / many,
+            ),
+        }  # fmt: skip
+        for metric, (meaning, value) in averages.items():
+            gauge = GaugeMetricFamily(metric, meaning, labels=["name"])
+            gauge.add_metric([self._name], value)
+            yield gauge
+        queues = GaugeMetricFamily(
+            "inference_pool_per_pod_queue_size", "Requests that wait.", labels=["name", "model_server_pod"]
+        )
+        for name, load in loads.items():
+            queues.add_metric([self._name, name], load.waiting)
+        yield queues
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry need not ask at registration."""
+        return ()

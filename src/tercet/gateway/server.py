@@ -1,0 +1,180 @@
+"""Puts ``tercet epp`` together: the fleet, the picker, its gRPC services, and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import grpc.aio
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from tercet.aio import TaskSet
+from tercet.client import engine_tls
+from tercet.fleet import EngineFleet
+from tercet.fleet.membership import Membership, MemberState, connecting
+from tercet.gateway.endpoint_picker import EndpointPicker
+from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet.gateway.protos import (
+    HealthCheckResponse,
+    add_ExternalProcessorServicer_to_server,
+    add_HealthServicer_to_server,
+    health,
+)
+from tercet.gateway.rendering import ByCharacters, ModelRenderer, Renderer
+from tercet.gateway.service import EndpointPickerService
+from tercet.protocol import BadRequest, ShuttingDown
+from tercet.scheduling import Scheduling, load_scheduling
+from tercet.settings import PickerConfig
+from tercet.settings.log_lines import log_to_stderr
+from tercet.streams import StreamListener
+
+logger = logging.getLogger("tercet.gateway")
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
+# Beside a body that was buffered there are headers and metadata in a message.
+BESIDE_BODY = 1024 * 1024
+LAST_SECONDS = 1.0
+"""For streams that are open when it ends; what Envoy still waits for then it treats as a failure of the picker."""
+
+
+def serve(config: PickerConfig) -> None:
+    """Run the picker until SIGINT or SIGTERM; a second signal ends it at once."""
+    log_to_stderr(config.log_level, config.log_format)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: PickerConfig) -> None:
+    stopped, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopped.is_set():
+            hurried.set()
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    async with fleet_of(config) as fleet, picking(fleet, config) as server:
+        logger.info("picks on port %d, /metrics on port %d", server.port, server.metrics_port)
+        await stopped.wait()
+        await server.drain(config.shutdown_timeout_s, hurried)
+
+
+@asynccontextmanager
+async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
+    """The engines, followed while entered; they are picked once they have answered."""
+    fleet = EngineFleet((), scheduling=scheduling_of(config), stuck_after_s=config.stuck_after_s)
+    fleet.without_role = config.without_role
+    fleet.costs.watch_once_asked()
+    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    background = TaskSet()
+    async with (
+        StreamListener() as listener,
+        Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
+    ):
+        await membership.become([MemberState(address) for address in config.engines])
+        background.spawn(membership.watch(), "membership")
+        try:
+            yield fleet
+        finally:
+            await background.close()
+
+
+def scheduling_of(config: PickerConfig) -> Scheduling:
+    """The file's, or the built-in one. Raises :class:`~tercet.protocol.BadRequest` where no profile serves a role."""
+    if config.scheduling is None:
+        with resources.as_file(resources.files("tercet.gateway") / "default.yaml") as file:
+            return load_scheduling(file)
+    found = load_scheduling(Path(config.scheduling).expanduser())
+    if "decode" not in found.by_role:
+        raise BadRequest("scheduling: several profiles need a profile handler, which says what each is for", "plugins")
+    return found
+
+
+def renderer_of(config: PickerConfig) -> Renderer:
+    """By the model that is named, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
+    if config.render_model is None:
+        return ByCharacters()
+    return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget)
+
+
+@dataclass
+class PickerServer:
+    """A picker that serves: its ports, and its end."""
+
+    port: int
+    metrics_port: int
+    picker: EndpointPicker
+    _health: health.HealthServicer
+
+    async def drain(self, seconds: float, hurried: asyncio.Event) -> None:
+        """Be not ready for so many seconds, so that Envoy asks others, and still pick; or until ``hurried`` is set."""
+        for name in READY_NAMES:
+            await self._health.set(name, HealthCheckResponse.NOT_SERVING)
+        try:
+            async with asyncio.timeout(seconds):
+                await hurried.wait()
+        except TimeoutError:
+            pass
+        self.picker.close(ShuttingDown("this endpoint picker is shutting down"))
+
+
+@asynccontextmanager
+async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[PickerServer]:
+    """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port that is taken."""
+    metrics = PickerMetrics()
+    metrics.registry.register(PoolCollector(fleet, config.pool))
+    picker = EndpointPicker(fleet, renderer_of(config), metrics, config)
+    server = grpc.aio.server(
+        options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), ("grpc.so_reuseport", 0)]
+    )
+    add_ExternalProcessorServicer_to_server(EndpointPickerService(picker, metrics, config.max_request_bytes), server)
+    told = health.HealthServicer()
+    add_HealthServicer_to_server(told, server)
+    port = _listen(server, config)
+    for name in (LIVENESS, *READY_NAMES):
+        await told.set(name, HealthCheckResponse.SERVING)
+    async with _metrics_server(metrics, config) as metrics_port:
+        await server.start()
+        try:
+            yield PickerServer(port, metrics_port, picker, told)
+        finally:
+            await server.stop(LAST_SECONDS)
+
+
+def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    try:
+        if config.tls_cert is None or config.tls_key is None:
+            return server.add_insecure_port(address)
+        pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
+        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except OSError as error:
+        raise BadRequest(f"tls-cert: {error}", "tls-cert") from error
+    except RuntimeError as error:
+        raise BadRequest(f"port: nothing can listen on {address}", "port") from error
+
+
+@asynccontextmanager
+async def _metrics_server(metrics: PickerMetrics, config: PickerConfig) -> AsyncGenerator[int]:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", answer)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=LAST_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.metrics_port).start()
+        yield int(runner.addresses[0][1])
+    except OSError as error:
+        raise BadRequest(f"metrics-port: {error.strerror}", "metrics-port") from error
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,103 @@
+"""What ``tercet epp`` can be told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tercet.protocol import BadRequest, WithoutRole
+from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, NotNegative, Seconds, Setting, Settings
+from tercet.settings.log_lines import LogFormat, LogLevel
+from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, EngineTLS, engine_fields, require_unlike
+
+PortNumber = Annotated[int, Meta(ge=0, le=65535)]
+FLOW = "Flow control"
+
+
+class PickerConfig(Settings, frozen=True, kw_only=True):
+    """One endpoint picker; ``engine_tls`` is a group."""
+
+    engines: Annotated[
+        tuple[EngineAddress, ...],
+        Setting(
+            "An engine, whose URL's host and port are an endpoint of Envoy's; repeatable.", flag="--engine",
+            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
+        ),
+    ]  # fmt: skip
+    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[PortNumber, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
+    metrics_port: Annotated[PortNumber, Setting("Port of /metrics; 0 is any free one.")] = 9090
+    scheduling: Annotated[
+        str | None,
+        Setting("A scheduling file, such as an EndpointPickerConfig of llm-d.", metavar="FILE", default="built in"),
+    ] = None
+    render_model: Annotated[
+        str | None,
+        Setting(
+            "Whose tokenizer and chat template show prompts' tokens: `smollm2`, or a checkpoint's directory.",
+            default="none: four bytes of text count as a token",
+        ),
+    ] = None
+    render_budget: Annotated[
+        AtLeastOne, Setting("Of one request, characters to tokenize that were not seen lately; the rest is estimated.")
+    ] = 16_384
+    fallbacks: Annotated[
+        Annotated[int, Meta(ge=0, le=16)], Setting("Further endpoints that Envoy may try when the first one fails.")
+    ] = 2
+    objectives: Annotated[
+        Mapping[str, str],
+        Setting(
+            "NAME=PRIORITY of an inference objective: higher comes in first, below 0 is dropped; repeatable.",
+            flag="--objective", panel=FLOW,
+        ),
+    ] = {}  # fmt: skip
+    max_waiting_per_engine: Annotated[
+        AtLeastOne, Setting("Requests waiting on an engine from which on it has no room.", panel=FLOW)
+    ] = 5
+    max_kv_usage: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Setting("Share of its KV cache in use from which on it has none.", panel=FLOW),
+    ] = 0.8
+    max_queued: Annotated[NotNegative, Setting("Requests that may wait for room; more get 429.", panel=FLOW)] = 1000
+    queue_timeout_s: Annotated[
+        Seconds, Setting("How long a request may wait; then it gets 429.", unit="seconds", panel=FLOW)
+    ] = msgspec.field(default=30.0, name="queue-timeout")
+    without_role: Annotated[
+        WithoutRole,
+        Setting("While no engine that decodes can be picked: `serve` on those that are left, or `refuse` (503)."),
+    ] = "serve"
+    stuck_after_s: Annotated[
+        Seconds, Setting("Without progress of an engine, until it is not picked.", unit="seconds")
+    ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
+    max_request_bytes: Annotated[
+        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
+    ] = MAX_REQUEST_BYTES
+    shutdown_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1_000_000_000)],
+        Setting("How long it goes on picking, not ready, when it is told to stop.", unit="seconds"),
+    ] = msgspec.field(default=5.0, name="shutdown-timeout")
+    tls_cert: Annotated[str | None, Setting("Its certificate (PEM).", metavar="FILE", default="none: no TLS")] = None
+    tls_key: Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")] = None
+    pool: Annotated[str, Setting("What its metrics call the pool.")] = "tercet"
+    secret: Annotated[
+        str,
+        Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
+    ] = ""
+    engine_tls: EngineTLS = EngineTLS()
+    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
+    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unlike(self.engines)
+        for name, priority in self.objectives.items():
+            if not re.fullmatch("-?[0-9]{1,9}", priority):
+                raise BadRequest(
+                    f"objectives: the priority of {name} is {priority!r}, not a whole number", "objectives"
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise BadRequest("tls-key: a certificate and its key go together", "tls-key")

@@ -1,0 +1,212 @@
+"""Envoy's side of external processing: sends what Envoy sends for one HTTP request, and collects what it is told."""
+
+# pyright: reportAttributeAccessIssue=false, reportMissingModuleSource=false
+# Modules made from .proto files have no types.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, Metadata
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    CommonResponse,
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+from google.protobuf.struct_pb2 import Struct
+
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+SERVED = "x-gateway-destination-endpoint-served"
+PREFILLER = "x-prefiller-host-port"
+LONGEST_PIECE = 64 * 1024
+PATIENCE = 10.0
+DUPLEX, BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED
+MODES = {"full-duplex": DUPLEX, "buffered": BUFFERED}
+
+
+@dataclass
+class Verdict:
+    """What Envoy would do: refuse with ``status``, or go on with the headers set and removed and with ``body``."""
+
+    status: int = 0
+    refusal: bytes = b""
+    refusal_headers: dict[str, str] = field(default_factory=dict[str, str])
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    removed: list[str] = field(default_factory=list[str])
+    metadata: str | None = None
+    clears_route: bool = False
+    body: bytes = b""
+    pieces: list[int] = field(default_factory=list[int])
+    ended: bool = False
+    trailers: bool = False
+    order: list[str] = field(default_factory=list[str])
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The ordered destinations."""
+        return self.headers.get(DESTINATION, "").split(",")
+
+    def note(self, reply: ProcessingResponse) -> str:
+        """What a reply says; returns its kind."""
+        kind = reply.WhichOneof("response") or ""
+        self.order.append(kind)
+        fields = reply.dynamic_metadata.fields
+        if "envoy.lb" in fields:
+            self.metadata = fields["envoy.lb"].struct_value.fields[DESTINATION].string_value
+        if kind == "immediate_response":
+            refusal = reply.immediate_response
+            self.status, self.refusal = refusal.status.code, refusal.body
+            self.refusal_headers = _headers(refusal.headers.set_headers)
+        elif kind in ("request_headers", "request_body"):
+            self._note_common(getattr(reply, kind).response)
+        elif kind == "request_trailers":
+            self.trailers = True
+        return kind
+
+    def _note_common(self, common: CommonResponse) -> None:
+        assert common.status == CommonResponse.CONTINUE
+        self.headers |= _headers(common.header_mutation.set_headers)
+        self.removed += [name.lower() for name in common.header_mutation.remove_headers]
+        self.clears_route |= common.clear_route_cache
+        streamed = common.body_mutation.streamed_response
+        if common.body_mutation.HasField("streamed_response"):
+            assert not self.ended, "a piece of body after its end"
+            self.body += streamed.body
+            self.pieces.append(len(streamed.body))
+            self.ended = streamed.end_of_stream
+        else:
+            assert not common.body_mutation.WhichOneof("mutation"), "the body is changed"
+
+
+def _headers(options: Sequence[Any]) -> dict[str, str]:
+    for option in options:
+        assert not option.header.value, "Envoy ignores `value` where it takes `raw_value`"
+    return {option.header.key.lower(): option.header.raw_value.decode() for option in options}
+
+
+class EnvoySide:
+    """One picker's channel; each :meth:`request` is one HTTP request on a stream of its own."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = ExternalProcessorStub(channel)
+
+    @asynccontextmanager
+    async def stream(self, mode: int) -> AsyncGenerator[Stream]:
+        """A stream, cancelled at its end if it has not ended by itself, as Envoy does when a client leaves."""
+        call = self._stub.Process()
+        try:
+            yield Stream(call, mode)
+        finally:
+            call.cancel()
+
+    async def request(
+        self,
+        body: bytes | None,
+        mode: int = DUPLEX,
+        headers: Mapping[str, str] | None = None,
+        path: str = "/v1/completions",
+        chunk: int = 60_000,
+        candidates: Sequence[str] | str | None = None,
+    ) -> Verdict:
+        """One request up to where it goes on to the engine."""
+        async with self.stream(mode) as stream:
+            await stream.send_headers(path, headers or {}, ends=body is None, candidates=candidates)
+            if mode == BUFFERED and body is not None:
+                await stream.read()
+                if not stream.verdict.status:
+                    await stream.send(request_body=HttpBody(body=body, end_of_stream=True))
+            elif body is not None:
+                await stream.send_body(body, chunk)
+            return await stream.until_it_goes_on(body is not None)
+
+
+class Stream:
+    """The messages of one request."""
+
+    def __init__(self, call: Any, mode: int) -> None:
+        self.call = call
+        self.mode = mode
+        self.verdict = Verdict()
+        self._began = False
+
+    async def send(self, candidates: Sequence[str] | str | None = None, served: str | None = None, **part: Any) -> None:
+        """A message; the first one says how bodies are sent."""
+        message = ProcessingRequest(**part)
+        if not self._began:
+            message.protocol_config.CopyFrom(ProtocolConfiguration(request_body_mode=self.mode))
+        self._began = True
+        if candidates is not None:
+            hint = Struct()
+            hint[SUBSET] = candidates if isinstance(candidates, str) else list(candidates)
+            message.metadata_context.CopyFrom(Metadata(filter_metadata={"envoy.lb.subset_hint": hint}))
+        if served is not None:
+            said = Struct()
+            said[SERVED] = served
+            message.metadata_context.CopyFrom(Metadata(filter_metadata={"envoy.lb": said}))
+        await self.call.write(message)
+
+    async def send_headers(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        ends: bool = False,
+        candidates: Sequence[str] | str | None = None,
+    ) -> None:
+        """The request's head."""
+        pseudo = {":method": "GET" if ends else "POST", ":path": path, ":authority": "gateway", ":scheme": "http"}
+        values = [
+            HeaderValue(key=name, raw_value=value.encode())
+            for name, value in {**pseudo, "content-type": "application/json", **headers}.items()
+        ]
+        await self.send(candidates, request_headers=HttpHeaders(headers=HeaderMap(headers=values), end_of_stream=ends))
+
+    async def send_body(self, body: bytes, chunk: int, ends: bool = True) -> None:
+        """All of a body, in chunks."""
+        starts = range(0, len(body), chunk) or range(1)
+        for start in starts:
+            last = ends and start == starts[-1]
+            await self.send(request_body=HttpBody(body=body[start : start + chunk], end_of_stream=last))
+
+    async def send_trailers(self) -> None:
+        """The end of a body that trailers follow."""
+        await self.send(request_trailers=HttpTrailers())
+
+    async def read(self) -> str:
+        """The next reply's kind; empty at the stream's end."""
+        async with asyncio.timeout(PATIENCE):
+            reply = await self.call.read()
+        return "" if reply is grpc.aio.EOF else self.verdict.note(reply)
+
+    async def silent(self, seconds: float = 0.2) -> bool:
+        """Whether nothing comes for a while; a stream cannot be read after that."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.call.read()
+        except TimeoutError:
+            return True
+        return False
+
+    async def until_it_goes_on(self, has_body: bool = True, trailers: bool = False) -> Verdict:
+        """Read until Envoy has what it needs to go on to the engine, or to refuse."""
+        verdict = self.verdict
+        while not verdict.status:
+            if self.mode == DUPLEX and has_body:
+                whole = verdict.trailers if trailers else verdict.ended
+            else:
+                whole = verdict.metadata is not None
+            if whole:
+                break
+            assert await self.read(), f"the stream has ended after {verdict.order}"
+        return verdict

@@ -1,0 +1,238 @@
+"""Which engines are picked, on what the picker knows, and who waits or is sent away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tercet.gateway.endpoint_picker import Endpoints, address_of
+from tercet.gateway.openai_call import OpenAIBody, OpenAICall
+from tercet.gateway.reported_load import UNTIL_COUNTED
+from tercet.protocol import EngineUnreachable, Saturated, ShuttingDown
+
+from .pickers import House
+
+D, E, P, Q = (f"10.0.0.{n}:8000" for n in (1, 2, 3, 4))
+
+
+def call(prompt: str = "x" * 400, headers: dict[str, str] | None = None, **fields: Any) -> OpenAICall:
+    return OpenAICall("/v1/completions", headers or {}, OpenAIBody(prompt=prompt, **fields), len(prompt))
+
+
+async def picked(house: House, *calls: OpenAICall) -> list[Endpoints]:
+    return [await house.picker.pick(each) for each in calls]
+
+
+async def test_the_less_busy_one_by_its_reports() -> None:
+    house = House("both", "both")
+    house.report("e0", waiting=3, running=9)
+    house.report("e1", running=1)
+    (found,) = await picked(house, call())
+    assert found == Endpoints([E, D])
+
+
+async def test_a_burst_is_spread_before_any_report() -> None:
+    house = House("both", "both", "both", fallbacks=0)
+    found = await picked(house, *(call(f"{n}" * 400) for n in range(9)))
+    assert sorted(each.decode[0] for each in found) == sorted([D, E, P] * 3)
+
+
+async def test_what_reports_have_is_not_counted_twice() -> None:
+    house = House("both", "both")
+    (found,) = await picked(house, call())
+    name = "e0" if found.decode[0] == D else "e1"
+    house.now += UNTIL_COUNTED / 2
+    house.report(name, running=1)  # this may be another picker's request
+    assert house.fleet.member(name).in_flight == 2
+    house.now += UNTIL_COUNTED
+    house.report(name, running=1)
+    assert house.fleet.member(name).in_flight == 1
+
+
+async def test_a_prompt_comes_back_to_where_it_was() -> None:
+    house = House("both", "both", "both")
+    (first,) = await picked(house, call("abcd" * 300))
+    house.now += 10
+    for name in ("e0", "e1", "e2"):
+        house.report(name)
+    (again,) = await picked(house, call("abcd" * 300 + "and more"))
+    assert again.decode[0] == first.decode[0]
+
+
+async def test_two_pickers_see_each_other_in_reports() -> None:
+    one, other = House("both", "both"), House("both", "both")
+    await picked(one, *(call(f"{n}" * 400) for n in range(4)))
+    busy = {name: one.fleet.member(name).in_flight for name in ("e0", "e1")}
+    assert busy == {"e0": 2, "e1": 2}
+    other.report("e0", running=4)
+    other.report("e1", running=2)
+    assert [each.decode[0] for each in await picked(other, call("y" * 400), call("z" * 400))] == [E, E]
+
+
+# ---- prefill and decode --------------------------------------------------------------------------------------
+
+
+async def test_a_long_prompt_is_prefilled_elsewhere() -> None:
+    house = House("decode", "prefill", "decode", "prefill")
+    (short, long) = await picked(house, call("x" * 200), call("y" * 4000))
+    assert short.prefill == ""
+    assert long.prefill in (E, Q)
+    assert set(long.decode) <= {D, P}
+
+
+async def test_what_is_cached_on_the_decode_engine_is_not_prefilled_elsewhere() -> None:
+    house = House("decode", "prefill")
+    first, again = await picked(house, call("y" * 4000), call("y" * 4000 + "more"))
+    assert (first.prefill, again.prefill) == (E, "")
+
+
+async def test_without_a_free_prefill_engine_decode_serves_alone() -> None:
+    house = House("decode", "prefill")
+    house.report("e1", waiting=100)
+    (found,) = await picked(house, call("y" * 4000))
+    assert found == Endpoints([D])
+    house.fleet.member("e1").reachable = False
+    (found,) = await picked(house, call("z" * 4000))
+    assert found == Endpoints([D])
+
+
+async def test_without_a_decode_engine_the_policy_decides() -> None:
+    serving, refusing = House("decode", "prefill"), House("decode", "prefill", without_role="refuse")
+    for house in (serving, refusing):
+        house.fleet.without_role = house.config.without_role
+        house.fleet.member("e0").reachable = False
+    with pytest.raises(EngineUnreachable, match="DecodeFilter"):
+        await picked(serving, call())
+    with pytest.raises(Exception, match="no engine of the role decode answers"):
+        await picked(refusing, call())
+
+
+# ---- who may be picked ---------------------------------------------------------------------------------------
+
+
+async def test_candidates() -> None:
+    house = House("both", "both", "both")
+    assert (await house.picker.pick(call(), [E])).decode == [E]
+    with pytest.raises(EngineUnreachable):
+        await house.picker.pick(call(), ["192.0.2.1:1"])
+    house.fleet.member("e1").reachable = False
+    with pytest.raises(EngineUnreachable):
+        await house.picker.pick(call(), [E])
+
+
+async def test_drained_and_lost_engines_are_not_picked() -> None:
+    house = House("both", "both", "both")
+    house.fleet.drain("e0")
+    house.fleet.member("e1").reachable = False
+    found = await picked(house, *(call(f"{n}" * 400) for n in range(4)))
+    assert all(each.decode == [P] for each in found)
+    house.fleet.drain("e2")
+    with pytest.raises(EngineUnreachable):
+        await picked(house, call())
+
+
+async def test_a_request_that_generates_nothing_goes_anywhere_and_counts_nowhere() -> None:
+    house = House("both", "both", max_queued=0)
+    for name in ("e0", "e1"):
+        house.report(name, waiting=100)
+    found = await house.picker.pick(OpenAICall("/v1/models", {}))
+    assert set(found.decode) == {D, E}
+    assert house.fleet.member("e0").in_flight == 100
+
+
+# ---- flow control --------------------------------------------------------------------------------------------
+
+
+def saturate(house: House, waiting: int = 5) -> None:
+    for member in house.fleet.members:
+        house.report(member.name, waiting=waiting)
+
+
+async def test_a_saturated_pool_keeps_requests_waiting_until_there_is_room() -> None:
+    house = House("both", "both")
+    saturate(house)
+    asked = asyncio.create_task(house.picker.pick(call()))
+    await asyncio.sleep(0.02)
+    assert not asked.done()
+    house.report("e1", waiting=4)
+    assert (await asyncio.wait_for(asked, 5)).decode[0] == E
+
+
+async def test_a_request_that_may_be_dropped_is_not_kept_waiting() -> None:
+    house = House("both", objectives={"batch": "-1"})
+    saturate(house)
+    batch = {"x-llm-d-inference-objective": "batch"}
+    with pytest.raises(Saturated) as refused:
+        await house.picker.pick(call(headers=batch))
+    assert not refused.value.waited
+    house.report("e0", waiting=4)
+    assert (await house.picker.pick(call(headers=batch))).decode == [D]
+
+
+async def test_full_kv_caches_saturate_too() -> None:
+    house = House("both", "both", max_queued=0)
+    house.report("e0", kv_usage=0.9)
+    house.report("e1", waiting=9)
+    with pytest.raises(Saturated):
+        await picked(house, call())
+
+
+async def test_a_wait_has_an_end() -> None:
+    house = House("both", queue_timeout_s=0.05)
+    saturate(house)
+    asked = asyncio.create_task(house.picker.pick(call()))
+    await asyncio.sleep(0.01)
+    house.now += 1
+    house.report("e0", waiting=5)
+    with pytest.raises(Saturated) as refused:
+        await asyncio.wait_for(asked, 5)
+    assert refused.value.waited
+
+
+async def test_important_requests_come_in_first_and_flows_take_turns() -> None:
+    house = House("both", objectives={"high": "10"}, max_waiting_per_engine=100)
+    saturate(house, 100)
+    order: list[str] = []
+
+    async def ask(name: str, **headers: str) -> None:
+        told = {f"x-llm-d-inference-{key}": value for key, value in headers.items()}
+        await house.picker.pick(call(headers={key.replace("_", "-"): value for key, value in told.items()}))
+        order.append(name)
+
+    tasks = [asyncio.create_task(ask(f"a{n}", fairness_id="a")) for n in range(3)]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(ask("b0", fairness_id="b")), asyncio.create_task(ask("h", objective="high"))]
+    await asyncio.sleep(0.01)
+    for _ in range(5):
+        done = len(order)
+        house.now += 1
+        house.report("e0", waiting=99)
+        async with asyncio.timeout(5):
+            while len(order) == done:
+                await asyncio.sleep(0.01)
+    await asyncio.gather(*tasks)
+    assert order == ["h", "a0", "b0", "a1", "a2"]
+
+
+async def test_what_waits_at_its_end_is_refused() -> None:
+    house = House("both")
+    saturate(house)
+    asked = asyncio.create_task(house.picker.pick(call()))
+    await asyncio.sleep(0.01)
+    house.picker.close(ShuttingDown("over"))
+    with pytest.raises(ShuttingDown):
+        await asyncio.wait_for(asked, 5)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://10.0.0.1:8000", "10.0.0.1:8000"),
+        ("http://10.0.0.1", "10.0.0.1:80"),
+        ("https://[fd00::1]/", "[fd00::1]:443"),
+    ],
+)
+def test_addresses(url: str, address: str) -> None:
+    assert address_of(url) == address

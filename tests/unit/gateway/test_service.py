@@ -1,0 +1,170 @@
+"""The server: what it refuses and how, its health and metrics, its end, and how it takes nonsense."""
+
+# pyright: reportAttributeAccessIssue=false
+# Modules made from .proto files have no types.
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import pytest
+from msgspec import structs
+
+from tercet.gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub, HttpHeaders
+from tercet.gateway.server import READY_NAMES
+from tercet.protocol import BadRequest, Role
+from tercet.settings import PickerConfig
+
+from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide
+from .pickers import IDLE, Served, addresses, serving
+
+BUSY = structs.replace(IDLE, waiting=99)
+BODY = json.dumps({"model": "m", "prompt": "y" * 4000}).encode()
+
+
+@asynccontextmanager
+async def asked(*roles: Role, **fields: object) -> AsyncGenerator[tuple[EnvoySide, Served]]:
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serving(*roles, **fields))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{served.server.port}"))
+        yield EnvoySide(channel), served
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+async def test_the_prefill_engine_is_named(mode: int) -> None:
+    async with asked("decode", "prefill") as (envoy, _):
+        verdict = await envoy.request(BODY, mode, headers={PREFILLER: "192.0.2.1:1"})
+        assert verdict.headers[PREFILLER] == "10.0.0.2:8000"
+        assert verdict.clears_route
+        alone = await envoy.request(b'{"prompt": "short"}', mode, headers={PREFILLER: "192.0.2.1:1"})
+        assert PREFILLER not in alone.headers
+        assert PREFILLER in alone.removed
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+async def test_a_body_that_is_too_large(mode: int) -> None:
+    async with asked("both", max_request_bytes=1000) as (envoy, _):
+        verdict = await envoy.request(BODY, mode)
+        assert verdict.status == 413
+        announced = await envoy.request(b"{}", mode, headers={"content-length": "5000"})
+        assert announced.status == 413
+
+
+async def test_what_is_dropped_says_why() -> None:
+    async with asked("both", max_queued=0) as (envoy, served):
+        served.fleet.report("e0", BUSY)
+        verdict = await envoy.request(BODY)
+        assert (verdict.status, verdict.refusal_headers["x-llm-d-request-dropped-reason"]) == (
+            429,
+            "rejected-saturated",
+        )
+        assert verdict.refusal_headers["retry-after"]
+        assert json.loads(verdict.refusal)["error"]["code"] == "saturated"
+        served.fleet.drain("e0")
+        verdict = await envoy.request(BODY)
+        reason = verdict.refusal_headers["x-llm-d-request-dropped-reason"]
+        assert (verdict.status, reason) == (503, "rejected-no-endpoints")
+
+
+async def test_a_plugin_that_fails_is_one_requests_failure(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tercet.scheduling import Scorer\n"
+        "class Odd(Scorer, frozen=True):\n"
+        "    def score(self, decision, engines):\n"
+        "        return [1 / (decision.request.num_tokens - 1)] * len(engines)\n"
+    )
+    file = tmp_path / "scheduling.yaml"
+    file.write_text(
+        "plugins: [{type: 'mine.py:Odd', name: odd}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: odd}]}]\n"
+    )
+    async with asked("both", scheduling=str(file)) as (envoy, _):
+        assert (await envoy.request(b'{"prompt": "abcd"}')).status == 500
+        assert (await envoy.request(b'{"prompt": "abcdefgh"}')).endpoints == ["10.0.0.1:8000"]
+
+
+async def test_who_leaves_while_waiting_gives_the_place_back() -> None:
+    async with asked("both") as (envoy, served):
+        served.fleet.report("e0", BUSY)
+        async with envoy.stream(DUPLEX) as stream:
+            await stream.send_headers("/v1/completions", {})
+            await stream.send_body(BODY, 1000)
+            waiting = served.server.picker._gate._admission.waiting
+            async with asyncio.timeout(5):
+                while not waiting:
+                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while waiting:
+                await asyncio.sleep(0.01)
+
+
+async def test_metrics() -> None:
+    async with asked("decode", "prefill", pool="p") as (envoy, served):
+        served.fleet.report("e0", IDLE)
+        await envoy.request(BODY)
+        async with envoy.stream(DUPLEX) as stream:
+            await stream.send_headers("/v1/completions", {})
+            await stream.send_body(BODY, 1000)
+            verdict = await stream.until_it_goes_on()
+            await stream.send(served=verdict.endpoints[0], response_headers=HttpHeaders())
+            assert await stream.read() == "response_headers"
+        await envoy.request(b"{")
+        async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
+            text = await answer.text()
+    for line in (
+        'inference_objective_request_total{model_name="m"} 2.0',
+        'inference_objective_request_error_total{error_code="400"} 1.0',
+        'llm_d_inference_scheduler_disagg_decision_total{decision_type="prefill-decode",model_name="m"} 1.0',
+        'llm_d_inference_scheduler_disagg_decision_total{decision_type="decode-only",model_name="m"} 1.0',
+        'inference_pool_ready_pods{name="p"} 2.0',
+        'inference_pool_per_pod_queue_size{model_server_pod="e0",name="p"} 0.0',
+        'tercet_picker_served_total{endpoint="first"} 1.0',
+        "inference_extension_scheduler_e2e_duration_seconds_count 2.0",
+    ):
+        assert line in text, line
+
+
+async def test_a_picker_that_ends_is_alive_not_ready_and_still_picks() -> None:
+    async with asked("both") as (envoy, served):
+        hurried = asyncio.Event()
+        draining = asyncio.create_task(served.server.drain(60.0, hurried))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{served.server.port}") as channel:
+            health = HealthStub(channel)
+            async with asyncio.timeout(5):
+                while True:
+                    said = [(await health.Check(HealthCheckRequest(service=name))).status for name in READY_NAMES]
+                    if set(said) == {HealthCheckResponse.NOT_SERVING}:
+                        break
+            alive = await health.Check(HealthCheckRequest(service="liveness"))
+        assert alive.status == HealthCheckResponse.SERVING
+        assert (await envoy.request(BODY)).endpoints == ["10.0.0.1:8000"]
+        hurried.set()
+        await draining
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"objectives": {"a": "much"}}, "objectives"),
+        ({"tls_cert": "x"}, "tls-key"),
+        ({"max_kv_usage": 0}, "max-kv-usage"),
+        ({"engines": ()}, "engines"),
+        ({"engines": addresses(["both"]) * 2}, "engines"),
+    ],
+)
+def test_settings_that_make_no_sense(fields: dict[str, object], complaint: str) -> None:
+    with pytest.raises(BadRequest, match=complaint):
+        PickerConfig(**{"engines": addresses(["both"]), **fields})  # type: ignore[arg-type]
+
+
+async def test_a_port_that_is_taken() -> None:
+    async with serving("both") as served:
+        with pytest.raises(BadRequest, match="port"):
+            async with serving("both", port=served.server.port):
+                pass
