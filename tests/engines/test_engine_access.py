@@ -15,7 +15,8 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import Request, Unauthorized
-from tercet.protocol.wire import INCARNATION_HEADER, PREFIX
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.wire import PREFIX
 from tercet.streams import StreamListener
 
 from .conftest import MODEL, free_port, running_engine, settled

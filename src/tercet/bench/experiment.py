@@ -20,7 +20,6 @@ from tercet.bench.openai_client import Client, Clock
 from tercet.bench.results import Point
 from tercet.bench.summary import Distribution, Summary, summarize
 from tercet.bench.target import (
-    PROGRAM_HEADER,
     BenchTarget,
     ModelVocabulary,
     ask_target,
@@ -30,6 +29,8 @@ from tercet.bench.target import (
 from tercet.bench.traffic import LiveProgress, Traffic
 from tercet.bench.workloads import Conversation, Vocabulary, plan
 from tercet.bench.workloads.recorded import ShareGPT
+from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.settings.variables import OPENAI_KEY_VARIABLE
 
 LEAD_SECONDS = 0.1
 LAG_SECONDS = 0.05
@@ -125,7 +126,7 @@ async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_mod
     Raises :class:`~tercet.protocol.TercetError` for what cannot be measured.
     """
     headers = dict(config.header)
-    if (key := os.environ.get("OPENAI_API_KEY")) and not any(name.lower() == "authorization" for name in headers):
+    if (key := os.environ.get(OPENAI_KEY_VARIABLE)) and not any(name.lower() == "authorization" for name in headers):
         headers["authorization"] = f"Bearer {key}"
     urls = dict.fromkeys(contender.base_url for contender in contenders)
     targets = {url: await ask_target(url, config.model, headers) for url in urls}

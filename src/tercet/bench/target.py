@@ -13,12 +13,12 @@ import aiohttp
 
 from tercet.bench.workloads import Vocabulary
 from tercet.protocol import BadRequest, EngineUnreachable
+from tercet.protocol.headers import PROGRAM_HEADER
 
 ASK_SECONDS = 10.0
 # What Tercet's front door and vLLM tell about themselves; other servers answer 404, and that is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
-PROGRAM_HEADER = "x-tercet-program"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import msgspec
 
 from tercet.chaos.client_load import AnswerBrokenOff, Arrival
 from tercet.protocol import EngineUnreachable, from_wire
+from tercet.protocol.headers import PROGRAM_HEADER
 
 DATA = b"data: "
 
@@ -29,7 +30,7 @@ class OpenAIClients:
             "model": self._model, "prompt": list(question.prompt), "max_tokens": question.max_tokens, "stream": True,
             "temperature": 0, "ignore_eos": True,
         }  # fmt: skip
-        headers = {"x-tercet-program": arrival.program, "x-request-id": arrival.name}
+        headers = {PROGRAM_HEADER: arrival.program, "x-request-id": arrival.name}
         try:
             async with self._session.post(self._url, json=body, headers=headers) as response:
                 if response.status != 200:

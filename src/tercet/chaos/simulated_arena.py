@@ -27,10 +27,11 @@ from tercet.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role, TercetError
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.rescheduler import Rescheduler
-from tercet.router.service import PROGRAM_HEADER, Service
+from tercet.router.service import Service
 from tercet.settings import EngineAddress, FrontDoorConfig
 from tercet.sim import EngineOptions, load_profile
 from tercet.sim.sim_server import ServerConfig

@@ -15,6 +15,7 @@ from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace, TraceEvent
 from tercet.protocol import EngineError
+from tercet.protocol.headers import TRACE_HEADER
 
 MAX_TOKENS = 48
 ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)
@@ -66,7 +67,7 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
     }  # fmt: skip
     try:
         async with (
-            aiohttp.ClientSession(headers={"x-tercet-trace": "1"}, timeout=ANSWER_TIMEOUT) as session,
+            aiohttp.ClientSession(headers={TRACE_HEADER: "1"}, timeout=ANSWER_TIMEOUT) as session,
             session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
         ):
             if response.status != 200:

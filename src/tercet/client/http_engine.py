@@ -38,8 +38,8 @@ from tercet.protocol import (
     from_wire,
 )
 from tercet.protocol.bearer import bearer
+from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import (
-    INCARNATION_HEADER,
     PREFIX,
     UNREADABLE,
     AbortCall,

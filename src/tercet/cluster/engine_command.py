@@ -19,8 +19,9 @@ import msgspec
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
-from tercet.vllm_plugin.engine.server_access import API_KEY_VARIABLE, require_key_beyond_loopback
+from tercet.vllm_plugin.engine.server_access import require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet finds the server under these; as vLLM flags they would move it to where nobody looks.
@@ -194,7 +195,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     Raises :class:`~tercet.protocol.BadRequest` for one of Tercet's own that cannot be used.
     """
     spin_seconds(inherited, on_cpu=bool(spec.cores))
-    env = {"VLLM_PLUGINS": "tercet", "TERCET_ENGINE_NAME": spec.name, "VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_PLUGINS": "tercet", ENGINE_NAME_VARIABLE: spec.name, "VLLM_NO_USAGE_STATS": "1"}
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     if spec.cores:

@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.protocol import BadRequest, TercetError
+from tercet.settings.variables import CACHE_VARIABLE
 
 MANIFEST = "tercet.json"
 
@@ -144,7 +145,7 @@ def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
 
 def cache_root() -> Path:
     """Where derived files are kept: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
-    configured = os.environ.get("TERCET_CACHE")
+    configured = os.environ.get(CACHE_VARIABLE)
     return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "tercet"
 
 

@@ -14,10 +14,9 @@ import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
 from tercet.protocol.errors import BadRequest, Conflict
+from tercet.protocol.headers import INCARNATION_HEADER
 
 PREFIX = "/tercet/v1"
-INCARNATION_HEADER = "x-tercet-incarnation"
-"""A call with it is meant for this start of the engine only; any other one refuses it as a conflict."""
 # As vLLM's arrays and its tokenizers take them.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # What vLLM's own messages can carry.

@@ -16,6 +16,7 @@ from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, Role, TercetError, UnknownPath, UnknownSequence
+from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.wire import PREFIX, MoveCall, decode_call
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -23,8 +24,6 @@ from tercet.router.routing import Plan, Version
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
-
-BEHIND_HEADER = "x-tercet-behind"
 
 
 class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.protocol import RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
-from tercet.router.service import PROGRAM_HEADER
 from tercet.router.shutdown import Shutdown
 from tercet.router.trace_answers import TracingSend, wants_trace
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION

@@ -26,6 +26,7 @@ from tercet.protocol import (
     RoleUnavailable,
     TercetError,
 )
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
@@ -34,7 +35,6 @@ from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
 from tercet.settings import MoveSettings, RetryBudget
 
 logger = logging.getLogger("tercet.router")
-PROGRAM_HEADER = "x-tercet-program"
 ONE_ENGINE = "data_parallel"
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0

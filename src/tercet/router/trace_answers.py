@@ -9,8 +9,8 @@ import msgspec
 from starlette.types import Message, Send
 
 from tercet.protocol import BadRequest
+from tercet.protocol.headers import TRACE_HEADER
 
-TRACE_HEADER = "x-tercet-trace"
 _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}
 DONE = b"data: [DONE]"
 

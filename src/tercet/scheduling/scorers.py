@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from tercet.protocol import Request
+from tercet.protocol.headers import SESSION_HEADER
 from tercet.scheduling.hashing import preference
 from tercet.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
 
@@ -161,7 +162,7 @@ class SessionAffinityScorer(Scorer, frozen=True):
     over; its sessions go to the next one in their own order.
     """
 
-    header: Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")] = "x-session-token"
+    header: Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")] = SESSION_HEADER
     by_user: bool = True
     max_load: Annotated[float, Meta(gt=1)] = 1.25
 

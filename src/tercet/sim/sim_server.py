@@ -33,6 +33,11 @@ GAUGES = {
     "tercet_sim_leases": ("Reservations.", "leases"),
     "tercet_sim_sends": ("Sends under way.", "sends"),
 }
+COUNTERS = {
+    "steps": "Steps so far.",
+    "preemptions": "Sequences that gave their blocks back while they ran.",
+    "evicted": "Cached blocks that were given to others.",
+}
 # Prompts of a million tokens are a few megabytes of JSON.
 LONGEST_BODY = 64 * 1024 * 1024
 
@@ -154,7 +159,7 @@ class _StatusMetrics(Collector):
             gauge.add_metric([self._model], float(getattr(self._status, field)))
             yield gauge
         for name, value in self._status.counters.items():
-            counter = CounterMetricFamily(f"tercet_sim_{name}", f"The engine's {name} so far.", labels=["model_name"])
+            counter = CounterMetricFamily(f"tercet_sim_{name}", COUNTERS[name], labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
 

@@ -29,8 +29,8 @@ from tercet.protocol import (
     TercetError,
     UnknownSequence,
 )
+from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import (
-    INCARNATION_HEADER,
     PREFIX,
     AbortCall,
     ConnectCall,

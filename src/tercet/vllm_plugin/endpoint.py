@@ -17,9 +17,9 @@ from starlette.responses import StreamingResponse
 
 from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, UnknownSequence
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
-    INCARNATION_HEADER,
     PREFIX,
     AbortCall,
     ConnectCall,
@@ -32,6 +32,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
+from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
 from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, callers_of
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
@@ -77,7 +78,7 @@ class TercetEndpoints:
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
         state.tercet_callers = callers_of(args, secret)
-        name = os.environ.get("TERCET_ENGINE_NAME") or f"{args.host or 'localhost'}:{args.port}"
+        name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
         state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
 
 

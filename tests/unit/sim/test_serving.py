@@ -17,7 +17,8 @@ from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
-from tercet.protocol.wire import INCARNATION_HEADER, PREFIX
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.wire import PREFIX
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.sim_server import ServerConfig, serving
 from tercet.sim.step_times import StepTimes

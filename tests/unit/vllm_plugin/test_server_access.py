@@ -11,8 +11,9 @@ import pytest
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, RankAddress, Unauthorized
 from tercet.protocol.bearer import BearerKeys, bearer
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
-from tercet.vllm_plugin.engine.server_access import API_KEY_VARIABLE, callers_of, is_loopback
+from tercet.vllm_plugin.engine.server_access import callers_of, is_loopback
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 8, 16, 1024, 1, "cpu")
 INFO = KVAddrInfo("f" * 32, "d", 16, 40, "tcp", (RankAddress(0, ("tcp://127.0.0.1:7001",)),), LAYOUT)

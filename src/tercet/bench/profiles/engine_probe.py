@@ -20,9 +20,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tercet.bench.experiment import PROGRAM_HEADER
 from tercet.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
 from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.sim.step_times import HostSharing
 
 # Token ids that every vocabulary has, and that mean nothing special in most.

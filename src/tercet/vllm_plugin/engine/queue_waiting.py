@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tercet.protocol import BadRequest
+from tercet.settings.variables import SPIN_SECONDS_VARIABLE
 from tercet.vllm_plugin.engine.patching import Method, wrap
 
-VARIABLE = "TERCET_SPIN_SECONDS"
 NAP_MS = 2
 NAPS_AFTER_READ = 1.0  # vLLM's own limit between looking and sleeping
 
@@ -27,7 +27,7 @@ def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
 
     Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` says otherwise. Raises :class:`~tercet.protocol.BadRequest`.
     """
-    given = environment.get(VARIABLE)
+    given = environment.get(SPIN_SECONDS_VARIABLE)
     if given is None:
         return 0.0 if on_cpu else None
     try:
@@ -35,7 +35,9 @@ def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise BadRequest(f"{VARIABLE}={given}: must be a number of seconds, 0 or more", VARIABLE)
+        raise BadRequest(
+            f"{SPIN_SECONDS_VARIABLE}={given}: must be a number of seconds, 0 or more", SPIN_SECONDS_VARIABLE
+        )
     return seconds
 
 

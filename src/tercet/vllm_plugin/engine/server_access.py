@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import SET_A_SECRET
 
-API_KEY_VARIABLE = "VLLM_API_KEY"
 ASKS_FOR_A_KEY = (
     f"this engine asks for its fleet's secret ({SECRET_VARIABLE}), or its API key: Authorization: Bearer KEY"
 )

@@ -24,6 +24,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
+from tercet.protocol.headers import TRACE_HEADER
 from tercet.vllm_plugin.frontend.client_connection import ClientConnection
 from tercet.vllm_plugin.frontend.plain_stream import PlainStream, StreamPlan, StreamTools
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
@@ -118,7 +119,7 @@ def is_plain_call(scope: Scope, context: RequestContext) -> bool:
         and scope["http_version"] == "1.1"
         and headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
         and "origin" not in headers
-        and "x-tercet-trace" not in headers
+        and TRACE_HEADER not in headers
     )
 
 

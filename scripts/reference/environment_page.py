@@ -1,0 +1,64 @@
+"""Every environment variable: of settings, of flags, and those that are read by themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from scripts.reference.markdown import table
+from scripts.reference.settings_pages import OF_COMMANDS
+
+from tercet.cli.app import app
+from tercet.settings import declared
+from tercet.settings.variables import VARIABLES
+
+HEAD = """# Environment variables
+
+A flag wins over a variable, and a variable over a file. `tercet bench` and `tercet sim` look at none but those that are named here
+for them: a measurement depends on what its command and its file say.
+"""
+
+
+def environment_page() -> str:
+    """The page."""
+    alone = table(("variable", "read by", "default", ""), ((f"`{each.name}`", *each[1:]) for each in VARIABLES))
+    return "\n\n".join(
+        [
+            HEAD.strip(),
+            "## Of settings\n\nEach is the [setting](settings.md) of the same name; items of a list and KEY=VALUE pairs are "
+            "separated as a shell would.",
+            table(("variable", "setting of", ""), _of_settings()),
+            "## Of commands\n\nThese stand for flags of commands that talk to a running front door.",
+            table(("variable", "flag", ""), _of_flags()),
+            "## Others",
+            alone,
+        ]
+    )
+
+
+def _of_settings() -> Iterator[tuple[str, str, str]]:
+    commands: defaultdict[str, list[str]] = defaultdict(list)
+    meanings: dict[str, str] = {}
+    for command, kind in OF_COMMANDS.items():
+        for each in declared(kind):
+            commands[each.env].append(f"`{command}`")
+            meanings.setdefault(each.env, each.help)
+    for name in sorted(commands):
+        yield f"`{name}`", ", ".join(commands[name]), meanings[name]
+
+
+def _of_flags() -> list[tuple[str, str, str]]:
+    root: Any = typer.main.get_command(app)
+    found: dict[str, tuple[str, str, str]] = {}
+    for option in _options(root):
+        if option.envvar:
+            found.setdefault(option.envvar, (f"`{option.envvar}`", f"`{option.opts[0]}`", option.help or ""))
+    return [found[name] for name in sorted(found)]
+
+
+def _options(command: Any) -> Iterator[Any]:
+    yield from (each for each in command.params if each.param_type_name == "option")
+    for each in getattr(command, "commands", {}).values():
+        yield from _options(each)

@@ -1,0 +1,81 @@
+"""Headers, routes and error codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from scripts.reference.markdown import code, first_sentence, prose, table
+
+from tercet.gateway import exchange
+from tercet.gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
+from tercet.protocol import TercetError
+from tercet.protocol.headers import HEADERS
+from tercet.router import admin
+from tercet.vllm_plugin import endpoint
+
+HEAD = """# HTTP: routes, headers, errors
+
+Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the front door](../front-door.md#what-of-openais-api-there-is) lists what is
+served of it.
+"""
+ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. vLLM's own
+errors, such as those of its validation, have the same form and codes of vLLM's.
+"""
+
+
+def http_page() -> str:
+    """The page."""
+    return "\n\n".join(
+        [
+            HEAD.strip(),
+            "## Routes of a front door",
+            _routes(admin.router),
+            "## Routes of an engine\n\n[The verbs](../verbs.md) has their bodies and answers, and so has `GET /openapi.json`.",
+            _routes(endpoint.router),
+            "## Headers",
+            table(("header", "on", ""), ((code(each.name), each.on, each.meaning) for each in HEADERS)),
+            "## Headers between Envoy and an endpoint picker",
+            table(("header", ""), _of_the_gateway()),
+            "## Errors",
+            ERRORS.strip(),
+            table(("code", "status", "type", ""), _errors()),
+        ]
+    )  # fmt: skip
+
+
+def _of_the_gateway() -> Iterable[tuple[str, str]]:
+    told = {
+        exchange.DESTINATION: "Set by the picker: the endpoint, and those to try after it.",
+        exchange.PREFILLER: "Set by the picker: the endpoint that shall prefill, if there is one.",
+        exchange.SUBSET: "Metadata of Envoy's: the only endpoints that may be picked.",
+        exchange.SERVED: "On the answer, from Envoy: which endpoint served.",
+        exchange.DROPPED: "On a refusal: why.",
+        " or ".join(OBJECTIVE_HEADERS): "Of the client: the inference objective, which has a priority.",
+        " or ".join(FAIRNESS_HEADERS): "Of the client: whose request it is; requests of one priority take turns by it.",
+    }
+    return ((" or ".join(code(each) for each in names.split(" or ")), meaning) for names, meaning in told.items())
+
+
+def _routes(router: APIRouter) -> str:
+    routes = (each for each in router.routes if isinstance(each, APIRoute))
+    rows = ((code(" ".join(sorted(each.methods))), code(_path(each)), _does(each.endpoint)) for each in routes)
+    return table(("method", "path", ""), rows)
+
+
+def _path(route: APIRoute) -> str:
+    return route.path.replace(":path}", "}")
+
+
+def _does(endpoint_function: Any) -> str:
+    return first_sentence(endpoint_function.__doc__)
+
+
+def _errors() -> Iterable[tuple[str, str, str, str]]:
+    # Those of other modules never go over the wire.
+    kinds = [kind for kind in (TercetError, *TercetError.__subclasses__()) if kind.__module__ == TercetError.__module__]
+    for kind in sorted(kinds, key=lambda kind: (kind.status, kind.code)):
+        told = "Any other failure." if kind is TercetError else prose(kind.__doc__).replace("\n", " ")
+        yield code(kind.code), str(kind.status), code(kind.__name__), told

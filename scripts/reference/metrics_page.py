@@ -1,0 +1,98 @@
+"""Every metric of Tercet's own, asked of the collectors that declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+from scripts.reference.markdown import code, table
+
+from tercet.fleet import EngineFleet, Member
+from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet.protocol import Engine, EngineLoad
+from tercet.router.metrics import EngineCollector, Metrics
+from tercet.sim.sim_server import COUNTERS, GAUGES
+from tercet.vllm_plugin.engine import agent_metrics
+from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
+
+HEAD = """# Metrics
+
+What `/metrics` has beside vLLM's own metrics. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
+"""
+
+
+class Declaration(NamedTuple):
+    """One metric as `/metrics` has it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def metrics_page() -> str:
+    """The page."""
+    return "\n\n".join(
+        [
+            HEAD.strip(),
+            "## Of a front door\n\nOf all its processes together, wherever one asks; those whose name begins with "
+            "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
+            _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect())]),
+            "## Of an engine",
+            _table([*declared_by(vars(agent_metrics)), *collected(agent_metrics.ProbeCollector(_probe()).collect())]),
+            "## Of an endpoint picker",
+            _table([*declared_by(vars(PickerMetrics())), *collected(PoolCollector(_fleet(), "tercet").collect())]),
+            "## Of a simulated engine",
+            _table([*_of_simulated_engines()]),
+        ]
+    )
+
+
+def _table(found: Iterable[Declaration]) -> str:
+    rows = ((code(each.name), each.kind, ", ".join(each.labels), each.meaning) for each in sorted(found))
+    return table(("metric", "kind", "labels", ""), rows)
+
+
+def declared_by(names: Mapping[str, Any]) -> Iterable[Declaration]:
+    """Metrics that are values of some names."""
+    for value in names.values():
+        if isinstance(value, MetricWrapperBase):
+            yield from _declarations(value.describe(), vars(value)["_labelnames"])
+
+
+def collected(families: Iterable[Metric]) -> Iterable[Declaration]:
+    """Metrics that are made when somebody asks."""
+    for family in families:
+        yield from _declarations([family], tuple(sorted({name for sample in family.samples for name in sample.labels})))
+
+
+def _declarations(families: Iterable[Metric], labels: tuple[str, ...]) -> Iterable[Declaration]:
+    for family in families:
+        suffix = "_total" if family.type == "counter" else ""
+        yield Declaration(f"{family.name}{suffix}", family.type, labels, family.documentation)
+
+
+def _of_simulated_engines() -> Iterable[Declaration]:
+    for name, (meaning, _) in GAUGES.items():
+        yield Declaration(name, "gauge", ("model_name",), meaning)
+    for name, meaning in COUNTERS.items():
+        yield Declaration(f"tercet_sim_{name}_total", "counter", ("model_name",), meaning)
+
+
+def _fleet() -> EngineFleet:
+    fleet = EngineFleet([Member("engine", "http://engine", "both", cast(Engine, None))])
+    fleet.report("engine", EngineLoad(waiting=0, running=0, kv_usage=0.0, tokens=0, step_time=0.0))
+    return fleet
+
+
+class _OneRank:
+    """A probe of an engine with one rank that has counted nothing."""
+
+    stalled_s = 0.0
+    agent_counters = ({},)
+
+
+def _probe() -> LivenessProbe:
+    return cast(LivenessProbe, _OneRank())

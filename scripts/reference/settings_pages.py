@@ -1,0 +1,176 @@
+"""Keys of the files that configure something: settings of commands and engines, and files with a form of their own."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from scripts.reference.markdown import code, first_sentence, prose, table
+
+from tercet.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
+from tercet.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
+from tercet.cli.chaos import ChaosConfig
+from tercet.cluster.up_config import UpConfig
+from tercet.router.routing import Plan, Rule, Share
+from tercet.scheduling.assembly import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
+from tercet.scheduling.registry import BUILT_IN
+from tercet.settings import (
+    Declared,
+    EngineAddress,
+    FrontDoorConfig,
+    ReschedulerConfig,
+    RouterConfig,
+    Settings,
+    declared,
+)
+from tercet.sim import EngineOptions
+from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
+
+OF_COMMANDS: Mapping[str, type[Settings]] = {
+    "tercet up": UpConfig,
+    "tercet router": RouterConfig,
+    "tercet rescheduler": ReschedulerConfig,
+    "tercet epp": PickerConfig,
+    "tercet chaos": ChaosConfig,
+}
+"""Settings that are found in this order: flag, environment variable, file, default."""
+
+SETTINGS_HEAD = """# Settings
+
+A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet epp` and `tercet chaos` is a flag, an environment variable and a key of the
+YAML file that `--config` names. It is looked for in this order: flag, variable, file, default. Unknown keys and values out of range are
+refused. Keys without a flag are for files and variables alone. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
+[environment variables](environment.md) lists all of them, with the few that are called otherwise.
+"""
+
+FILES_HEAD = """# Files
+
+The keys of files that have a form of their own. All of them are read strictly: an unknown key is refused.
+"""
+
+
+def settings_page() -> str:
+    """Settings of commands, of benchmarks and of an engine's plugin."""
+    front_door = [FrontDoorConfig]
+    return "\n\n".join(
+        [
+            SETTINGS_HEAD.strip(),
+            "## Of a front door\n\nOf `tercet up` and `tercet router` alike.",
+            settings_table(FrontDoorConfig),
+            "## Of `tercet up` alone",
+            settings_table(UpConfig, but=front_door),
+            "## Of `tercet router` alone",
+            settings_table(RouterConfig, but=front_door),
+            "## Of `tercet rescheduler`\n\nBeside those of a front door that begin with `reschedule`, `move` and `max-move`:",
+            settings_table(ReschedulerConfig, but=[RouterConfig]),
+            "## Of `tercet epp`",
+            settings_table(PickerConfig),
+            "## Of `tercet chaos`",
+            settings_table(ChaosConfig),
+            "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`; no variables.",
+            settings_table(BenchConfig),
+            "Of `tercet bench serve` alone:",
+            settings_table(ServeConfig, but=[BenchConfig]),
+            "Of `tercet bench compare` alone:",
+            settings_table(CompareConfig, but=[BenchConfig]),
+            "## Of an engine's plugin\n\nKeys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`.",
+            table(("key", "default", ""), ((code(each.key), default_of(each), each.help) for each in declared(PluginSettings))),
+        ]
+    )  # fmt: skip
+
+
+def settings_table(kind: type[Settings], but: Sequence[type[Settings]] = ()) -> str:
+    """A table of the settings of ``kind`` that none of the others has."""
+    elsewhere = {each.key for other in but for each in declared(other)}
+    own = [each for each in declared(kind) if each.key not in elsewhere]
+    rows = ((_flag(each), code(each.key), default_of(each), each.help) for each in own)
+    return table(("flag", "key", "default", ""), rows)
+
+
+def _flag(of: Declared) -> str:
+    return code(f"{of.flag} {of.shown_kind}".strip()) if of.flag else ""
+
+
+def default_of(of: Declared) -> str:
+    """What holds if nobody says anything."""
+    return of.shown_default or ("needed" if of.is_required else "")
+
+
+def files_page() -> str:
+    """Files with a form of their own."""
+    return "\n\n".join(
+        [
+            FILES_HEAD.strip(),
+            "## The scheduling file\n\n[Scheduling](../scheduling.md) says how it works.",
+            *_records(SchedulingConfig, PluginEntry, ProfileConfig, PluginUse),
+            "### Its plugins",
+            _plugins(),
+            "## A plan of programs\n\nThe body of `PUT /tercet/v1/program`, and the file of `tercet program set --plan`;"
+            " [Programs](../programs.md#changing-programs-while-traffic-flows) says how it works.",
+            *_records(Plan, Share, Rule),
+            "## Engines of a front door\n\nItems of `engines` in the file of `tercet router --config`.",
+            *_records(EngineAddress),
+            "## A simulated fleet\n\nThe file of `tercet sim --fleet`; [the simulator](../simulator.md) says how it works.",
+            *_records(FleetSpec, EngineGroup, Fault),
+            "### Options of a simulated engine\n\nEach is `--option KEY=VALUE`, too.",
+            *_records(EngineOptions),
+        ]
+    )
+
+
+def _records(*kinds: type[msgspec.Struct]) -> list[str]:
+    return [f"`{kind.__name__}`: {_told(kind)}\n\n{fields_table(kind)}" for kind in kinds]
+
+
+def _told(kind: type[msgspec.Struct]) -> str:
+    text = prose(kind.__doc__)
+    return text if "\n\n- " in text else text.replace("\n", " ")
+
+
+def fields_table(kind: type[msgspec.Struct]) -> str:
+    """Fields of a record: key, type and default."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = msgspec.structs.fields(kind)
+    return table(
+        ("key", "value", "default"),
+        ((code(each.encode_name), _type_in_words(hints[each.name]), _default_in_words(each)) for each in fields),
+    )
+
+
+def _plugins() -> str:
+    rows: list[tuple[str, str, str]] = []
+    for name, kind in BUILT_IN.items():
+        fields = msgspec.structs.fields(kind)
+        parameters = ", ".join(f"`{each.encode_name}` ({_default_in_words(each)})" for each in fields)
+        rows.append((code(name), parameters, first_sentence(kind.__doc__)))
+    return table(("type", "parameters", ""), rows)
+
+
+def _default_in_words(field: msgspec.structs.FieldInfo) -> str:
+    default: Any = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if default is msgspec.NODEFAULT:
+        return "needed"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if default is None or (isinstance(default, tuple | dict | frozenset) and not default):
+        return "none"
+    return code(f"{default:g}" if isinstance(default, float) else str(default))
+
+
+def _type_in_words(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_in_words(args[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_in_words(each) for each in args if each is not type(None))
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in args)
+    if origin is tuple or origin is frozenset:
+        return f"a list of {_type_in_words(args[0])}"
+    if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return "a mapping"
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return f"`{kind.__name__}`"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "anything")

@@ -1,0 +1,52 @@
+"""HTTP headers that mean something to Tercet, each declared once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROGRAM_HEADER = "x-tercet-program"
+TRACE_HEADER = "x-tercet-trace"
+BEHIND_HEADER = "x-tercet-behind"
+INCARNATION_HEADER = "x-tercet-incarnation"
+SESSION_HEADER = "x-session-token"
+
+
+class Header(NamedTuple):
+    """A header, whose message it is on, and what it says."""
+
+    name: str
+    on: str
+    meaning: str
+
+
+HEADERS = (
+    Header(PROGRAM_HEADER, "requests to a front door", "The program that shall serve this request."),
+    Header(
+        TRACE_HEADER,
+        "requests to a front door",
+        "`true` or `1`: add to the answer what each engine did for it, under `tercet`; in a stream as the event before "
+        "`[DONE]`. `false` or `0`: do not.",
+    ),
+    Header(
+        SESSION_HEADER,
+        "requests to a front door",
+        "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
+    ),
+    Header("x-request-id", "requests to a front door", "vLLM's: the id of the request, in its answer and in logs."),
+    Header(
+        "authorization",
+        "requests to a front door or an engine",
+        "`Bearer KEY`: the API key of either, or the fleet's secret towards an engine.",
+    ),
+    Header(
+        BEHIND_HEADER,
+        "answers of a front door",
+        "Processes that share the fleet and have not followed the change within 30 s, and why.",
+    ),
+    Header("retry-after", "answers of a front door", "In how many seconds trying again may help (429 and 503)."),
+    Header(
+        INCARNATION_HEADER,
+        "calls to an engine",
+        "The start of the engine that the call is meant for; any other one refuses it (409).",
+    ),
+)

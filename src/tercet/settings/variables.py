@@ -1,0 +1,49 @@
+"""Environment variables that are read by themselves; those of settings follow from the settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
+CACHE_VARIABLE = "TERCET_CACHE"
+ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
+API_KEY_VARIABLE = "VLLM_API_KEY"
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class Variable(NamedTuple):
+    """A variable, who reads it, what holds without it, and what it says."""
+
+    name: str
+    of: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable(
+        CACHE_VARIABLE,
+        "every command",
+        "`~/.cache/tercet`",
+        "Where converted models, logs and the records of fleets in the background are kept.",
+    ),
+    Variable(
+        SPIN_SECONDS_VARIABLE,
+        "engines",
+        "0 on a CPU, else vLLM's own",
+        "For how long an engine's process looks for a message without a pause before it sleeps (seconds).",
+    ),
+    Variable(
+        ENGINE_NAME_VARIABLE,
+        "engines that are not started by `tercet`",
+        "HOST:PORT",
+        "The engine's name in its status and logs.",
+    ),
+    Variable(
+        API_KEY_VARIABLE,
+        "engines and front doors",
+        "none",
+        "vLLM's: the API key that the server asks for, as with its `--api-key`.",
+    ),
+    Variable(OPENAI_KEY_VARIABLE, "`tercet bench`", "none", "The API key that is sent to the server that is measured."),
+)

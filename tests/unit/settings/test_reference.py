@@ -1,0 +1,56 @@
+"""docs/reference is what the code declares, and what the code uses is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+REFERENCE = ROOT / "docs" / "reference"
+SOURCES = sorted((ROOT / "src" / "tercet").rglob("*.py"))
+METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
+# Of a library that only `tercet chaos` loads into its engines.
+INTERNAL = {"TERCET_CLOCK_OFFSET"}
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string of a file that is no docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose:
+            yield node.value
+
+
+def test_the_pages_are_what_is_declared() -> None:
+    command = [sys.executable, "-m", "scripts.reference", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("pattern", [r"TERCET_[A-Z_]+[A-Z]", r"x-tercet-[a-z-]+"])
+def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    used = {name for path in SOURCES for text in strings(path) for name in re.findall(pattern, text)}
+    assert used
+    assert {name for name in used - INTERNAL if f"`{name}`" not in pages} == set()
+
+
+def test_every_metric_is_there() -> None:
+    page = (REFERENCE / "metrics.md").read_text(encoding="utf-8")
+    named: set[str] = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name(id=kind), args=[ast.Constant(value=str(name)), *_]) if kind in METRICS:
+                    named.add(name)
+                case _:
+                    pass
+    assert len(named) > 20
+    assert {name for name in named if f"`{name}`" not in page and f"`{name}_total`" not in page} == set()
