@@ -3,9 +3,9 @@
     tercet engine --port 8001 -- --max-num-seqs 16
     python benchmarks/agreement.py http://127.0.0.1:8001 --tokenizer smollm2
 
-Both send random prompts of one length as text, greedy, with `ignore_eos`, at a constant rate (`--rate 2`), at Poisson
-arrivals (`--poisson`) or from a closed loop (`--users 4`). A constant rate and a closed loop leave the least to chance:
-each tool draws its own arrivals. The tools take turns in going first.
+Both send random prompts of one length as text, greedy, with `ignore_eos`, at a constant rate (`--request-rate 2`), at
+Poisson arrivals (`--poisson`) or from a closed loop (`--concurrency 4`). A constant rate and a closed loop leave the
+least to chance: each tool draws its own arrivals. The tools take turns in going first.
 
 Prints what each found and the ratio of tercet's to vLLM's, with 95 % bootstrap intervals over rounds and requests.
 They agree within noise where the interval of the ratio contains 1.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from renamed_flags import refuse_renamed
 
 from tercet.bench.compare import STATISTICS, Floats, ratio_interval
 from tercet.bench.results import load_result
@@ -170,17 +171,19 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--rate", type=float, default=2.0, help="requests per second")
-    load.add_argument("--users", type=int, help="a closed loop of so many instead")
+    load.add_argument("--request-rate", type=float, default=2.0, help="requests per second")
+    load.add_argument("--concurrency", type=int, help="a closed loop of so many instead")
+    refuse_renamed(parser, rate="--request-rate", users="--concurrency")
     parser.add_argument("--poisson", action="store_true", help="Poisson arrivals instead of a constant rate")
     args = parser.parse_args()
     traffic = Traffic(
         url=args.url, model=args.model, tokenizer=resolve_model(args.tokenizer), count=args.num_prompts,
-        input_len=args.input_len, output_len=args.output_len, rate=None if args.users else args.rate, users=args.users,
+        input_len=args.input_len, output_len=args.output_len,
+        rate=None if args.concurrency else args.request_rate, users=args.concurrency,
         poisson=args.poisson,
     )  # fmt: skip
     if traffic.rate is not None and not 0 < traffic.rate < math.inf:
-        parser.error("--rate: must be a positive, finite number")
+        parser.error("--request-rate: must be a positive, finite number")
     print("\n".join(rows(measure(traffic, args.rounds, args.seed))))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/auto.py --simulate smollm2-135m-cpu [--fleet both=2] [--seeds 3]
     python benchmarks/auto.py --simulate mine.json --fleet both=2@here --max-num-batched-tokens 512
-    python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,documents] [--rounds 2] [--requests 20]
+    python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,documents] [--rounds 2] [--num-prompts 20]
 
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from renamed_flags import refuse_renamed
 
 from tercet.bench.compare import STATISTICS, Floats, ratio_interval
 from tercet.bench.results import load_result
@@ -120,10 +121,11 @@ def main() -> None:
     where.add_argument("--url", help="of a front door")
     parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
     parser.add_argument("--mix", default="short,long,change")
-    parser.add_argument("--rates", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")
+    parser.add_argument("--request-rate", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")
     parser.add_argument("--programs", type=_programs, default=list(PROGRAMS), help="auto, and some of the static ones")
     parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
-    parser.add_argument("--requests", type=int, help="per run")
+    parser.add_argument("--num-prompts", type=int, help="per run")
+    refuse_renamed(parser, rates="--request-rate", requests="--num-prompts")
     parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
     parser.add_argument("--max-num-batched-tokens", type=int, help="of simulated engines")
     given = parser.parse_args()
@@ -155,7 +157,7 @@ def _report(given: argparse.Namespace, name: str) -> float:
     phases = ", then ".join(map(str, mix.phases))
     print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(given.programs)} | auto / best |")
     print("| ---: |" + " ---: |" * (len(given.programs) + 1))
-    for rate in given.rates or mix.rates:
+    for rate in given.request_rate or mix.rates:
         found = _measured(given, mix, rate) if given.url else _simulated(given, mix, rate)
         means = {label: float(np.concatenate(rounds).mean()) for label, rounds in found.items()}
         best = min((label for label in means if label != "auto"), key=means.__getitem__)
@@ -188,7 +190,7 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
     for label in given.programs:
         program, args = PROGRAMS[label]
         for seed in range(given.seeds):
-            arrivals = _arrivals(mix, rate, given.requests or 600, seed)
+            arrivals = _arrivals(mix, rate, given.num_prompts or 600, seed)
             outcome = run_requests(
                 load_program(program, args),
                 fleet,
@@ -235,7 +237,7 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
             str(result),
         ]
         line += ["--request-rate", str(rate), "--rounds", str(given.rounds), "--num-warmups", "4"]
-        line += ["--num-prompts", str(given.requests or 20)]
+        line += ["--num-prompts", str(given.num_prompts or 20)]
         line += [item for label in given.programs for item in ("--program", label)]
         line += [item for phase in mix.phases for item in ("--workload", phase.workload())]
         subprocess.run(line, check=True, stdout=sys.stderr)

@@ -177,7 +177,16 @@ def measure(
     server: str, case: str, port: int, pids: list[int], seconds: float, tokens: int, streams: int = 0, rate: float = 0.0
 ) -> Row:
     """Put load on a port and count what it cost the processes."""
-    command = [sys.executable, __file__, "--clients-of", str(port), "--streams", str(streams), "--rate", str(rate)]
+    command = [
+        sys.executable,
+        __file__,
+        "--clients-of",
+        str(port),
+        "--streams",
+        str(streams),
+        "--request-rate",
+        str(rate),
+    ]
     command += ["--seconds", str(seconds), "--tokens", str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdout is not None
@@ -310,24 +319,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients-of", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--streams", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--request-rate", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=100, help="of each stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
     parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo 1.6.1 installed")
-    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    parser.add_argument("--result-filename", type=Path, help="where to write the measurements")
     args = parser.parse_args()
     if args.clients_of is not None:
         import uvloop
 
-        uvloop.run(Clients(args.clients_of, args.tokens).run(args.streams, args.rate, args.seconds))
+        uvloop.run(Clients(args.clients_of, args.tokens).run(args.streams, args.request_rate, args.seconds))
         return
     rows = run(args)
-    if args.json is not None:
+    if args.result_filename is not None:
         machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
-        args.json.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+        args.result_filename.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

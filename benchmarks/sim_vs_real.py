@@ -35,6 +35,7 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 from msgspec.structs import replace
+from renamed_flags import refuse_renamed
 
 from tercet.bench.bench_config import ServeConfig
 from tercet.bench.experiment import Cell, Contender, Experiment, prepare
@@ -89,7 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's front door")
     parser.add_argument("--profile", type=Path, required=True, help="a profile's file; measured if it is not there")
-    parser.add_argument("--requests", type=int, default=40, help="requests of each run")
+    parser.add_argument("--num-prompts", type=int, default=40, help="requests of each run")
+    refuse_renamed(parser, requests="--num-prompts")
     parser.add_argument("--rounds", type=int, default=2, help="how often each workload runs under each program")
     parser.add_argument("--max-step-tokens", type=int, default=512, help="the engines' --max-num-batched-tokens")
     parser.add_argument("--repeats", type=int, default=3, help="of the profile's measurements")
@@ -98,7 +100,7 @@ def main() -> None:
         if not given.profile.exists():
             sizes = ["--max-step-tokens", str(given.max_step_tokens), "--repeats", str(given.repeats)]
             measure(given.url, asyncio.run(engines_of(given.url)), given.profile, sizes)
-        plan = Comparison(given.url, str(given.profile), given.requests, given.max_step_tokens)
+        plan = Comparison(given.url, str(given.profile), given.num_prompts, given.max_step_tokens)
         errors = plan.compare(given.rounds)
     except (TercetError, aiohttp.ClientError, OSError) as error:
         sys.exit(f"sim_vs_real: {error}")

@@ -20,6 +20,7 @@ from tercet.settings import (
     Declared,
     EngineAddress,
     FrontDoorConfig,
+    PickerConfig,
     ReschedulerConfig,
     RouterConfig,
     Settings,

@@ -1,4 +1,4 @@
-"""Seed 1's figure of what was measured: load against latencies and rates, with a line for each program."""
+"""The figure of what was measured: load against latencies and rates, with a line for each program."""
 
 from __future__ import annotations
 

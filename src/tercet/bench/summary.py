@@ -1,8 +1,8 @@
 """From records to numbers: latencies, throughput and goodput. No I/O.
 
-Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency, seed 1's job completion time),
-all from the moment a request was sent; percentiles interpolate linearly (numpy's default), as its percentiles do. What
-it does not have: the same latencies from the moment at which a request was *scheduled*. They contain the client's own
+Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency; elsewhere job completion
+time, JCT), all from the moment a request was sent; percentiles interpolate linearly, as its percentiles do. What it
+does not have: the same latencies from the moment at which a request was *scheduled*. They contain the client's own
 delay and the wait for a free slot, so a target that stalls cannot hide the requests that it kept from being sent.
 
 Failed requests have no latency: they count in ``failed``, in ``errors``, and against goodput.

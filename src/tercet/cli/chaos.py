@@ -54,10 +54,10 @@ class ChaosConfig(Settings, frozen=True):
         str | None, Setting(f"Of {NAMES}.", metavar="KIND[,KIND...]", default="all that can happen there")
     ] = None
     without: Annotated[str | None, Setting("All but these.", metavar="KIND[,KIND...]")] = None
-    rate: Annotated[
+    fault_rate: Annotated[
         Positive | None, Setting("Faults a minute, while enough engines are well.", default="2000; --real: 6")
     ] = None
-    requests: Annotated[Positive | None, Setting("Requests a second.", default="20; --real: 0.6")] = None
+    request_rate: Annotated[Positive | None, Setting("Requests per second.", default="20; --real: 0.6")] = None
     patience: Annotated[Positive, Setting("For which a client may hear nothing.", unit="seconds")] = 60.0
     schedule: Annotated[str | None, Setting("Take the faults from a file that --save wrote.", metavar="FILE")] = None
     save: Annotated[str | None, Setting("Write the faults here before they begin.", metavar="FILE")] = None
@@ -108,10 +108,10 @@ def chaos(config: ChaosConfig) -> None:
 
     Examples:
     - `tercet chaos --seed 7 --minutes 5`
-    - `tercet chaos --faults kill,cut --rate 500 --fleet 4,8`
+    - `tercet chaos --faults kill,cut --fault-rate 500 --fleet 4,8`
     - `tercet chaos --seed 7 --plan`
     - `tercet chaos --real --minutes 10`
-    - `tercet chaos --real --simulate llama-3.1-8b-h100-tp1 --fleet 2,3 --rate 20`
+    - `tercet chaos --real --simulate llama-3.1-8b-h100-tp1 --fleet 2,3 --fault-rate 20`
     """
     site = _real(config) if config.real else _simulated(config)
     planned = _schedule(config, site)
@@ -122,7 +122,7 @@ def chaos(config: ChaosConfig) -> None:
         for fault in planned.faults:
             typer.echo(str(fault))
         return
-    load = msgspec.structs.replace(site.load, rate=config.requests or site.load.rate)
+    load = msgspec.structs.replace(site.load, rate=config.request_rate or site.load.rate)
     _report(site.run(planned, load, config.patience), config.replay)
 
 
@@ -175,7 +175,7 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
     kinds = shape.kinds if config.faults is None else parse_kinds(config.faults)
     left_out = () if config.without is None else parse_kinds(config.without)
     chosen: list[FaultKind] = [kind for kind in kinds if kind not in left_out]
-    return plan_faults(config.seed, shape, config.minutes, config.rate or site.rate, chosen)
+    return plan_faults(config.seed, shape, config.minutes, config.fault_rate or site.rate, chosen)
 
 
 def _report(result: ChaosResult, replay: str) -> None:

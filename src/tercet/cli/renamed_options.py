@@ -19,6 +19,7 @@ _MEASUREMENT = {
 }
 _FILE = {"--json": "--result-filename"}
 RENAMED: Mapping[str, Mapping[str, str]] = {
+    "tercet chaos": {"--rate": "--fault-rate", "--requests": "--request-rate"},
     "tercet sim": _SIMULATION,
     "tercet sim sweep": _SIMULATION,
     "tercet bench serve": _MEASUREMENT,

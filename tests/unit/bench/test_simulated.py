@@ -390,6 +390,8 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim --goodput ttft=1", "is not NAME:MILLISECONDS"),
         ("sim --rate 1", "No such option: --rate; it is now --request-rate"),
         ("sim --requests 1", "it is now --num-prompts"),
+        ("chaos --rate 1", "it is now --fault-rate"),
+        ("chaos --requests 1", "it is now --request-rate"),
         ("sim --warm-up 1", "it is now --num-warmups"),
         ("sim --arrivals gamma", "it is now --arrival"),
         ("sim --slo ttft=1", "it is now --goodput NAME:MS"),

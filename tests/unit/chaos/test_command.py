@@ -8,7 +8,7 @@ import pytest
 
 from tercet.cli.app import _run
 
-FLEET = ["chaos", "--seed", "5", "--minutes", "0.05", "--fleet", "1,2", "--rate", "200", "--requests", "5"]
+FLEET = ["chaos", "--seed", "5", "--minutes", "0.05", "--fleet", "1,2", "--fault-rate", "200", "--request-rate", "5"]
 
 
 def test_a_plan_is_printed_and_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,12 +29,14 @@ def test_a_run_without_violations_ends_well(capsys: pytest.CaptureFixture[str]) 
 
 def test_violations_end_it_with_1_and_the_command_that_runs_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([*FLEET, "--faults", "stop", "--patience", "0.001"]) == 1
-    again = "tercet chaos --seed 5 --minutes 0.05 --fleet 1,2 --faults stop --rate 200 --requests 5 --patience 0.001"
+    options = "--minutes 0.05 --fleet 1,2 --faults stop --fault-rate 200 --request-rate 5 --patience 0.001"
+    again = f"tercet chaos --seed 5 {options}"
     assert f"violations with seed 5; again: {again}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--fleet", "3"], ["--faults", "rain"], ["--rate", "0"], ["--faults", "clock"], ["--schedule", "/none"]]
+    "wrong",
+    [["--fleet", "3"], ["--faults", "rain"], ["--fault-rate", "0"], ["--faults", "clock"], ["--schedule", "/none"]],
 )
 def test_bad_input_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["chaos", *wrong]) == 2

@@ -1,6 +1,6 @@
-"""Seed 1's evaluation in simulation, beside its figure, and what its text says.
+"""The evaluation of "Microserving LLM engines" in simulation, beside its figure, and what its text says.
 
-    python benchmarks/seed1.py [--figures read.json] [--seeds 3]
+    python benchmarks/microserving.py [--figures read.json] [--seeds 3]
 
 Three constants are fitted to everything that was read off the figure at the lowest rate; the other rates are
 predictions. The file is ``{line: {rate: {"jct": seconds, ...}}}``; that beside this one has the figure's pixels.
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tercet.bench.simulated.seed1 import (
+from tercet.bench.simulated.microserving import (
     LINES,
     LOWEST,
     RATES,
@@ -29,7 +29,7 @@ from tercet.bench.simulated.seed1 import (
 )
 from tercet.protocol import BadRequest
 
-READ = Path(__file__).with_name("seed1_figure.json")
+READ = Path(__file__).with_name("microserving_figure.json")
 TABLES = (("ttft", "mean TTFT, s", 1.0, 2), ("tpot", "mean TPOT, ms", 1e3, 1), ("jct", "mean JCT, s", 1.0, 2))
 P99 = (("jct_p99", "P99 JCT, s", 1.0, 2),)
 
@@ -46,7 +46,7 @@ def main() -> None:
         scales = fit_to_figures(setting, plot)
         report(setting, scales, plot)
     except (BadRequest, OSError) as error:
-        sys.exit(f"seed1: {error}")
+        sys.exit(f"microserving: {error}")
 
 
 def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:

@@ -54,7 +54,7 @@ Plot = Mapping[str, Mapping[float, Figures]]
 
 
 class EvaluationSetup:
-    """Seed 1's setting, averaged over seeds; asks for the same run once."""
+    """Its setting, averaged over seeds; asks for the same run once."""
 
     def __init__(self, seeds: int = 3, requests: int = 800) -> None:
         self._seeds = seeds

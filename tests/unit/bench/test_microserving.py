@@ -1,4 +1,7 @@
-"""Seed 1's evaluation in simulation, on fewer requests than `benchmarks/seed1.py` runs: what its text says holds."""
+"""The evaluation of "Microserving LLM engines" in simulation: what its text says holds.
+
+On fewer requests than `benchmarks/microserving.py` runs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tercet.bench.simulated.seed1 import (
+from tercet.bench.simulated.microserving import (
     LINES,
     LOWEST,
     RATES,
@@ -23,7 +26,7 @@ from tercet.bench.simulated.seed1 import (
 )
 from tercet.protocol import BadRequest
 
-# As `benchmarks/seed1.py` fits it to the text, on 800 requests and three seeds.
+# As `benchmarks/microserving.py` fits it to the text, on 800 requests and three seeds.
 FITTED = Scales(1.27)
 
 
