@@ -30,6 +30,12 @@ def migration(
     tail: Annotated[int, typer.Option(min=0, help="Tokens that the last stage may leave behind.")] = (
         MoveSettings().tail
     ),
+    portion: Annotated[int, typer.Option(min=1, help="Tokens that a live move sends in one go, before it rests.")] = (
+        MoveSettings().portion
+    ),
+    share: Annotated[
+        float, typer.Option(max=1, help="Share of a stage's time in which KV is sent; 1 for no rests.")
+    ] = MoveSettings().share,
     result_filename: Annotated[Path | None, typer.Option(help="The JSON file to write, with every move.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the pauses by length here (.png, .svg, .pdf); needs matplotlib.")
@@ -49,7 +55,7 @@ def migration(
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
     require_folder(result_filename, "--result-filename")
-    settings = MoveSettings(stages=stages, tail=tail)
+    settings = MoveSettings(stages=stages, tail=tail, portion=portion, share=share)
     costs = list[MoveCost]()
 
     async def measure() -> None:

@@ -1,13 +1,15 @@
 """Live migration: a sequence goes on at another engine, with its KV, and its client does not notice.
 
 It is a program over the verbs. While the source decodes, what it has computed is sent in stages, each of which brings
-what came while the one before was on its way. Once few enough tokens are left, the sequence is cut over: nothing more
-is taken from the source, and the destination goes on behind the last token that was; it computes the few positions that
-no stage has brought in the step that makes the next token. The source is not asked, so it cannot be waited for.
+what came while the one before was on its way. A stage goes in portions with rests between them, so that both engines
+decode for others almost as if nothing were copied. Once few enough tokens are left, the sequence is cut over: nothing
+more is taken from the source, and the destination goes on behind the last token that was; it computes the few positions
+that no stage has brought in the step that makes the next token. The source is not asked, so it cannot be waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 import msgspec
@@ -17,18 +19,17 @@ from tercet.settings import MoveSettings
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One stage: KV of the token positions ``[begin, end)``; ``seconds`` are those of the send."""
+    """One stage: KV of the token positions ``[begin, end)``; ``seconds`` are those of its sends, without the rests."""
 
     begin: int
     end: int
-    bytes: int
-    seconds: float
-    transport: str
+    bytes: int = 0
+    seconds: float = 0.0
+    transport: str = ""
 
-    @classmethod
-    def of(cls, sent: Sent) -> Stage:
-        """What was sent in it."""
-        return cls(sent.begin, sent.end, sent.bytes, sent.seconds, sent.transport)
+    def and_then(self, sent: Sent) -> Stage:
+        """This one, with a portion more."""
+        return Stage(self.begin, sent.end, self.bytes + sent.bytes, self.seconds + sent.seconds, sent.transport)
 
 
 class Movable(Protocol):
@@ -67,16 +68,21 @@ async def migrate(sequence: Movable, to: Engine, settings: MoveSettings) -> tupl
         return ()
     context = sequence.context()
     async with to.prep_recv(context) as space:
-        sent = [await _send(sequence, context, space)]
+        sent = [await _send(sequence, context, space, settings)]
         while sequence.computed - space.end > settings.tail and len(sent) < settings.stages:
             context = sequence.context()
             space = await to.extend_recv(space, context)
-            sent.append(await _send(sequence, context, space))
+            sent.append(await _send(sequence, context, space, settings))
         await sequence.cut_over(to, space.end)
     return tuple(sent)
 
 
-async def _send(sequence: Movable, context: Request, space: Reservation) -> Stage:
-    if not space.missing:  # the destination had it cached
-        return Stage(space.end, space.end, 0, 0.0, "")
-    return Stage.of(await sequence.engine.remote_send(context, space, space.matched_len))
+async def _send(sequence: Movable, context: Request, space: Reservation, settings: MoveSettings) -> Stage:
+    stage = Stage(space.matched_len, space.matched_len)
+    while stage.end < space.end:
+        end = min(stage.end + settings.portion, space.end)
+        sent = await sequence.engine.remote_send(context, space, stage.end, end)
+        stage = stage.and_then(sent)
+        if end < space.end:
+            await asyncio.sleep(sent.seconds / settings.share - sent.seconds)
+    return stage

@@ -10,6 +10,7 @@ from msgspec import Meta
 from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 
 MOVES = "Moves"
+Share = Annotated[float, Meta(gt=0, le=1)]
 KVCaches = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 
 
@@ -26,6 +27,13 @@ class MoveSettings(Settings, frozen=True):
         NotNegative,
         Setting("A stage is the last one if no more tokens come meanwhile: the rest is computed anew.", panel=MOVES),
     ] = msgspec.field(default=16, name="move-tail")
+    portion: Annotated[
+        AtLeastOne,
+        Setting("Tokens whose KV is sent in one go; a stage rests after each.", unit="tokens", panel=MOVES),
+    ] = msgspec.field(default=512, name="move-portion")  # fmt: skip
+    share: Annotated[
+        Share, Setting("Share of a stage's time in which KV is sent; 1 for no rests.", panel=MOVES)
+    ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
     deadline_s: Annotated[
         Seconds,
         Setting("How long a move may take; then the sequence stays where it is.", unit="seconds", panel=MOVES),

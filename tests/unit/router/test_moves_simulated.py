@@ -76,6 +76,20 @@ def test_a_slow_link_takes_more_stages_and_the_sequence_decodes_meanwhile(metric
     run_virtual(check())
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_stage_goes_in_portions_and_rests_in_between(metrics: Metrics, share: float) -> None:
+    async def check() -> None:
+        # A portion of a hundred tokens takes 25 ms, and until the step is over in which it was asked for.
+        move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, stages=1, portion=100, share=share)
+        (stage,) = move.stages
+        assert (stage.begin, stage.bytes) == (0, pytest.approx(stage.end * KV_BYTES, rel=0.2))
+        assert stage.end > 1000
+        assert stage.seconds > stage.end / 4000
+        assert move.seconds == pytest.approx(stage.seconds / share, rel=0.2)
+
+    run_virtual(check())
+
+
 def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None:
     async def check() -> None:
         _, engines = await serve(metrics, 500, speed=1e9, others=3)
