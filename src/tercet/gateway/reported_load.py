@@ -40,8 +40,7 @@ class ReportedLoad:
         """A request with a prompt of so many tokens is on its way to the engine."""
         recent = self._recent.setdefault(member.name, _Recent())
         recent.picks.append((self._clock(), tokens))
-        member.in_flight += 1
-        member.in_flight_tokens += tokens
+        self._count(member, recent)
 
     def reported(self, name: str, load: EngineLoad) -> None:
         """An engine said how busy it is."""
@@ -50,16 +49,17 @@ class ReportedLoad:
         except UnknownEngine:  # it has just left
             self._recent.pop(name, None)
             return
-        recent = self._recent.get(name)
-        if recent is None:
-            recent = self._recent[name] = _Recent()
+        recent = self._recent.setdefault(name, _Recent())
         recent.requests, recent.tokens = load.waiting + load.running, load.tokens or 0
+        self._count(member, recent)
+        self.on_news()
+
+    def _count(self, member: Member, recent: _Recent) -> None:
         picks, oldest = recent.picks, self._clock() - UNTIL_COUNTED
         while picks and picks[0][0] < oldest:
             picks.popleft()
         member.in_flight = recent.requests + len(picks)
         member.in_flight_tokens = recent.tokens + sum(tokens for _, tokens in picks)
-        self.on_news()
 
     def on_its_way(self, name: str) -> int:
         """Requests that were picked for the engine just now."""
