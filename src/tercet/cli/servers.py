@@ -19,9 +19,12 @@ from tercet.cluster.engine_command import (
     check_flags,
     engine_argv,
     engine_env,
+    plain_argv,
     require_private,
 )
+from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model
+from tercet.cluster.model_hub import find_model, require_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.migration import policies_of
 from tercet.programs import load_program
@@ -94,7 +97,7 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
     check_flags(spec.extra_args, VLLM_FLAGS)
     if not visible_devices():
         spec = msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
-    argv, env = engine_argv(spec), engine_env(spec)
+    argv, env = plain_argv(spec) if print_only else engine_argv(spec), engine_env(spec)
     if THREADS_BIND in os.environ:
         env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
     if print_only:
@@ -102,6 +105,10 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
         return
     require_private(spec)
     require_free(spec.host, spec.port)
+    require_model(spec.model)
+    require_memory([spec])
+    if (slow := shared_cores([spec])) is not None:
+        note(slow)
     os.execvpe(argv[0], argv, {**os.environ, **env})
 
 
@@ -144,13 +151,13 @@ def router(config: RouterConfig) -> None:
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
     check_flags(config.vllm_args, VLLM_FLAGS)
-    model = resolve_model(config.model, note)
-    config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
     if config.scheduling is not None:
         load_scheduling(Path(config.scheduling).expanduser())
     require_free(config.host, config.port)
+    model = find_model(config.model, note)
+    config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:
         raise typer.Exit(supervise(config))
     serve(config)

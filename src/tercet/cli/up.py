@@ -6,15 +6,15 @@ import asyncio
 import json
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tercet.cli.detached import detach
+from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.setting_flags import settings_command
-from tercet.cli.terminal import console, say
+from tercet.cli.terminal import say
 from tercet.cluster.local import local_fleet
-from tercet.cluster.model import resolve_model
+from tercet.cluster.model_hub import find_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
@@ -22,51 +22,6 @@ from tercet.migration import policies_of
 from tercet.programs import load_program
 from tercet.scheduling import load_scheduling
 from tercet.sim import load_profile
-
-STILL_SECONDS = 10.0
-
-
-class Progress:
-    """Says how each process gets on, and what is still loading: a live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._loading: list[str] = []
-        self._status = console.status("starting") if console.is_terminal else None
-
-    async def __aenter__(self) -> Progress:
-        self._ticking = asyncio.create_task(self._tick())
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing is loading any more; may be called twice."""
-        self._ticking.cancel()
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, name: str, state: str) -> None:
-        """One process reached a state."""
-        if state == "loading":
-            self._loading.append(name)
-        elif name in self._loading:
-            self._loading.remove(name)
-        say(f"  {name}: {state}")
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(1 if self._status is not None else STILL_SECONDS)
-            if not self._loading:
-                continue
-            line = f"loading {', '.join(self._loading)} ({time.monotonic() - self._began:.0f} s)"
-            if self._status is not None:
-                self._status.update(line)
-            else:
-                say(f"  {line}")
 
 
 def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
@@ -79,7 +34,7 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     if config.port:
         require_free(config.host, config.port)
     # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.
-    model = resolve_model(config.model, lambda line: say(f"  model: {line}"))
+    model = find_model(config.model, lambda line: say(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
 
 
@@ -109,7 +64,7 @@ async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awai
 async def _fleet(
     config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]], hurry: asyncio.Event
 ) -> None:
-    async with Progress() as progress, local_fleet(config, model, progress, hurry) as fleet:
+    async with FleetProgress() as progress, local_fleet(config, model, progress, hurry) as fleet:
         progress.close()
         await then(fleet)
 

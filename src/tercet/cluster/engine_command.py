@@ -74,6 +74,8 @@ def _spelling(arg: str) -> str:
     return arg.split("=", 1)[0].replace("_", "-") if arg.startswith("--") else arg.split("=", 1)[0]
 
 
+PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
+WITH_ONE_IMPORT = "tercet.vllm_plugin.server"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
@@ -114,11 +116,22 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
 
 
-def engine_argv(spec: EngineSpec) -> list[str]:
+def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> list[str]:
     """Arguments of the server process; the caller's own vLLM flags come last and win.
 
+    It is the plain vLLM command, unless one import of vLLM can serve all processes of the engine.
     Raises :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be joined with Tercet's.
     """
+    argv = plain_argv(spec)
+    return (
+        [WITH_ONE_IMPORT if part == PLAIN_SERVER else part for part in argv]
+        if _one_import_serves(spec, inherited)
+        else argv
+    )
+
+
+def plain_argv(spec: EngineSpec) -> list[str]:
+    """:func:`engine_argv` with vLLM's own server in any case."""
     where = [
         "--model", spec.model, "--served-model-name", spec.served_model_name,
         "--host", spec.host, "--port", str(spec.port),
@@ -133,12 +146,30 @@ def engine_argv(spec: EngineSpec) -> list[str]:
     if spec.built_in:
         defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", *where, "--disable-uvicorn-access-log",
+        sys.executable, "-m", PLAIN_SERVER, *where, "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
           for part in (flag, value) if part),
         KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
         *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
+
+
+def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
+    """Whether the engine has a single worker, on cores that Tercet chose, and nothing is read at import that differs.
+
+    That is so if it compiles nothing, and if no other OpenMP than PyTorch's is asked for.
+    """
+    given = [flag for flag, _ in _flags(spec.extra_args)]
+    several = {"--data-parallel-size", "-dp", "--nnodes", "--headless", "--api-server-count", "-asc"}
+    compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
+    return (
+        bool(spec.cores)
+        and spec.simulate is None
+        and ranks_of(spec.extra_args) == 1
+        and not {*given} & (several | compiled)
+        and THREADS_BIND not in inherited
+        and "omp" not in inherited.get("LD_PRELOAD", "")
+    )
 
 
 def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> None:

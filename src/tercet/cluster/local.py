@@ -16,10 +16,11 @@ import msgspec
 from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
 from tercet.cluster.compute import split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
+from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, cache_root
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.restarts import Restarts
-from tercet.cluster.running_fleet import OnEvent, RunningEngine, RunningFleet, until_ready
+from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
@@ -42,8 +43,13 @@ async def local_fleet(
     """
     if config.port:
         require_free(config.host, config.port)
-    log_dir = log_directory(config)
+    for index in range(config.workers if config.stream_port else 0):
+        require_free(ENGINE_HOST, config.stream_port + index, "stream-port")
     specs = engine_specs(config, model)
+    require_memory(specs)
+    if (slow := shared_cores(specs)) is not None:
+        on_event("note", slow)
+    log_dir = log_directory(config)
     secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
     engines = [
         RunningEngine(
@@ -66,7 +72,7 @@ async def local_fleet(
         # The front door loads beside the engines and waits for them.
         for process in (*(engine.process for engine in engines), router):
             await process.start()
-            on_event(process.name, "loading")
+            on_event(process.name, LOADING)
         async with asyncio.TaskGroup() as group:
             for engine in engines:
                 group.create_task(engine.until_ready(on_event))

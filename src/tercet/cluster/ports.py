@@ -18,15 +18,15 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` naming ``--host`` or ``--port`` if nobody can listen there."""
+def require_free(host: str, port: int, setting: str = "port") -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` naming ``--host`` or the port's ``setting`` if nobody can listen."""
     family, address = _resolve(host, port)
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            flag = "host" if error.errno in _HOST_ERRORS else "port"
+            flag = "host" if error.errno in _HOST_ERRORS else setting
             raise BadRequest(
                 f"--{flag}: cannot listen at {host}:{port}: {_reason(error)}; choose another --{flag}", flag
             ) from error

@@ -14,11 +14,13 @@ import msgspec
 
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.restarts import Restarts
+from tercet.cluster.start_progress import StartProgress
 from tercet.protocol import Role, ShuttingDown, from_wire
 from tercet.protocol.wire import UNREADABLE
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
+LOADING = "loading"
 OnEvent = Callable[[str, str], None]
 
 
@@ -62,7 +64,7 @@ class RunningEngine:
             await self.process.start()
         except OSError as error:
             raise StartFailed(f"{self.name} cannot be started anew: {error}") from error
-        on_event(self.name, "loading")
+        on_event(self.name, LOADING)
         try:
             await self.until_ready(on_event)
         except StartFailed:
@@ -135,16 +137,22 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
 
 
 async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
-    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long."""
-    began = time.monotonic()
+    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long.
+
+    ``on_event`` hears of each stage that it comes to: :data:`LOADING` with its name.
+    """
+    progress = StartProgress(process.log)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while time.monotonic() - began < READY_SECONDS:
+        while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
                 async with session.get(f"{url}/health") as response:
                     if response.status == 200:
-                        on_event(process.name, f"ready in {time.monotonic() - began:.0f} s")
+                        progress.look()
+                        on_event(process.name, f"ready in {progress.summary()}")
                         return
+            if progress.look():
+                on_event(process.name, f"{LOADING}: {progress.stage}")
             await asyncio.sleep(ASK_SECONDS)
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")

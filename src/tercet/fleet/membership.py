@@ -229,7 +229,7 @@ class Membership:
         members = self._fleet.members if members is None else members
         if not members:
             return []
-        asked = [asyncio.ensure_future(_first_status(member.engine)) for member in members]
+        asked = [asyncio.ensure_future(_first_status(member, seconds)) for member in members]
         try:
             await asyncio.wait(asked, timeout=seconds)
         finally:
@@ -276,9 +276,18 @@ class Membership:
             self._closing.spawn(found[1].aclose())
 
 
-async def _first_status(engine: Engine) -> EngineStatus:
+async def _first_status(member: Member, seconds: float) -> EngineStatus:
+    """Its status, as soon as it answers; who waits for long, up to ``seconds``, is told at once for whom."""
+    is_said = seconds <= LOOK_SECONDS
     while True:
         try:
-            return await engine.status()
-        except EngineUnreachable:
+            return await member.engine.status()
+        except EngineUnreachable as error:
+            if not is_said:
+                logger.warning("engines: waiting up to %.0f s for %s: %s", seconds, member.name, error.message)
+            is_said = True
             await asyncio.sleep(LOOK_SECONDS)
+        except TercetError as error:
+            if not is_said:
+                logger.error("engines: %s answers, but not as a Tercet engine: %s", member.name, error.message)
+            raise

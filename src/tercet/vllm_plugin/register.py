@@ -24,6 +24,7 @@ def register() -> None:
         return
 
     from tercet.vllm_plugin.engine.core_methods import add_core_methods
+    from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
 
@@ -31,3 +32,4 @@ def register() -> None:
     begin_requests_with_output()
     keep_generators_of_unfinished_prompts()
     let_queue_readers_sleep()
+    tell_stages_of_workers()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tercet.protocol import TercetError
-from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine import core_methods, loading_stages
 from tercet.vllm_plugin.engine.connector_messages import TercetParams
 from tercet.vllm_plugin.engine.core_methods import CoreCalls
 from tercet.vllm_plugin.engine.llm_requests import LLMRequest
@@ -49,6 +49,7 @@ async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> 
     One that cannot serves all else, and says so in its log. To be called before anybody else asks it for anything.
     """
     began = time.monotonic()
+    loading_stages.begin(loading_stages.FIRST_REQUESTS)
     for use in SAMPLING:
         await _practise(use, client, token)
     if not client.vllm_config.model_config.skip_tokenizer_init:  # without a tokenizer there are no grammars

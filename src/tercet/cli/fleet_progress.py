@@ -1,0 +1,90 @@
+"""How the processes of a fleet get on while they load: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from rich.live import Live
+from rich.table import Table
+
+from tercet.cli.terminal import console, say
+from tercet.cluster.running_fleet import LOADING
+
+# Without a terminal: how often what still loads is said.
+STILL_SECONDS = 10.0
+
+
+@dataclass
+class _Loading:
+    """One process; times are of the monotonic clock."""
+
+    began: float
+    stage: str
+    since: float
+
+
+class FleetProgress:
+    """Told of every process's states (:data:`~tercet.cluster.running_fleet.OnEvent`); says them."""
+
+    def __init__(self) -> None:
+        self._loading: dict[str, _Loading] = {}
+        self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+
+    async def __aenter__(self) -> FleetProgress:
+        self._ticking = asyncio.create_task(self._tick())
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is loading any more; may be called twice."""
+        self._ticking.cancel()
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, name: str, state: str) -> None:
+        """One process reached a state."""
+        now = time.monotonic()
+        word, _, stage = state.partition(": ")
+        if word != LOADING:
+            self._loading.pop(name, None)
+            say(f"  {name}: {state}")
+        elif stage:
+            self._enter(name, stage, now)
+        else:
+            self._loading[name] = _Loading(now, "starting", now)
+            if self._live is None:
+                say(f"  {name}: {state}")
+        self._draw()
+
+    def _enter(self, name: str, stage: str, now: float) -> None:
+        process = self._loading.setdefault(name, _Loading(now, stage, now))
+        process.stage, process.since = stage, now
+        if self._live is None:
+            say(f"  {name}: {stage} ({now - process.began:.0f} s)")
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        now = time.monotonic()
+        table = Table.grid(padding=(0, 2))
+        for name, process in self._loading.items():
+            table.add_row(
+                "", name, process.stage, f"{now - process.since:.0f} s", f"[dim]of {now - process.began:.0f} s"
+            )
+        self._live.update(table, refresh=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1 if self._live is not None else STILL_SECONDS)
+            if self._live is not None:
+                self._draw()
+            elif self._loading:
+                now = time.monotonic()
+                parts = [f"{name} ({each.stage}, {now - each.since:.0f} s)" for name, each in self._loading.items()]
+                say(f"  still loading: {', '.join(parts)}")

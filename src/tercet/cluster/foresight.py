@@ -1,0 +1,84 @@
+"""What engines would find out only after minutes, each by itself: too little memory, too few cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
+from tercet.cluster.model_hub import cached_snapshot
+from tercet.protocol import BadRequest
+
+GIB = 1 << 30
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# With these the caller decides on KV memory, or on what is loaded.
+OWN_MEMORY = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--load-format")
+BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_memory(specs: Sequence[EngineSpec], available: int | None = None) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if CPU engines cannot have their weights and KV at once.
+
+    ``available`` are the bytes that are free; if not given, those of this machine and this control group.
+    """
+    needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
+    free = _available() if available is None else available
+    if sum(weights + kv for weights, kv in needs) <= free:
+        return
+    weights, kv = max(needs)
+    engines = f"{len(needs)} engines with" if len(needs) > 1 else "an engine with"
+    each = " each" if len(needs) > 1 else ""
+    raise BadRequest(
+        f"--kv-cache-gib: {engines} {weights / GIB:.1f} GiB of weights and {kv / GIB:.0f} GiB of KV{each} need "
+        f"{sum(map(sum, needs)) / GIB:.1f} GiB, {free / GIB:.1f} are free; choose a smaller --kv-cache-gib or model, "
+        "or fewer engines",
+        "kv-cache-gib",
+    )
+
+
+def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
+    """A sentence if workers have to share cores: then all of them are slower, and steps may take seconds."""
+    workers = sum(ranks_of(spec.extra_args) for spec in specs if spec.cores)
+    cores = len({core for spec in specs for core in spec.cores})
+    if workers <= cores:
+        return None
+    return f"{workers} workers of engines share {cores} core{'s' if cores > 1 else ''}, so all of them will be slow"
+
+
+def _needed(spec: EngineSpec) -> tuple[int, int] | None:
+    """Bytes of weights and of KV, at least; None if the caller has his own ways."""
+    if any(value_of(spec.extra_args, flag) is not None for flag in OWN_MEMORY):
+        return None
+    checkpoint = Path(spec.model) if Path(spec.model).is_dir() else cached_snapshot(spec.model)
+    weights = 0 if checkpoint is None else _weights(checkpoint, spec.dtype)
+    return weights, spec.kv_cache_gib * GIB * ranks_of(spec.extra_args)
+
+
+def _weights(checkpoint: Path, dtype: str | None) -> int:
+    """Bytes that they take in memory: one kind of files of a checkpoint, which may hold several."""
+    kinds = ([*checkpoint.glob(kind)] for kind in WEIGHTS)
+    stored = next((files for files in kinds if files), list[Path]())
+    size = sum(file.stat().st_size for file in stored)
+    described: dict[str, Any] = {}
+    with suppress(OSError, msgspec.DecodeError):
+        described = msgspec.json.decode((checkpoint / "config.json").read_bytes(), type=dict[str, Any])
+    had = BYTES.get(str(described.get("dtype") or described.get("torch_dtype")))
+    wanted = BYTES.get(str(dtype))
+    known = had is not None and wanted is not None and "quantization_config" not in described
+    return size * wanted // had if known and wanted and had else size
+
+
+def _available() -> int:
+    """Bytes that new processes can get here."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
+        limit = int((CGROUP / "memory.max").read_text())
+        used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - int(used["anon"]) - int(used["shmem"]) - int(used["kernel"]))
+    return free

@@ -1,0 +1,96 @@
+"""Whether vLLM will find a model: as a checkpoint's directory, in the cache of the model hub, or at the hub.
+
+Engines would find out after half a minute, each with a page of errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from pathlib import Path
+
+from tercet.cluster.model import BUILT_IN, OnProgress, resolve_model
+from tercet.protocol import BadRequest
+
+HUB = "https://huggingface.co"
+ASK_SECONDS = 5.0
+# A directory that vLLM loads has one of them.
+DESCRIPTIONS = ("config.json", "params.json")
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
+
+
+def find_model(name: str, on_progress: OnProgress) -> str:
+    """:func:`~tercet.cluster.model.resolve_model` for a model that is to be loaded: it has to be somewhere."""
+    model = resolve_model(name, on_progress)
+    require_model(model)
+    return model
+
+
+def require_model(name: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find ``name``, as it was resolved.
+
+    Asks the hub, for at most some seconds, about a model that is not on this machine.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / description).is_file() for description in DESCRIPTIONS) and not [*path.glob("*.gguf")]:
+            raise BadRequest(f"model: {path} is no checkpoint: it has no {DESCRIPTIONS[0]}", "model")
+    elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
+        _require_at_hub(name)
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """Where the hub's cache has the files of a model, if it has any."""
+    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = [each for each in snapshots.glob("*") if (each / DESCRIPTIONS[0]).exists()] if snapshots.is_dir() else []
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Names that are vLLM's to understand: URLs, files in a repository, another hub."""
+    return "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+
+
+def _require_at_hub(name: str) -> None:
+    if not _ID.fullmatch(name):
+        raise _unknown(name, "it is no directory here, and no name that a model hub could have")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise _unknown(name, f"it is neither a directory here nor in {_hub_cache()}, and HF_HUB_OFFLINE is set")
+    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    request = urllib.request.Request(f"{hub}/api/models/{name}", headers=_token())
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code in _MISSING:
+            hint = "" if request.has_header("Authorization") else ", or none that it shows without HF_TOKEN"
+            raise _unknown(name, f"it is no directory here, and {hub} has no such model{hint}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        where = f"it is neither a directory here nor in {_hub_cache()}"
+        raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
+
+
+def _token() -> dict[str, str]:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    file = home / "token"
+    token = os.environ.get("HF_TOKEN") or (file.read_text().strip() if file.is_file() else "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _unknown(name: str, why: str) -> BadRequest:
+    cached = [each.name.removeprefix("models--").replace("--", "/") for each in _hub_cache().glob("models--*")]
+    here = [each.name for each in Path().glob("*") if (each / DESCRIPTIONS[0]).is_file()]
+    close = difflib.get_close_matches(name, [BUILT_IN, *cached, *here], 1)
+    meant = f"; did you mean {close[0]}?" if close else f"; the built-in one is {BUILT_IN}"
+    return BadRequest(f"model: there is no {name!r}: {why}{meant}", "model")
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

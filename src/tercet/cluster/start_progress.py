@@ -1,0 +1,58 @@
+"""How far a server that starts has come: the stages that it tells in its log, and how long each took."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tercet.vllm_plugin.engine.loading_stages import MARK
+
+STARTING = "starting"
+# Stages that are over sooner are not told.
+SHORT_SECONDS = 1.0
+
+
+class StartProgress:
+    """One start, whose output goes to ``log``; its time counts from here."""
+
+    def __init__(self, log: Path) -> None:
+        self.stage = STARTING
+        self._log = log
+        self._read = 0
+        self._began = self._since = time.monotonic()
+        self._took: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def look(self) -> bool:
+        """Read on in the log; returns whether it has come to another stage."""
+        found = [line.partition(MARK)[2].strip() for line in self._new_lines() if MARK in line]
+        for stage in found:
+            self._enter(stage)
+        return bool(found)
+
+    def summary(self) -> str:
+        """The whole time, and that of the stages that took long: ``31 s (starting 22 s, weights 3 s)``."""
+        self._enter(self.stage)
+        slow = [f"{stage} {took:.0f} s" for stage, took in self._took.items() if took >= SHORT_SECONDS]
+        return f"{self.seconds:.0f} s" + (f" ({', '.join(slow)})" if len(self._took) > 1 and slow else "")
+
+    def _enter(self, stage: str) -> None:
+        now = time.monotonic()
+        self._took[self.stage] = self._took.get(self.stage, 0.0) + now - self._since
+        self.stage, self._since = stage, now
+
+    def _new_lines(self) -> list[str]:
+        """Whole lines that were written since the last look."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._read)
+                written = log.read()
+        except OSError:
+            return []
+        whole = written[: written.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace").splitlines()

@@ -1,0 +1,109 @@
+"""vLLM's OpenAI server on CPU cores, whose processes share one import: ``python -m tercet.vllm_plugin.server FLAGS``.
+
+The flags are vLLM's, and so is the server. Beside the plain command, torch and vLLM are imported once instead of three
+times (:mod:`.standby`). What vLLM puts into the environment of a worker before it spawns it has to be there before this
+process begins, since libraries read it once: PyTorch's OpenMP, and the cores that its threads are bound to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from tercet.vllm_plugin.standby import StandbyContext, stand_by
+
+PLAIN = "vllm.entrypoints.openai.api_server"
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+PRELOAD = "LD_PRELOAD"
+AFFINITY = "GOMP_CPU_AFFINITY"
+# The cores that this process may use beside those that the worker's threads are bound to.
+ALLOWED = "TERCET_ALLOWED_CORES"
+# Beside what the API server's own module imports.
+OF_CORE_AND_WORKER = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "tercet.vllm_plugin.connector",
+)
+CORE_AND_WORKER = 2
+
+
+def main() -> None:
+    """Become the server of an engine with one worker."""
+    wanted = read_once(os.environ, _openmp())
+    if wanted.items() <= os.environ.items():
+        _share_one_import()
+        runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+    else:
+        wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
+
+
+def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
+    """What vLLM would set for its worker in this ``environment`` and what is read when ``openmp`` is loaded."""
+    preload = environment.get(PRELOAD, "")
+    if openmp is not None and str(openmp) not in preload:
+        preload = ":".join(filter(None, (preload, str(openmp))))
+    return {PRELOAD: preload, AFFINITY: environment[THREADS_BIND].replace(",", " ")}
+
+
+def _openmp() -> Path | None:
+    """PyTorch's own OpenMP; vLLM loads that one before all others. None if PyTorch brings none."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    package = Path(torch.origin).parent
+    places = (package.with_name("torch.libs"), package / "lib")
+    return next((found for place in places for found in sorted(place.glob("libgomp*.so*"))), None)
+
+
+def _share_one_import() -> None:
+    """Import what all processes need, and fork core and worker, which then wait for vLLM to start them."""
+    setproctitle.getproctitle()  # it has to find its place before the environment changes
+    bound = frozenset(os.sched_getaffinity(0))  # by OpenMP, when it was loaded; who does not compute is not bound
+    os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
+    del os.environ[AFFINITY]  # vLLM sets it for its worker alone
+    for module in OF_CORE_AND_WORKER:
+        importlib.import_module(module)
+    start_processes_by(StandbyContext)
+    inspect_models_here()
+    stand_by(CORE_AND_WORKER, bound)
+
+
+def start_processes_by(context: Callable[[], Any]) -> None:
+    """Have vLLM start its core and its worker by ``context``."""
+    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        module: Any = importlib.import_module(name)
+        module.get_mp_context = context
+
+
+def inspect_models_here() -> None:
+    """Have vLLM look at model classes in this process, and not in one that imports vLLM for it.
+
+    It does so lest a GPU be initialised.
+    """
+
+    def here(fn: Callable[[], Any]) -> Any:
+        return fn()
+
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = here
+
+
+def _listed(cores: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(cores)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Processes that are forked before they are needed, from one that has imported vLLM, and then wait for their task.
+
+vLLM starts its core and its workers with ``spawn`` where engines compute on CPUs: an interpreter each, which imports
+torch and vLLM anew, one after the other. Those take most of an engine's start. Here they are imported once: the process
+that becomes the API server imports, and forks the core, which forks the worker, while it still has one thread, no event
+loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process object,
+pipes, the environment) is sent to the one that waits, so nothing else of the API server's state gets into it.
+
+Relies on the protocol between :class:`multiprocessing.process.BaseProcess` and its ``Popen`` (``_bootstrap``,
+``duplicate_for_child``, ``sentinel``), which Python's own ways of starting processes share.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import multiprocessing.context as context
+import os
+import pickle
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
+from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar
+
+_HEADER = struct.Struct("!IQ")  # number of descriptors, bytes of the task
+
+
+@dataclass(frozen=True)
+class Standby:
+    """A child of this process that waits at the other end of ``channel``, and ends when that is closed."""
+
+    pid: int
+    channel: socket.socket
+
+
+_waiting: Standby | None = None
+_received: list[int] = []
+
+
+def stand_by(generations: int, cores: frozenset[int]) -> None:
+    """Fork a process that stands by for this one, which itself has one, and so on; ``generations`` in all.
+
+    Returns in this process alone. The last generation is bound to ``cores``, where it computes.
+    """
+    global _waiting
+    resource_tracker.ensure_running()  # one for all of them: it removes what they leave in shared memory
+    gc.collect()
+    gc.freeze()  # what was imported stays shared: no collector writes to it
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        _waiting = Standby(pid, ours)
+        return
+    ours.close()
+    code = 1
+    try:
+        if generations > 1:
+            stand_by(generations - 1, cores)
+        else:
+            os.sched_setaffinity(0, cores)
+        code = _serve(theirs)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(channel: socket.socket) -> int:
+    """Wait for a task and do it; returns the exit code."""
+    header = _exactly(channel, _HEADER.size)
+    if not header:
+        return 0  # nobody needs it any more
+    count, size = _HEADER.unpack(header)
+    _received[:] = _receive_descriptors(channel, count)
+    environment, process = pickle.loads(_exactly(channel, size))
+    os.environ.clear()
+    os.environ.update(environment)
+    return process._bootstrap(parent_sentinel=channel.fileno())
+
+
+class _Passed:
+    """A descriptor that goes with a task, by its place among them."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def detach(self) -> int:
+        return _received[self.index]
+
+
+class Popen(popen_spawn_posix.Popen):
+    """Gives a process object to the one that stands by."""
+
+    DupFd: Any = _Passed
+
+    def __init__(self, process: BaseProcess, standby: Standby) -> None:
+        self._standby = standby
+        self._descriptors: list[int] = []  # in the order of their places
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._descriptors.append(fd)
+        return len(self._descriptors) - 1
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        task = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump((dict(os.environ), process_obj), task)
+        finally:
+            context.set_spawning_popen(None)
+        channel = self._standby.channel
+        channel.sendall(_HEADER.pack(len(self._descriptors), task.tell()))
+        _send_descriptors(channel, self._descriptors)
+        channel.sendall(task.getbuffer())
+        self.pid = self._standby.pid
+        self.sentinel = channel.fileno()
+        self.finalizer = util.Finalize(self, channel.close)
+
+
+class _Process(context.SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        global _waiting
+        standby, _waiting = _waiting, None
+        return popen_spawn_posix.Popen(process_obj) if standby is None else Popen(process_obj, standby)
+
+
+class StandbyContext(context.SpawnContext):
+    """As ``spawn``, but the first process that this one starts is the one that stands by for it."""
+
+    Process: ClassVar[type[context.SpawnProcess]] = _Process
+
+
+def _send_descriptors(channel: socket.socket, descriptors: Sequence[int]) -> None:
+    # With a byte of its own, since without one nothing is sent.
+    socket.send_fds(channel, [b"\0"], list(descriptors))
+
+
+def _receive_descriptors(channel: socket.socket, count: int) -> list[int]:
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, count)
+    return list(descriptors)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    """So many bytes; none if the other end is closed."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)

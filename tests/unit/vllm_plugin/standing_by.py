@@ -1,0 +1,84 @@
+"""A process with a core and a worker that stand by, as an engine has them: ``python -m ... WHAT``; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tercet.vllm_plugin.standby import StandbyContext, stand_by
+
+
+def told(role: str) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    return {"role": role, "pid": os.getpid(), "parent": os.getppid(), "told": os.environ.get("TOLD"), "cores": cores}
+
+
+def worker(answers: Connection, end: Connection, lock: Any) -> None:
+    with lock:
+        answers.send(told("worker"))
+    end.recv()
+    sys.exit(7)
+
+
+def core(answers: Connection, end: Connection) -> None:
+    context = StandbyContext()
+    os.environ["TOLD"] = "by the core"
+    reading, writing = context.Pipe(duplex=False)
+    ending, ended = context.Pipe(duplex=False)
+    lock = context.Lock()
+    process = context.Process(target=worker, args=(writing, ending, lock), daemon=True)
+    process.start()
+    answers.send([told("core"), reading.recv()])
+    ended.send(None)
+    process.join()
+    answers.send(process.exitcode)
+    end.recv()
+    sys.exit(5)
+
+
+def main(what: str) -> None:
+    computing = frozenset({min(os.sched_getaffinity(0))})
+    stand_by(2, computing)
+    context = StandbyContext()
+    if what == "unused":
+        print(json.dumps(children_of(os.getpid())))
+        return
+    os.environ["TOLD"] = "by the server"
+    reading, writing = context.Pipe(duplex=False)
+    ending, ended = context.Pipe(duplex=False)
+    process = context.Process(target=core, args=(writing, ending))
+    process.start()
+    core_told, worker_told = reading.recv()
+    worker_code, alive = reading.recv(), process.is_alive()
+    if what == "killed":
+        os.kill(process.pid or 0, signal.SIGKILL)
+    else:
+        ended.send(None)
+    is_told = bool(wait([process.sentinel], timeout=20))
+    process.join(20)
+    another = context.Process(target=time.time)
+    another.start()
+    another.join(60)
+    print(
+        json.dumps(
+            {
+                "server": told("server"), "core": core_told, "worker": worker_told, "computing": sorted(computing),
+                "codes": [worker_code, process.exitcode, another.exitcode], "alive": alive, "is_told": is_told,
+            }
+        )
+    )  # fmt: skip
+
+
+def children_of(pid: int) -> list[int]:
+    import psutil
+
+    return [each.pid for each in psutil.Process(pid).children(recursive=True) if "tracker" not in str(each.cmdline())]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
