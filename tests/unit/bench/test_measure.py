@@ -52,6 +52,22 @@ def measured_on(profile: Profile, engines: int = 2, plan: MeasurementPlan = PLAN
     return run_virtual(main())
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+def test_progress_says_which_step_of_how_many_comes_next(engines: int) -> None:
+    told: list[str] = []
+
+    async def main() -> Measured:
+        network = Network()
+        first, *others = (SimEngine(f"e{index}", KNOWN, network, OPTIONS) for index in range(engines))
+        return await Meter(first, others[0] if others else None, PLAN, told.append).measure()
+
+    measured = run_virtual(main())
+    numbers = [line.split(": ")[0] for line in told if line not in ("warming up", "calls")]
+    sends = len(PLAN.sends) * (2 * PLAN.repeats + 1) if engines > 1 else 0
+    total = len(measured.prefills) + len(measured.decodes) + sends
+    assert numbers == [f"{number} of {total}" for number in range(1, total + 1)]
+
+
 def test_a_known_profile_is_found_again() -> None:
     found = profile_from(measured_on(KNOWN), PLAN, "command", ASSUMED)
     assert all(error < 0.02 for error in found.provenance.fit_error.values())

@@ -16,7 +16,7 @@ REFERENCE = ROOT / "docs" / "reference"
 SOURCES = sorted((ROOT / "src" / "tercet").rglob("*.py"))
 METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
 # Of a library that only `tercet chaos` loads into its engines.
-INTERNAL = {"TERCET_CLOCK_OFFSET"}
+INTERNAL = {"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"}
 
 
 def strings(path: Path) -> Iterator[str]:

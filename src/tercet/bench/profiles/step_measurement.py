@@ -70,13 +70,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """Measures one engine, and what ``other`` changes if there is one; ``note`` is told what comes next."""
+    """Measures one engine, and what ``other`` changes if there is one.
+
+    ``note`` is told what comes next, and which of how many steps that is: ``12 of 40: decode of 4 sequences ...``.
+    """
 
     def __init__(
         self, engine: Engine, other: Engine | None, plan: MeasurementPlan, note: Callable[[str], None]
     ) -> None:
         self._plan = plan
-        self._note = note
+        self._tell = note
+        self._begun = self._steps = 0
         chance = random.Random(plan.seed)
         names = names_from(chance)
         self._engine = Probe(engine, chance, names)
@@ -88,18 +92,23 @@ class Meter:
         status = await self._idle(self._engine)
         if self._other is not None:
             await self._idle(self._other)
-        self._note("warming up")
+        self._tell("warming up")
         for probe in (self._engine, self._other) if self._other is not None else (self._engine,):
             await probe.ttft(probe.fresh(64))
             await probe.decode(1, 16, DECODE_STEPS)
         layout, call = await self._call()
         longest = min(status.max_model_len, status.total_blocks * status.block_size // 2)
+        room = int(status.total_blocks * status.block_size * 0.8)
+        prefixed, batched = self._prefill_sizes(layout.block_size, longest), self._decode_sizes(longest, room)
+        rounds = 2 * self._plan.repeats + 1
+        self._steps = len(prefixed) + len(batched) + (self._plan.front_door is not None)
+        if self._other is not None:
+            self._steps += rounds * len(self._send_sizes(longest)) + self._plan.same_host
         front_door = await self._front_door(self._plan.front_door) if self._plan.front_door is not None else 0.0
         transfer = await self._transfer(self._other, longest) if self._other is not None else None
         sharing = await self._sharing(self._other) if self._other is not None and self._plan.same_host else None
-        prefills = await self._prefills(layout.block_size, longest, call)
-        room = int(status.total_blocks * status.block_size * 0.8)
-        decodes = await self._decodes(longest, room)
+        prefills = await self._prefills(prefixed, call)
+        decodes = await self._decodes(batched)
         return Measured(
             status=status,
             layout=layout,
@@ -111,6 +120,13 @@ class Meter:
             sharing=sharing,
         )
 
+    def _begin(self, what: str) -> None:
+        self._begun += 1
+        self._note(what)
+
+    def _note(self, what: str) -> None:
+        self._tell(f"{self._begun} of {self._steps}: {what}")
+
     # ---- the parts -------------------------------------------------------------------------------------------
 
     async def _idle(self, probe: Probe) -> EngineStatus:
@@ -121,7 +137,7 @@ class Meter:
 
     async def _call(self) -> tuple[KVLayout, float]:
         """The KV layout, and the seconds of a call that computes nothing."""
-        self._note("calls")
+        self._tell("calls")
         found = [await self._reserve() for _ in range(max(5, self._plan.repeats))]
         return found[0][0], statistics.median(seconds for _, seconds in found)
 
@@ -131,19 +147,20 @@ class Meter:
         async with probe.engine.prep_recv(probe.request(probe.fresh(64), 1)) as reservation:
             return reservation.kv_addr_info.layout, self._clock() - began
 
-    async def _prefills(self, block_size: int, longest: int, call: float) -> tuple[PrefillPoint, ...]:
+    def _prefill_sizes(self, block_size: int, longest: int) -> list[tuple[int, int]]:
+        """Tokens that are cached, in whole blocks, and tokens that are computed behind them."""
         sizes = [size for size in self._plan.prefills if size <= self._plan.max_step_tokens]
-        points = list[PrefillPoint]()
-        for cached in sorted({size // block_size * block_size for size in self._plan.cached}):
-            if cached + sizes[0] >= longest:
-                continue
-            prefix = self._engine.fresh(cached)
-            if prefix:
+        cached = sorted({size // block_size * block_size for size in self._plan.cached})
+        return [(behind, size) for behind in cached for size in sizes if behind + size < longest]
+
+    async def _prefills(self, sizes: Sequence[tuple[int, int]], call: float) -> tuple[PrefillPoint, ...]:
+        points, prefix = list[PrefillPoint](), tuple[int, ...]()
+        for cached, size in sizes:
+            if cached != len(prefix):
+                prefix = self._engine.fresh(cached)
                 await self._engine.ttft(prefix)
-            for size in sizes:
-                if cached + size < longest:
-                    self._note(f"prefill of {size} tokens behind {cached}")
-                    points.append(await self._prefill(prefix, size, call))
+            self._begin(f"prefill of {size} tokens behind {cached}")
+            points.append(await self._prefill(prefix, size, call))
         return tuple(points)
 
     async def _prefill(self, prefix: tuple[int, ...], size: int, call: float) -> PrefillPoint:
@@ -153,14 +170,21 @@ class Meter:
         tokens = statistics.median(usage.computed if usage is not None else size for usage in usages)
         return PrefillPoint(int(tokens), len(prefix) + size - int(tokens), max(seconds, 1e-6))
 
-    async def _decodes(self, longest: int, room: int) -> tuple[DecodePoint, ...]:
-        points = list[DecodePoint]()
+    def _decode_sizes(self, longest: int, room: int) -> list[tuple[int, int]]:
+        """Sequences of a batch, and tokens of context, for which there is room."""
+        found = list[tuple[int, int]]()
         for context in self._plan.contexts:
             for batch in self._plan.batches:
                 tokens = context + DECODE_STEPS + 2 * batch
                 if tokens < longest and tokens * batch <= room:
-                    self._note(f"decode of {batch} sequences at {context} tokens")
-                    points.append(await self._decode(batch, context))
+                    found.append((batch, context))
+        return found
+
+    async def _decodes(self, sizes: Sequence[tuple[int, int]]) -> tuple[DecodePoint, ...]:
+        points = list[DecodePoint]()
+        for batch, context in sizes:
+            self._begin(f"decode of {batch} sequences at {context} tokens")
+            points.append(await self._decode(batch, context))
         return tuple(points)
 
     async def _decode(self, batch: int, context: int) -> DecodePoint:
@@ -168,13 +192,16 @@ class Meter:
         seconds = statistics.median(each for each, _ in found)
         return DecodePoint(batch, context + round(statistics.mean(done for _, done in found)), seconds)
 
+    def _send_sizes(self, longest: int) -> list[int]:
+        return [tokens for tokens in self._plan.sends if tokens < longest]
+
     async def _transfer(self, other: Probe, longest: int) -> Transfer:
         """A line through the median times of sends of several sizes, of KV that is there already."""
-        sizes = [tokens for tokens in self._plan.sends if tokens < longest]
+        sizes = self._send_sizes(longest)
         sent = dict[int, list[Sent]]()
         for number in range(2 * self._plan.repeats + 1):
             for tokens in sizes:
-                self._note(f"transfer of {tokens} tokens, {number + 1}")
+                self._begin(f"transfer of {tokens} tokens, round {number + 1}")
                 sent.setdefault(tokens, []).append(await self._send(other, tokens))
         return transfer_from(list(sent.values()))
 
@@ -186,11 +213,13 @@ class Meter:
             return await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
 
     async def _front_door(self, url: str) -> float:
+        self._begun += 1
         return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
 
     async def _sharing(self, other: Probe) -> HostSharing:
         """What both do to one another; more rounds than other points have, since a ratio has the noise of two."""
         tokens = self._plan.max_step_tokens // 2
+        self._begun += 1
         return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
 
 
