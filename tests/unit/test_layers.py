@@ -25,7 +25,7 @@ LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 SIDEWAYS = {
     ("vllm_plugin", "transport"),
     *((room, "streams") for room in ("vllm_plugin", "sim", "client")),
-    *((room, "settings") for room in ("vllm_plugin", "sim", "transport")),
+    *((room, "settings") for room in ("vllm_plugin", "sim", "transport", "client")),
     # It breaks what they run; nothing but the command line sees it.
     ("chaos", "router"),
     ("chaos", "cluster"),

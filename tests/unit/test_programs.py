@@ -229,4 +229,4 @@ def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, name: str, args: d
     name = name.format(file=tmp_path / "mine.py", missing=tmp_path / "no.py", broken=tmp_path / "broken.py")
     with pytest.raises(BadRequest, match=says) as raised:
         load_program(name, args)
-    assert raised.value.param == "program"
+    assert raised.value.param == ("args" if args else "program")

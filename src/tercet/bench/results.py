@@ -228,6 +228,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def where_and_when() -> str:
+    """The measuring machine and the date, as a figure says them."""
+    on = machine()
+    return f"{on['cpu']}, {on['cores']} cores, {now()[:10]}"
+
+
 def now() -> str:
     """The time of day, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,10 +1,11 @@
-"""The ``tercet`` command and how it ends: one line of complaint, exit code 2 for bad input, 1 for what failed."""
+"""The ``tercet`` command and how it ends: one line of complaint, exit code 2 for what was refused, 1 for a failure."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from types import FrameType
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
 from tercet.cli.status import status
 from tercet.cli.up import up
-from tercet.protocol import BadRequest, TercetError
+from tercet.protocol import TercetError
 from tercet.settings.declaration import near
 
 # The bases of what typer says about the command line; they come from the click that it brings, and have no public name.
@@ -90,10 +91,9 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         # Of a command that was given without any argument the help is printed already, and there is nothing to add.
         command = error.ctx.command_path if error.ctx is not None else "tercet"
         return _complain(f"{message}; see {command} --help", 2) if message else 2
-    except BadRequest as error:
-        return _complain(error.message, 2)
     except TercetError as error:
-        return _complain(error.message, 1)
+        is_refused = HTTPStatus.BAD_REQUEST <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        return _complain(error.message, 2 if is_refused else 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -14,9 +14,9 @@ from tercet.bench.drawing import require_drawing
 from tercet.bench.moving import WAYS, MoveCost, measure_moves
 from tercet.bench.moving_figure import plot_pauses
 from tercet.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
-from tercet.bench.results import machine, now
+from tercet.bench.results import machine, where_and_when
+from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
-from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
 
 
@@ -55,11 +55,12 @@ def migration(
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
     require_folder(result_filename, "--result-filename")
+    prompts, chosen = numbers_in("--lengths", lengths), names_in("--ways", ways, WAYS)
     settings = MoveSettings(stages=stages, tail=tail, portion=portion, share=share)
     costs = list[MoveCost]()
 
     async def measure() -> None:
-        moves = measure_moves(source, destination, _lengths(lengths), _ways(ways), rounds, settings, note)
+        moves = measure_moves(source, destination, prompts, chosen, rounds, settings, note)
         async with aclosing(moves):
             async for cost in moves:
                 costs.append(cost)
@@ -75,29 +76,10 @@ def migration(
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
     say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute all anew")
     show_table("beside them, in multiples of the steps before", NEIGHBOURS, neighbour_rows(costs))
-    on = machine()
     if result_filename is not None:
-        report = {"machine": msgspec.to_builtins(on), "moves": msgspec.to_builtins(costs)}
+        report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
         write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")
     if plot is not None:
-        plot_pauses(costs, plot, f"{on['cpu']}, {on['cores']} cores, {now()[:10]}")
+        plot_pauses(costs, plot, where_and_when())
     if interrupted:
         raise typer.Exit(130)
-
-
-def _ways(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in WAYS]
-    if unknown:
-        raise BadRequest(f"--ways: there is no {unknown[0]!r}; choose of {', '.join(WAYS)}", "--ways")
-    return names
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        found = [int(item) for item in text.split(",")]
-    except ValueError:
-        raise BadRequest(f"--lengths: {text!r} is not a list of numbers", "--lengths") from None
-    if any(length < 1 for length in found):
-        raise BadRequest("--lengths: must be at least 1", "--lengths")
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from tercet.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
+from tercet.cli.given_names import flags_of, given_as
 from tercet.cli.setting_flags import flags_given, parameters_of, taking
 from tercet.protocol import BadRequest
 
@@ -50,7 +51,9 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
                 given["extra_body"] = _json_object(given["extra_body"])
             if given["goodput"] is not None:
                 given["goodput"] = limits_of(given["goodput"])
-            command(load_config(kind, config, flags_given(kind, given)), result_filename)
+            with given_as({**flags_of(kind), "goodput": "--goodput"}):
+                found = load_config(kind, config, flags_given(kind, given))
+            command(found, result_filename)
 
         return taking(run, {**parameters_of(kind), **BY_HAND})
 
@@ -73,3 +76,26 @@ def limits_of(texts: Sequence[str]) -> dict[str, str]:
             raise BadRequest(f"--goodput: {item!r} is not NAME:MILLISECONDS, as in ttft:500", "goodput")
         found[name] = value
     return found
+
+
+def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """The names of a list with commas; raises :class:`~tercet.protocol.BadRequest` for one that is not ``known``."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise BadRequest(f"{flag}: there is no {unknown!r}; choose from {', '.join(known)}", flag)
+    return names
+
+
+def numbers_in(flag: str, text: str, unit: int = 1) -> list[int]:
+    """The numbers above 0 of a list with commas, in multiples of ``unit``, of which each must be a whole number.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    try:
+        found = [float(item) * unit for item in text.split(",")]
+    except ValueError:
+        raise BadRequest(f"{flag}: {text!r} is not a list of numbers with commas", flag) from None
+    if not all(number >= 1 and number.is_integer() for number in found):
+        raise BadRequest(f"{flag}: {text!r} has a number that is not above 0, or not whole", flag)
+    return [int(number) for number in found]

@@ -9,21 +9,21 @@ import typer
 
 from tercet.bench.digits import three_digits
 from tercet.bench.drawing import require_drawing
-from tercet.bench.results import now
+from tercet.bench.results import where_and_when
 from tercet.bench.transfer.cases import KIB, MIB, Table, cases
 from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
 from tercet.bench.transfer.measurement import (
     BACKENDS,
     failures,
     idle_cpu,
-    machine_in_words,
     measure,
     report,
     rows,
 )
 from tercet.bench.transfer.transfer_figure import draw_transfer
+from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.terminal import console, require_folder, say, show_table
-from tercet.protocol import BadRequest, TransferFailed
+from tercet.protocol import TransferFailed
 from tercet.transport import TransportSettings
 
 
@@ -54,8 +54,8 @@ def transfer(
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
-    sizes = cases(_numbers("--chunk", chunk, KIB), _numbers("--total", total, MIB))
-    backends = _backends(backend)
+    sizes = cases(numbers_in("--chunk", chunk, KIB), numbers_in("--total", total, MIB))
+    backends = names_in("--backend", backend, BACKENDS)
     with console.status("starting") as status:
         found = measure(sizes, backends, rounds, streams, status.update)
     # No spinner here: it would be measured, too.
@@ -65,25 +65,7 @@ def transfer(
     if result_filename is not None:
         report(found, idle, slowed).save(result_filename)
     if plot is not None:
-        draw_transfer(found, plot, f"{machine_in_words()}, {now()[:10]}")
-
-
-def _backends(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in BACKENDS]
-    if unknown:
-        raise BadRequest(f"--backend: there is no {unknown[0]!r}; choose from {', '.join(BACKENDS)}", "--backend")
-    return names
-
-
-def _numbers(flag: str, text: str, unit: int) -> list[int]:
-    try:
-        found = [int(float(item) * unit) for item in text.split(",") if item.strip()]
-    except ValueError:
-        raise BadRequest(f"{flag}: {text!r} is not a list of numbers", flag) from None
-    if any(size < 1 for size in found):
-        raise BadRequest(f"{flag}: sizes must be above 0", flag)
-    return found
+        draw_transfer(found, plot, where_and_when())
 
 
 def _show(found: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> None:

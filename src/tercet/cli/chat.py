@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from tercet.cli.fleet_commands import HERE, ApiKey, Url
+from tercet.cli.given_names import require_url
 from tercet.cli.terminal import note
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
@@ -44,8 +45,7 @@ def chat(
     - `tercet chat`
     - `echo hello | tercet chat --max-tokens 50`
     """
-    if not url.startswith(("http://", "https://")):
-        raise BadRequest(f"--url: {url!r} is not a URL such as {HERE}", "--url")
+    require_url(url, "--url", HERE)
     given = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in given.items() if value is not None}
     talk = Chat(url.rstrip("/"), api_key, options, system)

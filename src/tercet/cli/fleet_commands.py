@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import typer
 
+from tercet.cli.given_names import given_as, require_url
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, Role
 
@@ -26,8 +27,7 @@ POLL_SECONDS = 0.5
 
 def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
     """The front door's answer; raises :class:`~tercet.protocol.TercetError`."""
-    if not url.startswith(("http://", "https://")):
-        raise BadRequest(f"--url: {url!r} is not a URL such as {HERE}", "--url")
+    require_url(url, "--url", HERE)
     return asyncio.run(ask_front_door(url, method, path, body, api_key))
 
 
@@ -61,11 +61,10 @@ def add(
 
     Example: `tercet engines add decode-2 http://10.0.0.7:8001 --role decode`
     """
-    typer.echo(
-        engine_in_words(
-            ask(url, api_key, "POST", "/engines", {"name": name, "url": engine_url.rstrip("/"), "role": role})
-        )
-    )
+    require_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
+    body = {"name": name, "url": engine_url.rstrip("/"), "role": role}
+    with given_as({"url": "ENGINE_URL", "name": "NAME"}):
+        typer.echo(engine_in_words(ask(url, api_key, "POST", "/engines", body)))
 
 
 @engines.command()

@@ -17,6 +17,7 @@ import typer
 
 from tercet.bench.profiles.silicon import SiliconQuery, import_profile
 from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
+from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.client import HttpEngine
 from tercet.protocol import BadRequest
@@ -41,7 +42,9 @@ def list_profiles() -> None:
 @profile.command("show")
 def show_profile(name: Annotated[str, typer.Argument(help="A shipped profile, or a JSON file.")]) -> None:
     """Print a profile as JSON."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(load_profile(name))).decode())
+    with given_as({"profile": "NAME"}):
+        found = load_profile(name)
+    typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
 
 
 @profile.command("import")
@@ -85,6 +88,7 @@ def import_silicon(
 
 
 @profile.command("measure")
+@given_as({"repeats": "--repeats", "max_step_tokens": "--max-step-tokens"})
 def measure_engine(
     engine: Annotated[
         list[str],

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tercet.cli.given_names import PARTS, given_as, require_url
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.compute import visible_devices
@@ -73,7 +74,8 @@ def engine(
     if option and simulate is None:
         raise BadRequest("--option: goes with --simulate", "--option")
     if simulate is not None and (vllm_args or print_only):
-        raise BadRequest("--simulate: there is no vLLM that flags could go to", "--simulate")
+        given = "--print" if print_only else VLLM_FLAGS
+        raise BadRequest(f"{given}: with --simulate there is no vLLM that it could be for", given)
     spec = EngineSpec(
         name=name or f"{host}:{port}",
         model=resolve_model(model, note),
@@ -88,7 +90,8 @@ def engine(
         options=key_values(option, "--option"),
     )
     if simulate is not None:
-        _simulate(spec, load_profile(simulate))
+        with given_as(PARTS):
+            _simulate(spec, load_profile(simulate))
     else:
         _become_vllm(spec, print_only)
 
@@ -177,4 +180,5 @@ def rescheduler(config: ReschedulerConfig) -> None:
     if not config.reschedule.policies:
         raise BadRequest("--reschedule: without a policy there is nothing to do", "--reschedule")
     policies_of(config.reschedule)
+    require_url(config.url, "--url", "http://127.0.0.1:8000")
     serve_rescheduler(config)

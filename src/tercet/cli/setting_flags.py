@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from tercet.cli.given_names import PARTS, flags_of, given_as
 from tercet.settings import (
     Declared,
     Settings,
@@ -59,7 +60,8 @@ def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable
         def run(config: Path | None = None, **given: Any) -> None:
             flags = flags_given(kind, given, rest)
             sources = [flags, from_environment(kind), *([] if config is None else [read_yaml(config)])]
-            command(decode_settings(kind, *sources))
+            with given_as({**PARTS, **flags_of(kind)}):
+                command(decode_settings(kind, *sources))
 
         return taking(run, {**parameters_of(kind, rest), "config": Config})
 

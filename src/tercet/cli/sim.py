@@ -17,6 +17,7 @@ from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet.bench.simulated.sweep_figure import plot_sweep
 from tercet.bench.summary import Slo
 from tercet.cli.bench_options import limits_of
+from tercet.cli.given_names import given_as
 from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
@@ -90,8 +91,16 @@ ResultFilename = Annotated[
 ]
 
 
+# By which names things are checked where they are used.
+NAMES = {
+    **{name: f"--{name}" for name in ("program", "fleet", "profile", "scheduling", "reschedule")},
+    "args": "--program-arg", "engine options": "--option",
+}  # fmt: skip
+
+
 @sim.callback(invoke_without_command=True)
 @with_flags_of(MovingSettings)
+@given_as(NAMES)
 def simulate(
     context: typer.Context,
     program: Program = "data_parallel",
@@ -144,6 +153,7 @@ def simulate(
 
 @sim.command("sweep")
 @with_flags_of(MovingSettings)
+@given_as(NAMES)
 def sweep_command(
     context: typer.Context,
     over: Annotated[

@@ -21,7 +21,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.migration import policies_of
 from tercet.programs import load_program
 from tercet.scheduling import load_scheduling
-from tercet.sim import load_profile
+from tercet.sim import EngineOptions, load_profile, options_from
 
 
 def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
@@ -88,6 +88,7 @@ def up(config: UpConfig) -> None:
         load_scheduling(Path(config.scheduling).expanduser())
     if config.simulate is not None:
         load_profile(config.simulate)
+        options_from(EngineOptions(), config.options)
     if config.detach:
         detach(config)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -55,7 +54,6 @@ from tercet.protocol.wire import (
 )
 from tercet.streams import EngineConnection, StreamListener
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 DATA = b"data: "
 # An output with the log probabilities of a long prompt is one line.
@@ -277,7 +275,6 @@ class HttpEngine:
         if self._keeper is not None:
             self._keeper.connection.incarnation = status.incarnation
         if before is not None and before != status.incarnation:
-            logger.warning("%s was started anew", self.name)
             self._held.clear()
             if self._keeper is not None:
                 self._keeper.connection.drop("it was started anew")

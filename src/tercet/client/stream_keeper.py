@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.wire import Door
+from tercet.settings.log_events import STREAM_BACK, STREAM_FALLBACK
 from tercet.streams import EngineConnection, StreamListener
 
 logger = logging.getLogger(__name__)
@@ -93,13 +94,14 @@ class StreamKeeper:
             raise
         except (TercetError, OSError) as error:
             if self._falls_back_until is None:
-                logger.warning("%s: no token stream, server-sent events instead: %s", self._name, error)
+                why = error.message if isinstance(error, TercetError) else str(error)
+                STREAM_FALLBACK.tell(engine=self._name, reason=why)
             self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
             return
         if not self.connection.connected:
             raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
         if self._falls_back_until is not None:
-            logger.warning("%s: has a token stream now", self._name)
+            STREAM_BACK.tell(engine=self._name, reason="it has connected")
         self._falls_back_until = None
 
     async def _keep(self) -> None:

@@ -117,7 +117,7 @@ def router_config(config: UpConfig, model: str, port: int, engines: Sequence[Eng
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
-    return RouterConfig(**fields, log_level="warning")
+    return RouterConfig(**fields)
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:

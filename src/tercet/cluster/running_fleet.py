@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -17,6 +19,7 @@ from tercet.cluster.restarts import Restarts
 from tercet.cluster.start_progress import StartProgress
 from tercet.protocol import Role, ShuttingDown, from_wire
 from tercet.protocol.wire import UNREADABLE
+from tercet.settings.log_lines import serious_event
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
@@ -84,9 +87,10 @@ class RunningFleet:
         """Start engines anew until the front door ends, or the last engine that may be.
 
         Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` hears of
-        every end and every start.
+        every end and every start, and of the events that the front door logs meanwhile, from warnings on.
         """
         door = asyncio.create_task(self.router.ended())
+        reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
         kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
         try:
             while True:
@@ -99,9 +103,9 @@ class RunningFleet:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not started anew; log: {engine.process.log}")
         finally:
-            for task in (door, *kept):
+            for task in (door, reading, *kept):
                 task.cancel()
-            await asyncio.gather(door, *kept, return_exceptions=True)
+            await asyncio.gather(door, reading, *kept, return_exceptions=True)
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
         """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines."""
@@ -134,6 +138,20 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
                 if isinstance(error, ShuttingDown) and error.message != said:
                     said = error.message
                     on_event("router", said)
+
+
+async def read_events(log: Path, say: Callable[[str], object]) -> None:
+    """Say the events of warnings and errors that come into a log from now on, until cancelled."""
+    with log.open("rb") as lines:
+        lines.seek(0, os.SEEK_END)
+        begun = b""
+        while True:
+            *whole, begun = (begun + lines.read()).split(b"\n")
+            for line in whole:
+                event = serious_event(line.decode(errors="replace"))
+                if event is not None:
+                    say(event)
+            await asyncio.sleep(ASK_SECONDS)
 
 
 async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:

@@ -249,6 +249,7 @@ class Gate:
             if ticket.state == "waiting":
                 await self._wait(ticket, left())
             if ticket.state == "refused" and self._closed_by is not None:
+                self._metrics.refused.labels(self._closed_by.code).inc()
                 raise self._closed_by
             if ticket.state == "refused":
                 raise self._refusal("queue_full", f"the queue of {self._admission.limits.queued} requests is full")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +13,12 @@ from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
-from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
+from tercet.fleet.trace import FALLBACK, Generation, Trace, TracedEngine, TraceEvent, Tracing
 from tercet.protocol import (
     BadRequest,
     Conflict,
     Engine,
+    EngineError,
     EngineLoad,
     EngineUnreachable,
     MoveProposal,
@@ -31,8 +31,7 @@ from tercet.protocol import (
     WithoutRole,
 )
 from tercet.scheduling import Scheduling
-
-logger = logging.getLogger("tercet.fleet")
+from tercet.settings import log_events
 
 
 class EngineFleet:
@@ -66,7 +65,8 @@ class EngineFleet:
         self._members = {member.name: member for member in members}
         self._open = list[Member]()
         self._trace = Trace()
-        self._failed: set[str] | None = None
+        self._failed: dict[str, TercetError] | None = None
+        self._lost: set[str] = set()
         self._on_generate: Callable[[Generation], object] = lambda _: None
         random = Random(seed)
         self.knowledge = FleetKnowledge(clock, stale_after)
@@ -88,7 +88,7 @@ class EngineFleet:
         """
         view = EngineFleet.__new__(EngineFleet)
         view.__dict__.update(self.__dict__)  # as copy() does, at a tenth of its cost
-        view._trace, view._failed, view._on_generate = trace, set(), on_generate
+        view._trace, view._failed, view._on_generate = trace, {}, on_generate
         return view
 
     @property
@@ -118,6 +118,7 @@ class EngineFleet:
 
     def started_anew(self, name: str) -> None:
         """Another start of the engine has been met: what is known of the one before is void."""
+        log_events.ENGINE_RESTARTED.tell(engine=name, reason="another start of it answers")
         self.knowledge.cleared(name)
         self._note_stopping(name, False)
 
@@ -125,7 +126,10 @@ class EngineFleet:
         member = self._members.get(name)
         if member is not None and member.stopping is not stopping:
             member.stopping = stopping
-            logger.warning("engines: %s %s", name, "stops, and is emptied" if stopping else "is picked again")
+            if stopping:
+                log_events.ENGINE_STOPPING.tell(engine=name, reason="it has been told to stop")
+            else:
+                log_events.ENGINE_BACK.tell(engine=name, reason="it does not stop any more")
             self._reopen()
 
     def proposed(self, name: str, proposal: MoveProposal) -> None:
@@ -177,6 +181,7 @@ class EngineFleet:
         self.knowledge.remove(name)
         self.liveness.forget(name)
         self.costs.forget(name)
+        self._lost.discard(name)
         self._reopen()
         return member
 
@@ -200,6 +205,9 @@ class EngineFleet:
     ) -> Generator[Engine]:
         """See :meth:`tercet.protocol.Fleet.pick`; profiles are those of :attr:`scheduling`."""
         member = self._picking.pick(role, by, self._without(other_than), request)
+        if not member.can(role):
+            why = f"{role} -> {member.role}: {self._picking.why_without(role)}"
+            self._trace.events.append(TraceEvent(FALLBACK, member.name, reason=why))
         with self._counted(member, request) as engine:
             yield engine
 
@@ -293,9 +301,10 @@ class EngineFleet:
     def _note_failure(self, name: str, error: TercetError) -> None:
         member = self._members.get(name)
         if member is not None and isinstance(error, EngineUnreachable):
-            member.reachable = False
+            self.lost(member, error)
         if self._failed is not None and not isinstance(error, BadRequest):
-            self._failed.add(name)
+            self._failed.pop(name, None)
+            self._failed[name] = error
 
     def _calls_of(self, name: str) -> CallsInFlight:
         member = self._members.get(name)
@@ -305,10 +314,40 @@ class EngineFleet:
         """An engine stands still: what waits for it fails now, and it is not picked until it is reachable again."""
         member = self._members.get(name)
         if member is not None:
-            member.reachable = False
             error = EngineUnreachable(f"{name} is stuck: {why}")
             error.blames = name
+            self.lost(member, error)
             member.calls.lose(error)
+
+    def lost(self, member: Member, error: TercetError) -> None:
+        """It is not picked until :meth:`found_well`; the first error that says so is logged."""
+        member.reachable = False
+        if member.name not in self._lost and member is self._members.get(member.name):
+            self._lost.add(member.name)
+            log_events.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)
+
+    def refused(self, member: Member, error: TercetError) -> None:
+        """It answers, and is not picked until :meth:`found_well`, since it does not fit."""
+        member.reachable = False
+        self._lost.add(member.name)
+        log_events.ENGINE_REFUSED.tell(engine=member.name, code=error.code, reason=error.message)
+
+    def found_well(self, member: Member) -> None:
+        """It answers, fits and makes progress: it may be picked."""
+        member.reachable = True
+        if member.name in self._lost:
+            self._lost.discard(member.name)
+            log_events.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
+
+    def at_fault(self, error: BaseException) -> tuple[str, BaseException]:
+        """The engine that failed this view's request by ``error``, and what it said of it; no name if none did.
+
+        An output that breaks a sequence off is an error twice: here, and of whoever runs the program.
+        """
+        failed = [*(self._failed or {}).items()]
+        if isinstance(error, EngineError) and failed:
+            return next(((name, found) for name, found in failed if found is error), failed[-1])
+        return next(((name, found) for name, found in failed if found is error), ("", error))
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         return self._picking.disaggregates(request, decode.name, by)

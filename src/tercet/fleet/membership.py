@@ -16,7 +16,7 @@ from tercet.aio import TaskSet
 from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
-from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, TercetError
+from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
@@ -150,10 +150,8 @@ class Membership:
                 entered.append(here[name])
             if here[name].role != role:
                 here[name].role = role
-                logger.warning("engines: %s has the role %s", name, role)
             if here[name].draining != state.draining:
                 self._fleet.drain(name, state.draining)
-                logger.warning("engines: %s is %s", name, "drained" if state.draining else "picked again")
         return entered
 
     async def check(self, address: EngineAddress) -> None:
@@ -192,7 +190,6 @@ class Membership:
             member.when_idle = lambda: self._close(member)
         else:
             self._close(member)
-        logger.warning("engines: %s removed, %d sequences on it go on", name, member.in_flight)
         return member
 
     async def watch(self) -> None:
@@ -208,8 +205,7 @@ class Membership:
                     silent = not self._fleet.heard_within(member.name, REPORTED_WITHIN)
                     if (silent or not member.reachable) and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"question to {member.name}")
-                for stuck in self._fleet.stand_still(LOOK_SECONDS):
-                    logger.error("engines: %s is stuck, and not picked until it goes on: %s", *stuck)
+                self._fleet.stand_still(LOOK_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             await questions.close()
@@ -217,12 +213,12 @@ class Membership:
     async def _ask(self, member: Member) -> None:
         try:
             self._answered(member, await member.engine.status())
-        except EngineUnreachable:
-            member.reachable = False
+        except EngineUnreachable as error:
+            self._fleet.lost(member, error)
         except TercetError as error:
-            logger.debug("engines: %s answers: %s", member.name, error)
+            logger.debug("%s answers: %s", member.name, error)
         except Exception as error:  # such as that of a connection closed meanwhile
-            self._say_once(member, f"{type(error).__name__}: {error}")
+            self._refuse(member, EngineError(f"{type(error).__name__}: {error}"))
 
     async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
         """Ask ``members``, or all, for their status; those that do not answer in time are unreachable from now on."""
@@ -242,32 +238,34 @@ class Membership:
                 found.append(answer)
                 self._answered(member, answer)
             else:
-                member.reachable = False
-                why = f": {answer.message}" if isinstance(answer, TercetError) else ""
-                logger.warning("engines: %s does not answer, and is not picked until it does%s", member.name, why)
+                late = EngineUnreachable(f"{member.name} has not answered within {seconds:g} s")
+                self._fleet.lost(member, answer if isinstance(answer, TercetError) else late)
         return found
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
-        """An engine has said how it is; one that breaks the promise is not picked, and why is said once."""
+        """An engine has said how it is; one that breaks the promise is not picked, and why is logged once."""
         self._fleet.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         try:
             self._admit(member.url, status)
         except BadRequest as error:
-            self._say_once(member, error.message)
-            member.reachable = False
+            self._refuse(member, error)
         else:
             self._refused.pop(id(member), None)
-            member.reachable = not self._fleet.liveness.is_stuck(member.name)
+            if not self._fleet.liveness.is_stuck(member.name):
+                self._fleet.found_well(member)
 
     def _admit(self, url: str, status: EngineStatus) -> None:
         if self.promise is not None:
             self.promise.require_kept(url, status)
 
-    def _say_once(self, member: Member, why: str) -> None:
-        if id(member) in self._open and self._refused.get(id(member)) != why:
-            logger.error("engines: %s is not picked: %s", member.name, why)
-            self._refused[id(member)] = why
+    def _refuse(self, member: Member, error: TercetError) -> None:
+        if id(member) not in self._open:  # it has been removed
+            return
+        member.reachable = False
+        if self._refused.get(id(member)) != error.message:
+            self._refused[id(member)] = error.message
+            self._fleet.refused(member, error)
 
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)

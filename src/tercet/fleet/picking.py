@@ -26,6 +26,7 @@ from tercet.scheduling.hashing import block_hashes
 from tercet.scheduling.pickers import TurnPicker
 from tercet.scheduling.plugin import Integers
 from tercet.scheduling.profiles import SCHEDULED
+from tercet.settings import log_events
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
@@ -55,6 +56,7 @@ class Picking(Generic[ViewT]):
     leaving: Sequence[ViewT] = ()
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
+    _unfilled: set[Role] = field(default_factory=set[Role])
 
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
         """From now on these may be picked, and those are leaving."""
@@ -83,9 +85,13 @@ class Picking(Generic[ViewT]):
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
         able = self.views if role == "both" else [v for v in self.views if v.role == role or v.role == "both"]
         candidates = [view for view in able if view.reachable]
-        if not candidates:
+        if candidates:
+            self._filled(role)
+        else:
             self._require_role(role)
-            candidates = [view for view in self.views if view.reachable] or able or self.views
+            others = [view for view in self.views if view.reachable]
+            self._filled_by_others(role, bool(others))
+            candidates = others or able or self.views
         for name in without:
             candidates = [view for view in candidates if view.name != name] or candidates
         if not candidates:
@@ -145,22 +151,37 @@ class Picking(Generic[ViewT]):
             able = everyone.where([engine.role == role or engine.role == "both" for engine in everyone])
         answering = able.where([engine.reachable for engine in able])
         if len(answering):
+            self._filled(role)
             return answering
         self._require_role(role)
         others = everyone.where([engine.reachable for engine in everyone])
+        self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone
 
     def _require_role(self, role: Role) -> None:
         """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
-        if role == "both" or self.without_role != "refuse":
-            return
+        if role != "both" and self.without_role == "refuse":
+            raise RoleUnavailable(f"{self.why_without(role)}, and others are not to take its place")
+
+    def why_without(self, role: Role) -> str:
+        """Why no engine of the role can be picked, while that is so."""
         if _any_for(role, self.views):
-            why = f"no engine of the role {role} answers"
-        elif _any_for(role, self.leaving):
-            why = f"every engine of the role {role} is drained or stops"
-        else:
-            why = f"this fleet has no engine of the role {role}"
-        raise RoleUnavailable(f"{why}, and others are not to take its place")
+            return f"no engine of the role {role} answers"
+        if _any_for(role, self.leaving):
+            return f"every engine of the role {role} is drained or stops"
+        return f"this fleet has no engine of the role {role}"
+
+    def _filled_by_others(self, role: Role, there_are_any: bool) -> None:
+        """Engines of other roles do its work: logged when it begins."""
+        if there_are_any and role != "both" and role not in self._unfilled:
+            self._unfilled.add(role)
+            log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
+
+    def _filled(self, role: Role) -> None:
+        """An engine of the role answers."""
+        if role in self._unfilled:
+            self._unfilled.discard(role)
+            log_events.ROLE_BACK.tell(role=role, reason="one answers")
 
     def nobody(self) -> EngineUnreachable:
         """Why there is no engine to pick."""

@@ -23,17 +23,22 @@ from tercet.protocol import (
     Usage,
 )
 
+# What is no verb in a trace, and takes no time: another way was taken, or the same one again, and why.
+FALLBACK, RETRY = "fallback", "retry"
+
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
     """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
 
     For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` is no verb: it comes behind those
     that were called for it, and has the ``number`` that it has among the moves of its front-door process, why it was
-    made, what came of it, and for how many seconds the client had no token.
+    made, what came of it, and for how many seconds the client had no token. Nor is a ``fallback`` or a ``retry``: it
+    has the engine that failed, the error's ``code``, how many tokens there were (``end``), and the ``reason``, as in
+    "disaggregated -> data_parallel: decode-0 does not answer: Connection refused".
     """
 
     verb: str
-    engine: str
+    engine: str = ""
     seconds: float = 0.0
     begin: int = 0
     end: int = 0
@@ -47,6 +52,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     number: int = 0
     reason: str = ""
     outcome: str = ""
+    code: str = ""
     pause: float | None = None
 
 

@@ -65,16 +65,14 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -
     converted: dict[str, Any] = {}
     for key, value in args.items():
         if key not in allowed:
-            raise BadRequest(
-                f"program: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "program"
-            )
+            raise BadRequest(f"args: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "args")
         if _is_function(hints.get(key)):
             converted[key] = _from_file(value)
             continue
         try:
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
         except (msgspec.ValidationError, TypeError) as error:  # or what is annotated is no type
-            raise BadRequest(f"program: {name}: {key}={value}: {error}", "program") from error
+            raise BadRequest(f"args: {name}: {key}={value}: {error}", "args") from error
     return converted
 
 

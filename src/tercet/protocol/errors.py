@@ -58,6 +58,10 @@ class UnknownPath(TercetError, status=404):
     """Nothing is served under this path."""
 
 
+class MethodNotAllowed(TercetError, status=405):
+    """Something is served under this path, but not by this HTTP method."""
+
+
 class Conflict(TercetError, status=409):
     """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
 
@@ -106,6 +110,14 @@ class NoSpace(TercetError, status=503):
 
 class EngineError(TercetError, status=500):
     """The engine failed while it ran the request."""
+
+
+class ProgramFailed(TercetError, status=500):
+    """The program that served the request failed by its own fault."""
+
+
+class FrontDoorFailed(TercetError, status=500):
+    """The front door failed while it served the request, which is a mistake of ours; its log has the traceback."""
 
 
 class TransferFailed(TercetError, status=502):

@@ -10,14 +10,17 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, Role, TercetError, UnknownPath, UnknownSequence
+from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.wire import PREFIX, MoveCall, decode_call
+from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
 from tercet.router.routing import Plan, Version
@@ -51,20 +54,34 @@ def install(app: FastAPI, shared: SharedState, models: Sequence[str]) -> None:
     """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``."""
     app.state.tercet, app.state.tercet_models = shared, models
     app.include_router(router)
-    app.router.default = _no_route(app.router.default)
+    app.router.middleware_stack = _refusing(app.router.middleware_stack, app.routes)
 
 
-def _no_route(otherwise: ASGIApp) -> ASGIApp:
-    """What answers where no route is: as all else does, with OpenAI's error JSON."""
+def _refusing(served: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
+    """What is ``served`` by ``routes``, with OpenAI's error JSON where there is none, as all else answers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await otherwise(scope, receive, send)
-            return
-        error = UnknownPath(f"there is nothing at {scope['method']} {scope['path']}; see /openapi.json")
-        await _json(error.to_wire(), error.status)(scope, receive, send)
+        try:
+            await served(scope, receive, send)
+        except HTTPException as refusal:  # of the router itself: those of routes are answered there
+            if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
+                raise
+            await _without_route(scope, routes)(scope, receive, send)
 
     return answer
+
+
+def _without_route(scope: Scope, routes: Sequence[BaseRoute]) -> Response:
+    method, path = scope["method"], scope["path"]
+    found = [route for route in routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
+    allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
+    if not allowed:
+        error: TercetError = UnknownPath(f"there is nothing at {method} {path}; see /openapi.json")
+        return _json(error.to_wire(), error.status)
+    error = MethodNotAllowed(f"{path} is not for {method}; it takes {allowed}")
+    response = _json(error.to_wire(), error.status)
+    response.headers["Allow"] = allowed
+    return response
 
 
 def _shared(request: Request) -> SharedState:
@@ -84,6 +101,12 @@ class _Route(APIRoute):
                 return _json(error.to_wire(), error.status)
 
         return answer
+
+
+def _asked(request: Request) -> str:
+    """Who wants a change, for the log."""
+    client = request.client.host if request.client is not None else "this machine"
+    return f"{request.method} {request.url.path} from {client}"
 
 
 router = APIRouter(prefix=PREFIX, tags=["tercet"], route_class=_Route)
@@ -134,7 +157,7 @@ async def program(request: Request) -> Response:
 async def set_program(request: Request) -> Response:
     """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
     shared = _shared(request)
-    behind = await shared.use_program(decode_call(await request.body(), Plan))
+    behind = await shared.use_program(decode_call(await request.body(), Plan), _asked(request))
     return _json(_programs(shared.service), behind=behind)
 
 
@@ -167,7 +190,8 @@ async def scheduling(request: Request) -> Response:
 async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one anew."""
     shared = _shared(request)
-    behind = await shared.use_scheduling(decode_call(await request.body(), SchedulingCall).file)
+    call = decode_call(await request.body(), SchedulingCall)
+    behind = await shared.use_scheduling(call.file, _asked(request))
     return _json(_scheduling(shared), behind=behind)
 
 
@@ -268,7 +292,7 @@ async def engines(request: Request) -> Response:
 async def add_engine(request: Request) -> Response:
     """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
-    behind = await _shared(request).add(address)
+    behind = await _shared(request).add(address, _asked(request))
     return _one(request, address.name, behind, 201)
 
 
@@ -277,30 +301,34 @@ async def remove_engine(request: Request, name: str) -> Response:
     """Forget an engine; what runs on it finishes."""
     shared = _shared(request)
     gone = _engine(_fleet(request).member(name), shared)
-    return _json(gone, behind=await shared.change(lambda state: state.without_member(name)))
+    return _json(gone, behind=await shared.change(lambda state: state.without_member(name), _asked(request)))
 
 
 @router.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
     """Pick it for nothing new; what runs on it goes to other engines, or finishes."""
-    return _one(request, name, await _shared(request).change(lambda state: state.with_draining(name, True)))
+    return await _changed(request, name, lambda state: state.with_draining(name, True))
 
 
 @router.delete("/engines/{name}/drain")
 async def undrain_engine(request: Request, name: str) -> Response:
     """Pick it again."""
-    return _one(request, name, await _shared(request).change(lambda state: state.with_draining(name, False)))
+    return await _changed(request, name, lambda state: state.with_draining(name, False))
 
 
 @router.put("/engines/{name}/role")
 async def set_role(request: Request, name: str) -> Response:
     """Another role for an engine."""
     role = decode_call(await request.body(), RoleCall).role
-    return _one(request, name, await _shared(request).change(lambda state: state.with_role(name, role)))
+    return await _changed(request, name, lambda state: state.with_role(name, role))
 
 
 def _fleet(request: Request) -> EngineFleet:
     return _shared(request).service.fleet
+
+
+async def _changed(request: Request, name: str, change: Callable[[FleetState], FleetState]) -> Response:
+    return _one(request, name, await _shared(request).change(change, _asked(request)))
 
 
 def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) -> Response:

@@ -11,7 +11,7 @@ import msgspec
 from tercet.aio import is_cancelled
 from tercet.fleet import RunningSequence
 from tercet.programs import Answer, run_program
-from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request
+from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request, TercetError
 
 
 class ProgramFault(Exception):
@@ -54,7 +54,7 @@ class Attempts:
             failure = ProgramFault("it was cancelled by nobody")
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
-            failure = self._fault or error
+            failure = self._fault or _first_cause(error)
         if self._stream.over:
             return None
         if is_cancelled():  # the program ended, or turned its cancellation into another error
@@ -89,6 +89,14 @@ class Attempts:
 
     async def until_asked(self) -> None:
         await self._stream.until_asked()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What went wrong in a group of tasks: what is the program's own fault before what is the fleet's."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_first_cause(each) for each in error.exceptions]
+    return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:

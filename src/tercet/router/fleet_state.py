@@ -40,7 +40,10 @@ class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Members, programs and scheduling. ``before`` are the programs to which front doors return from failing ones."""
+    """Members, programs and scheduling. ``before`` are the programs to which front doors return from failing ones.
+
+    ``reason`` is why the last change was made: who asked for it, or which file has changed.
+    """
 
     version: int = 1
     members: tuple[MemberState, ...]
@@ -48,6 +51,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
     promise: Promise | None = None
+    reason: str = ""
 
     @classmethod
     def of(cls, config: RouterConfig) -> FleetState:
@@ -66,6 +70,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.scheduling is not None:
             after = after.with_scheduling(self.scheduling.file)
         return msgspec.structs.replace(after, members=self.members)
+
+    def because(self, reason: str, before: FleetState) -> FleetState:
+        """This state, which was made of the one ``before`` for that reason, if it is another one at all."""
+        return self if self is before else msgspec.structs.replace(self, reason=reason)
 
     def with_program(self, plan: Plan) -> FleetState:
         """Requests from now on are served under ``plan``."""

@@ -104,7 +104,7 @@ class FrontDoor:
         if context.path not in OPEN:
             refusal = "this front door asks for its API key: Authorization: Bearer KEY"
             self._keys.require(context.headers.get("authorization"), refusal)
-        wants_trace(context.headers)
+        context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
@@ -122,7 +122,7 @@ class FrontDoor:
             if self._fast is not None and await self._fast.serve(context, scope, send):
                 return
             context.fields = None  # vLLM reads the body by itself
-            if wants_trace(context.headers):
+            if context.wants_trace:
                 send = TracingSend(send, context.traces)
             await self._app(scope, receive, send)
 

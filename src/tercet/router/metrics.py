@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.trace import FALLBACK, RETRY
+from tercet.router.moves import MoveRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -81,7 +83,7 @@ class Metrics:
             "tercet_moves_held_back", "Moves that policies propose and limits do not allow yet.",
             multiprocess_mode="livesum",
         )  # fmt: skip
-        self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome"])
+        self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome", "code"])
         self._reasons: set[str] = set()
         self._moved_bytes = Counter("tercet_moved_bytes", "KV sent by moves.")
         self._moves_recomputed = Counter(
@@ -111,6 +113,8 @@ class Metrics:
         if trace.ttft is not None:
             self._ttft.labels(trace.program).observe(trace.ttft)
         for event in trace.events:
+            if event.verb in (FALLBACK, RETRY):
+                continue
             self._verb.labels(event.verb, event.engine).observe(event.seconds)
             if event.bytes:
                 self._bytes.labels(event.engine, event.to).inc(event.bytes)
@@ -123,15 +127,16 @@ class Metrics:
         """One move under way."""
         return self._moves_running.track_inprogress()
 
-    def moved(self, reason: str, outcome: str, sent: int, recomputed: int, pause: float | None) -> None:
-        """A move is over; ``sent`` bytes of KV, ``recomputed`` positions, ``pause`` in seconds."""
+    def moved(self, move: MoveRecord) -> None:
+        """A move is over."""
         if len(self._reasons) < MOST_REASONS:
-            self._reasons.add(reason)
-        self._moves.labels(reason if reason in self._reasons else OTHER_REASONS, outcome).inc()
-        self._moved_bytes.inc(sent)
-        self._moves_recomputed.inc(recomputed)
-        if pause is not None:
-            self._pause.observe(pause)
+            self._reasons.add(move.reason)
+        reason = move.reason if move.reason in self._reasons else OTHER_REASONS
+        self._moves.labels(reason, move.outcome, move.code).inc()
+        self._moved_bytes.inc(move.bytes)
+        self._moves_recomputed.inc(move.recomputed)
+        if move.pause is not None:
+            self._pause.observe(move.pause)
 
     def held_back(self, moves: int) -> None:
         """So many moves that policies propose are not allowed yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,11 +17,13 @@ from tercet.fleet.loaded_fleet import counted_move
 from tercet.fleet.moving import MovingSequence
 from tercet.fleet.trace import TracedEngine, TraceEvent
 from tercet.migration import MovesUnderWay, Stage, migrate
-from tercet.protocol import BadRequest, Conflict, EngineUnreachable, TercetError
+from tercet.protocol import BadRequest, Conflict, DeadlineExceeded, EngineUnreachable, TercetError
 from tercet.settings import MoveSettings
+from tercet.settings.log_events import MOVE
 
-logger = logging.getLogger("tercet.router")
 REMEMBERED = 1000
+# The code of a move that was called off.
+UNWANTED = "unwanted"
 
 Outcome = Literal["under_way", "moved", "ended", "failed", "dropped"]
 
@@ -33,7 +34,7 @@ class MoveRecord(msgspec.Struct):
     ``pause`` is how long the client waited between the last token from the source and the first from the destination;
     None if there was no token before. ``recomputed`` counts the positions that no stage had brought. ``outcome`` is
     ``ended`` if the sequence was over first, ``failed`` if it stays where it was, or went on as after any failure, and
-    ``dropped`` if it was proposed by somebody else and could not begin.
+    ``dropped`` if it was proposed and could not begin; ``code`` is then that of the ``error``.
     """
 
     number: int
@@ -49,6 +50,7 @@ class MoveRecord(msgspec.Struct):
     pause: float | None = None
     seconds: float = 0.0
     error: str = ""
+    code: str = ""
 
     @property
     def bytes(self) -> int:
@@ -63,8 +65,8 @@ class MoveMetrics(Protocol):
         """One move is under way while entered."""
         ...
 
-    def moved(self, reason: str, outcome: str, sent: int, recomputed: int, pause: float | None) -> None:
-        """A move is over; ``sent`` bytes of KV, ``recomputed`` positions, ``pause`` in seconds."""
+    def moved(self, move: MoveRecord) -> None:
+        """A move is over."""
         ...
 
     def held_back(self, moves: int) -> None:
@@ -111,7 +113,7 @@ class Moves:
             return await self._carry_out(sequence, moving, to, reason)
 
     async def follow(self, sequence: RunningSequence, destination: str, reason: str) -> None:
-        """As :meth:`move`, for a proposal of somebody who hears no answer: what becomes of it is on record.
+        """As :meth:`move`, for a proposal of somebody who asks for no answer: what becomes of it is on record.
 
         One that cannot begin now is dropped: its time has passed when it could.
         """
@@ -120,7 +122,7 @@ class Moves:
                 moving, to = self._admit(sequence, destination, counted)
             except TercetError as error:
                 move = self._recorded(sequence, sequence.engine, destination, reason, 0)
-                move.outcome, move.error = "dropped", error.message
+                move.outcome, move.error, move.code = "dropped", error.message, error.code
                 self._over(move)
                 return
             with suppress(TercetError):
@@ -157,12 +159,14 @@ class Moves:
             move.outcome, move.recomputed, move.pause = "moved", moving.recomputed, moving.pause
         except TimeoutError:
             move.outcome, move.error = "failed", f"it took longer than {self.settings.deadline_s:g} s"
+            move.code = DeadlineExceeded.code
             raise Conflict(f"seq_id: {move.seq_id} was not moved: {move.error}", "seq_id") from None
         except TercetError as error:
             move.outcome, move.error = "ended" if sequence.ended else "failed", error.message
+            move.code = error.code
             raise
         except BaseException:
-            move.outcome, move.error = "failed", "nobody wanted it any more"
+            move.outcome, move.error, move.code = "failed", "nobody wanted it any more", UNWANTED
             raise
         finally:
             self._moving.discard(sequence)
@@ -181,8 +185,8 @@ class Moves:
         return move
 
     def _over(self, move: MoveRecord) -> None:
-        self.metrics.moved(move.reason, move.outcome, move.bytes, move.recomputed, move.pause)
-        _log(move)
+        self.metrics.moved(move)
+        _tell(move)
 
 
 def _traced(move: MoveRecord) -> TraceEvent:
@@ -192,8 +196,10 @@ def _traced(move: MoveRecord) -> TraceEvent:
     )  # fmt: skip
 
 
-def _log(move: MoveRecord) -> None:
+def _tell(move: MoveRecord) -> None:
     how = f"{len(move.stages)} stages, {move.bytes} bytes, {move.recomputed} tokens computed anew"
     pause = "" if move.pause is None else f", pause {move.pause * 1000:.0f} ms"
-    said = f"{how}{pause}" if move.outcome == "moved" else f"{move.outcome}: {move.error}"
-    logger.info("moves: %s from %s to %s (%s): %s", move.seq_id, move.source, move.destination, move.reason, said)
+    MOVE.tell(
+        seq_id=move.seq_id, engine=move.source, to=move.destination, reason=move.reason, outcome=move.outcome,
+        code=move.code, result=f"{how}{pause}" if move.outcome == "moved" else move.error,
+    )  # fmt: skip

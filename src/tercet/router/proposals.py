@@ -14,6 +14,7 @@ from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, RunningSequences
 from tercet.protocol import Conflict, MoveProposal, TercetError, UnknownSequence
 from tercet.router.moves import Moves
+from tercet.settings.log_events import MOVE
 
 logger = logging.getLogger("tercet.router")
 ANSWER_SECONDS = 5.0
@@ -38,9 +39,10 @@ class Proposals:
         """An engine would have one of its sequences moved; one that has left it meanwhile is none of its any more."""
         sequence = self._sequences.generated(engine, proposal.seq_id)
         if sequence is None:
-            logger.info(
-                "moves: %s to %s (%s): dropped: %s does not generate it for this process any more",
-                proposal.seq_id, proposal.destination, proposal.reason, engine,
+            MOVE.tell(
+                seq_id=proposal.seq_id, engine=engine, to=proposal.destination, reason=proposal.reason,
+                outcome="dropped", code=UnknownSequence.code,
+                result=f"{engine} does not generate it for this process any more",
             )  # fmt: skip
             return
         work = self._moves.follow(sequence, proposal.destination, proposal.reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from tercet.protocol import TercetError
 from tercet.router.fleet_state import stamp_of
 from tercet.router.routing import Plan
 from tercet.router.shared_state import SharedState
+from tercet.settings.log_events import RELOAD_REFUSED
 
-logger = logging.getLogger("tercet.router")
 EVERY_SECONDS = 0.3
 
 
@@ -45,7 +44,7 @@ def files_of(plan: Plan) -> list[Path]:
 async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) -> None:
     """Use the plan and the scheduling file that were asked for last anew, each time that a file of theirs changes.
 
-    Until cancelled. What does not load is reported, and what runs goes on as it is.
+    Until cancelled. What does not load is logged, and what runs goes on as it is.
     """
     service, fleet = shared.service, shared.service.fleet
     programs, plugins = FileWatch(), FileWatch()
@@ -55,17 +54,24 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):
             # Other workers see the same change: the first one's is everybody's.
-            await _use("programs", files, shared.use_program(service.wanted, shared.state.program.number))
+            used = shared.use_program(service.wanted, _reason(files), shared.state.program.number)
+            await _use(files, used, shared.tells)
         in_use = shared.state.scheduling
         if in_use is not None and (files := plugins.changed(fleet.scheduling.files)):
-            await _use("scheduling", files, shared.use_scheduling(in_use.file))
+            await _use(files, shared.use_scheduling(in_use.file, _reason(files)), shared.tells)
 
 
-async def _use(what: str, files: Sequence[Path], using: Awaitable[object]) -> None:
-    names = ", ".join(map(str, files))
+async def _use(files: Sequence[Path], using: Awaitable[object], tells: bool) -> None:
     try:
         await using
     except TercetError as error:
-        logger.error("%s: %s changed and is not used: %s", what, names, error.message)
-    else:
-        logger.warning("%s: %s changed and is used now", what, names)
+        if tells:
+            RELOAD_REFUSED.tell(file=_names(files), code=error.code, reason=error.message)
+
+
+def _reason(files: Sequence[Path]) -> str:
+    return f"{_names(files)} has changed"
+
+
+def _names(files: Sequence[Path]) -> str:
+    return ", ".join(map(str, files))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 
 from tercet.aio import TaskSet, repeat
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.loaded_fleet import is_stale, loaded_engines
-from tercet.migration import LoadedEngine, Rescheduling, SequenceView, Wanted, drain, failover, policies_of
-from tercet.protocol import TercetError
+from tercet.migration import LoadedEngine, Rescheduling, SequenceView, drain, failover, policies_of
 from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
-
-logger = logging.getLogger("tercet.router")
 
 
 class Rescheduler:
@@ -55,7 +51,8 @@ class Rescheduler:
                 held_back += 1
                 continue
             self._rescheduling.moved(wanted.seq_id, now)
-            self._tasks.spawn(self._move(sequence, wanted), f"move of {wanted.seq_id}")
+            move = self._moves.follow(sequence, wanted.destination, wanted.reason)
+            self._tasks.spawn(move, f"move of {wanted.seq_id}")
             await asyncio.sleep(0)  # it begins, and counts for the limits
         self._moves.metrics.held_back(held_back)
 
@@ -84,10 +81,3 @@ class Rescheduler:
                 view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
                 on[member.name].append(view)
         return loaded_engines(self._fleet, on, self._moves.under_way.everywhere(), self._settings.stale_after_s)
-
-    async def _move(self, sequence: RunningSequence, wanted: Wanted) -> None:
-        try:
-            await self._moves.move(sequence, wanted.destination, wanted.reason)
-        except TercetError as error:
-            if not sequence.ended:
-                logger.warning("moves: %s stays where it is for now: %s", wanted.seq_id, error.message)

@@ -62,7 +62,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             config.request_timeout_s, config.wait_for_engine_s, config.moves,
         )  # fmt: skip
         with state_path(config) as path:
-            state = SharedState(path, membership, service, shutdown)
+            tells = shared is None or not shared.index
+            state = SharedState(path, membership, service, shutdown, tells)
             try:
                 if shared is not None:
                     background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import random
 import time
 from collections.abc import Generator, Mapping
@@ -13,15 +12,16 @@ from functools import partial
 
 from tercet.aio import run_in_thread
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
+from tercet.fleet.trace import FALLBACK, RETRY, TraceEvent
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
-    EngineError,
     EngineNotReached,
     EngineUnreachable,
     Output,
     OutputStream,
+    ProgramFailed,
     Request,
     RoleUnavailable,
     TercetError,
@@ -32,14 +32,12 @@ from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
 from tercet.router.proposals import Proposals
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
-from tercet.settings import MoveSettings, RetryBudget
+from tercet.settings import MoveSettings, RetryBudget, log_events
 
-logger = logging.getLogger("tercet.router")
 ONE_ENGINE = "data_parallel"
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0
 RETURN_AFTER = 5
-PROGRAM_FAILED = "program_failed"
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
 LOOK_SECONDS = 0.1
@@ -92,7 +90,6 @@ class Service:
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
         self.metrics.version.set(number)
-        logger.warning("programs: version %d from now on: %s", number, ", ".join(programs))
 
     def program_called(self, name: str) -> Chosen:
         """The program that a client may ask for by name: one of the plan's, or a built-in one.
@@ -151,8 +148,9 @@ class Service:
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence, self._was_taken(failure, tried_at))
                 if retry is None:
-                    attempts.finish(_last_output(failure))
+                    attempts.finish(_last_output(chosen, failure))
                     return
+                trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
                 await asyncio.sleep(retry.pause)
                 await self._until_an_engine_answers()
                 tried_at = self._clock()
@@ -208,22 +206,28 @@ class Service:
         """What is tried next after ``error``, or None if nothing is."""
         is_own_fault = _is_own_fault(chosen, error)
         if is_own_fault and not sequence.attempt:
-            self._failed(chosen, error)
+            self._failed(chosen, error, sequence.request.seq_id)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
             return None
         if isinstance(error, RoleUnavailable) and not sequence.answered:
             return None
-        retry = sequence.next_attempt(self._clock(), was_taken)
-        if retry is not None:
-            if chosen.name != ONE_ENGINE:
-                sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
-            code = error.code if isinstance(error, TercetError) else PROGRAM_FAILED
-            tokens = len(retry.output)
-            logger.info("%s goes on after %d tokens: %s: %s", retry.request.seq_id, tokens, code, _words(error))
-            self.metrics.retried(code, sequence.answered)
-            if sequence.attempt == 1:
-                self.metrics.fallbacks.labels(chosen.name, code).inc()
-        return retry
+        return sequence.next_attempt(self._clock(), was_taken)
+
+    def _tell_next_attempt(
+        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: EngineFleet
+    ) -> TraceEvent:
+        """Count and log that a sequence is tried again, and on which way; returns what its trace says of it."""
+        engine, cause = fleet.at_fault(error)
+        code, tokens, seq_id = _code(chosen, error), len(sequence.tokens), sequence.request.seq_id
+        self.metrics.retried(code, sequence.answered)
+        said = {"seq_id": seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(cause)}
+        if sequence.attempt > 1 or chosen.name == ONE_ENGINE:
+            log_events.RETRY.tell(program=ONE_ENGINE, **said)
+            return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {_words(cause)}")
+        sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
+        self.metrics.fallbacks.labels(chosen.name, code).inc()
+        log_events.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
+        return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {_words(cause)}")
 
     def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
@@ -234,17 +238,18 @@ class Service:
             return self.program_called(wanted)
         return self.routing.choose(request.headers, model, random.random())
 
-    def _failed(self, chosen: Chosen, error: BaseException) -> None:
+    def _failed(self, chosen: Chosen, error: BaseException, seq_id: str) -> None:
+        """The first failure in a row is logged with where it was; of the others their sequences' retries tell."""
         self.metrics.failures.labels(chosen.name).inc()
-        first = not self.routing.failures.get(chosen.name)
-        logger.error("the program %s failed: %s", chosen.name, _words(error), exc_info=error if first else None)
+        if not self.routing.failures.get(chosen.name):
+            log_events.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
         returned = self.routing.failed(chosen, _words(error))
         if returned is not None:
             self.metrics.returned(chosen.name, returned.to_version)
-            logger.error(
-                "programs: back from version %d to %d, since %s failed %d times in a row, the last time with %s",
-                returned.from_version, returned.to_version, returned.program, returned.failures, returned.error,
-            )  # fmt: skip
+            why = f"it failed {returned.failures} times in a row, the last time: {returned.error}"
+            log_events.PROGRAM_RETURNED.tell(
+                version=returned.from_version, to_version=returned.to_version, program=returned.program, reason=why
+            )
 
 
 def _load(plan: Plan) -> dict[str, Program]:
@@ -266,13 +271,18 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     return not isinstance(error, TercetError)
 
 
-def _last_output(error: BaseException) -> Output:
+def _code(chosen: Chosen, error: BaseException) -> str:
+    """The cause of a failure, for metrics: what the program did itself is not its client's fault."""
+    return error.code if isinstance(error, TercetError) and not _is_own_fault(chosen, error) else ProgramFailed.code
+
+
+def _last_output(chosen: Chosen, error: BaseException) -> Output:
     """What a sequence ends with when nothing more is tried; raises what there is no output for."""
     if isinstance(error, BrokenOff):
         return error.output
-    if isinstance(error, TercetError):
+    if isinstance(error, TercetError) and not _is_own_fault(chosen, error):
         raise error
-    raise EngineError(f"the program failed: {_words(error)}") from error
+    raise ProgramFailed(f"the program {chosen.name} failed: {_words(error)}") from error
 
 
 def _words(error: BaseException) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from tercet.fleet import Trace
 from tercet.protocol import Request, TercetError, Usage
 from tercet.router.service import Service
+from tercet.settings.log_events import REQUEST_FAILED
 from tercet.vllm_plugin.frontend.request_context import RequestContext
 
 
@@ -17,9 +20,11 @@ class ServicePrograms:
     def run(self, request: Request, context: RequestContext) -> TracedRun:
         return TracedRun(self._service, request, context)
 
-    def failed(self, error: TercetError) -> None:
-        """A sequence has ended in an error."""
+    def failed(self, seq_id: str, error: TercetError) -> None:
+        """A sequence has ended in an error; one of the client's own making is no news to anybody else."""
         self._service.metrics.errors.labels(error.code).inc()
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=error.message)
 
 
 class TracedRun:

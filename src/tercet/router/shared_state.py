@@ -22,12 +22,14 @@ from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan
 from tercet.router.service import LOOK_SECONDS, Service
 from tercet.router.shutdown import Shutdown
+from tercet.router.state_changes import changes
 from tercet.scheduling import Scheduling, load_scheduling
 from tercet.scheduling.registry import user_file
-from tercet.settings import EngineAddress
+from tercet.settings import EngineAddress, log_events
 
 logger = logging.getLogger("tercet.router")
 FOLLOW_SECONDS = 30.0
+ASKED = "it was asked for"
 
 
 @dataclass
@@ -45,10 +47,21 @@ async def load_scheduling_file(path: str) -> Scheduling:
 
 
 class SharedState:
-    """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed."""
+    """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed.
 
-    def __init__(self, path: Path, membership: Membership, service: Service, shutdown: Shutdown | None = None) -> None:
+    ``tells``: log what changes. Of several workers, to all of which the same happens, one does.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        membership: Membership,
+        service: Service,
+        shutdown: Shutdown | None = None,
+        tells: bool = True,
+    ) -> None:
         self.service = service
+        self.tells = tells
         self._file = StateFile(path)
         self._fleet = service.fleet
         self._membership = membership
@@ -128,7 +141,7 @@ class SharedState:
             except Exception as error:  # a user's module may raise anything
                 self._found = found
                 self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
-                logger.error("state: version %d goes on: %s", self.state.version, self._failure)
+                log_events.STATE_REFUSED.tell(version=self.state.version, reason=self._failure)
             self._metrics.fleet_state(self.state.version, bool(self._failure))
             self._report()
 
@@ -148,10 +161,11 @@ class SharedState:
                     self.service.routing.forget()
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
-            self._fleet.scheduling = scheduling = loaded.scheduling[state.scheduling.number]
-            profiles = ", ".join(scheduling.profiles)
-            logger.warning("scheduling: %s is in use, with the profiles %s", state.scheduling.file, profiles)
+            self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         await self._apply_members(state, from_scratch)
+        if self.tells:
+            for event, fields in changes(self.state, state):
+                event.tell(**fields, reason=state.reason or f"{self._file.path} says so")
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
         self._report()
@@ -181,7 +195,7 @@ class SharedState:
         try:
             loaded.programs[program.number] = await self.service.load(program.plan)
         except BadRequest as error:
-            logger.warning("programs: version %d cannot be returned to: %s", program.number, error.message)
+            log_events.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
         for member in await self._membership.become(state.members):
@@ -192,11 +206,11 @@ class SharedState:
 
     # ---- changing --------------------------------------------------------------------------------------------
 
-    async def use_program(self, plan: Plan, unless_after: int | None = None) -> Sequence[str]:
+    async def use_program(self, plan: Plan, reason: str = ASKED, unless_after: int | None = None) -> Sequence[str]:
         """Serve requests from now on under ``plan``; ``unless_after``: not if a later plan than that one is in use.
 
-        This and the other changes return what to say of processes that have not followed. They raise
-        :class:`~tercet.protocol.TercetError`, and then nothing changes.
+        This and the other changes are logged with their ``reason``, and return what to say of processes that have not
+        followed. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes.
         """
         programs, loaded = await self.service.load(plan), Loaded()
 
@@ -206,9 +220,9 @@ class SharedState:
             loaded.programs[state.program.number + 1] = programs
             return state.with_program(plan)
 
-        return await self.change(change, loaded)
+        return await self.change(change, reason, loaded)
 
-    async def use_scheduling(self, file: str) -> Sequence[str]:
+    async def use_scheduling(self, file: str, reason: str = ASKED) -> Sequence[str]:
         """Go by a scheduling file, as it is now."""
         scheduling, loaded = await load_scheduling_file(file), Loaded()
 
@@ -218,17 +232,19 @@ class SharedState:
                 loaded.scheduling[after.scheduling.number] = scheduling
             return after
 
-        return await self.change(change, loaded)
+        return await self.change(change, reason, loaded)
 
-    async def add(self, address: EngineAddress) -> Sequence[str]:
+    async def add(self, address: EngineAddress, reason: str = ASKED) -> Sequence[str]:
         """One more engine, once it has answered and turned out to fit."""
         self.state.with_member(address)
         await self._membership.check(address)
-        return await self.change(lambda state: state.with_member(address))
+        return await self.change(lambda state: state.with_member(address), reason)
 
-    async def change(self, change: Callable[[FleetState], FleetState], loaded: Loaded | None = None) -> Sequence[str]:
+    async def change(
+        self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None
+    ) -> Sequence[str]:
         """Another state, made of the newest one; ``loaded`` is what it needs and has been loaded already."""
-        state = await self._update(change)
+        state = await self._update(lambda state: change(state).because(reason, state))
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 
@@ -243,8 +259,8 @@ class SharedState:
             await asyncio.sleep(LOOK_SECONDS / 4)
         said = [f"process {each.pid} has not applied it within {FOLLOW_SECONDS:.0f} s" for each in late]
         said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
-        for line in said:
-            logger.error("state: version %d: %s", version, line)
+        if said:
+            log_events.STATE_BEHIND.tell(version=version, reason="; ".join(said))
         return said
 
     # ---- what runs where -------------------------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from tercet.protocol import ShuttingDown, TercetError
+from tercet.settings.log_events import SHUTTING_DOWN
 
-logger = logging.getLogger("tercet.router")
 # From one line about what is left to the next, in seconds.
 SAY_SECONDS = 5.0
 # In which answers that are given up get their errors to their clients, in seconds.
@@ -85,7 +84,7 @@ class Shutdown:
         await self._finish()
         if self.requests:
             why = "was not waited for" if self._hurried.is_set() else f"did not end within {self._timeout_s:g} s"
-            logger.warning("shutting down: %d requests end with an error", self.requests)
+            SHUTTING_DOWN.tell(requests=self.requests, reason="what is left ends with an error")
             give_up(ShuttingDown(f"this front door is shutting down, and the request {why}"))
             await _first_of(FAREWELL_SECONDS, self._idle)
 
@@ -94,7 +93,7 @@ class Shutdown:
         now = asyncio.get_running_loop().time
         until = now() + self._timeout_s
         while self.requests and not self._hurried.is_set() and (seconds := until - now()) > 0:
-            logger.warning("shutting down: %d requests are left, for up to %.0f s", self.requests, seconds)
+            SHUTTING_DOWN.tell(requests=self.requests, reason=f"they are waited for, for up to {seconds:.0f} s")
             await _first_of(min(seconds, SAY_SECONDS), self._idle, self._hurried)
 
 

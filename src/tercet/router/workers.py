@@ -7,7 +7,6 @@ of them by the state that they follow: see :mod:`tercet.router.shared_state`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
 import os
 import signal
@@ -23,6 +22,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.settings import RouterConfig
+from tercet.settings.log_events import WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
 
 LOAD_BYTES = 4
@@ -72,7 +72,6 @@ def main() -> None:
         serve(started.config, Shared(started.index, listening, loads, line))
 
 
-logger = logging.getLogger("tercet.router")
 # For a worker to give back what it has, after its requests have ended.
 GRACE_SECONDS = 20.0
 AGAIN_SECONDS = 1.0
@@ -165,9 +164,11 @@ class Place:
             ever_served |= served
             failures = 0 if served else failures + 1
             if not ever_served or failures >= MOST_FAILURES:
-                logger.error("workers: %d ended with %d before it served", self.index, code)
+                WORKER_ENDED.tell(worker=self.index, code=code, reason=f"it ended with {code} before it served")
                 return code or 1
-            logger.error("workers: %d ended with %d; another one takes its place", self.index, code)
+            WORKER_ENDED.tell(
+                worker=self.index, code=code, reason=f"it ended with {code}, and another one takes its place"
+            )
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _one(self) -> tuple[int, bool]:

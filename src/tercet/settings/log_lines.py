@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -15,13 +16,16 @@ TIME = "%m-%d %H:%M:%S"
 FIELDS = "tercet_fields"
 """The attribute of a log record that holds what ``text`` has in words, for ``json``."""
 access_logger = logging.getLogger("tercet.access")
+EVENTS = "tercet.events"
+"""The logger of :mod:`tercet.settings.log_events`."""
+_SERIOUS_EVENT = re.compile(rf"(?:WARNING|ERROR) \S+ \S+ \[{re.escape(EVENTS)}\] (.*)")
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, perhaps more.
+    """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process``, ``message``.
 
-    More are ``subject``, which is what a message says before its colon, ``exception``, and the fields that whoever
-    wrote the line has given.
+    And ``exception``, if there was one, and the fields that whoever wrote the line has given, which for events are
+    ``event`` and what :mod:`tercet.settings.log_events` says.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -29,14 +33,24 @@ class JsonLines(logging.Formatter):
         message = record.getMessage()
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "logger": record.name}
-        subject, colon, _ = message.partition(": ")
-        if colon and subject.isidentifier():
-            line["subject"] = subject
-        line["message"] = message
+        line |= {"process": record.process, "message": message}
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         line |= getattr(record, FIELDS, {})
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def serious_event(line: str) -> str | None:
+    """What a line of a log says, if it is an event from warnings on; None for all other lines. Of either form."""
+    if line.startswith("{"):
+        try:
+            found = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return None
+        is_one = found.get("logger") == EVENTS and found.get("level") in ("warning", "error")
+        return str(found.get("message")) if is_one else None
+    matched = _SERIOUS_EVENT.match(line)
+    return matched[1] if matched is not None else None
 
 
 def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) -> None:

@@ -270,9 +270,12 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
 
 
 def require_unlike(engines: Sequence[EngineAddress]) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for no engines, and for two of one name."""
+    """Raises :class:`~tercet.protocol.BadRequest` for no engines, and for two of one name or URL."""
     if not engines:
         raise BadRequest("engines: at least one is needed", "engines")
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:
         raise BadRequest(f"engines: two engines are called {twice[0]}; give them names", "engines")
+    again = [url for url, times in Counter(engine.url.rstrip("/") for engine in engines).items() if times > 1]
+    if again:
+        raise BadRequest(f"engines: {again[0]} is there twice", "engines")

@@ -159,7 +159,7 @@ def test_a_plan_from_a_file(front_door: Running, tercet: Any, tmp_path: Path, te
         ("program split balanced=1 --program-arg data_parallel:pick=x", "data_parallel"),
         ("program split balanced=1 --by-header x-team", "--by-header"),
         ("program split balanced=1 --by-model m,nowhere", "nowhere"),
-        ("engines add new nowhere", "url"),
+        ("engines add new nowhere", "ENGINE_URL"),
         ("engines add new http://new --role cook", "--role"),
         ("engines role p cook", "cook"),
     ],
@@ -180,13 +180,13 @@ def test_engines(front_door: Running, tercet: Any) -> None:
     assert "both" in tercet("engines", "role", "p", "both")
     assert tercet("engines", "remove", "new") == "new removed; sequences that still run on it: 0\n"
     assert [engine["name"] for engine in json.loads(tercet("engines", "list", "--json"))] == ["p", "d"]
-    assert "it has p, d" in tercet("engines", "remove", "new", code=1)
-    assert "already" in tercet("engines", "add", "p", "http://new", code=1)
+    assert "it has p, d" in tercet("engines", "remove", "new", code=2)
+    assert "already" in tercet("engines", "add", "p", "http://new", code=2)
 
 
 def test_moves(front_door: Running, tercet: Any) -> None:
     assert tercet("moves", "list") == tercet("moves", "sequences") == ""
-    assert "no sequence 'x' runs" in tercet("moves", "start", "x", "p", code=1)
+    assert "no sequence 'x' runs" in tercet("moves", "start", "x", "p", code=2)
     move = MoveRecord(1, "s", "d", "p", "drain", 0.0, 120, "moved", (Stage(0, 119, 2_500_000, 0.1, "host"),), 2, 0.05)
     front_door.door.service.moves._record += [
         move,
@@ -207,7 +207,7 @@ def test_draining_waits_if_asked_to(front_door: Running, tercet: Any) -> None:
 def test_the_key(metrics: Metrics, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with Running(metrics, "secret") as running:
         line = ["program", "show", "--url", running.url]
-        assert app._run(line) == 1
+        assert app._run(line) == 2
         assert "API key" in capsys.readouterr().err
         assert app._run([*line, "--api-key", "secret"]) == 0
         monkeypatch.setenv("TERCET_API_KEY", "secret")

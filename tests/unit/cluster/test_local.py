@@ -19,7 +19,7 @@ from tercet.cluster import local, restarts
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
-from tercet.cluster.running_fleet import RunningFleet
+from tercet.cluster.running_fleet import RunningFleet, read_events
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
@@ -312,3 +312,27 @@ async def test_a_secret_reaches_engines_and_front_door_and_no_command_line(
             assert "s3cret" not in " ".join(found.cmdline())
     router = local.router_config(config, "m", 8000, [EngineAddress("e", "http://e")])
     assert router.secret == "s3cret"
+
+
+async def test_what_the_front_door_logs_from_warnings_on_is_heard(tmp_path: Path) -> None:
+    log, heard = tmp_path / "router.log", list[str]()
+    line = "{} 11-23 12:00:00 [tercet.{}] {}\n"
+    log.write_text(line.format("WARNING", "events", "engine_back: before anybody listened"))
+    reading = asyncio.create_task(read_events(log, heard.append))
+    await asyncio.sleep(0)
+    with log.open("a") as more:
+        for part in (
+            line.format("INFO", "events", "retry: s: p again"), line.format("WARNING", "router", "another logger"),
+            "Traceback (most recent call last):\n", "WARNING 11-23 12:00:00 [tercet.events] reload_ref",
+        ):  # fmt: skip
+            more.write(part)
+        more.flush()
+        await asyncio.sleep(0)
+        more.write("used: mine.py: no\nWARNING 11-23")
+    try:
+        async with asyncio.timeout(20):
+            while not heard:
+                await asyncio.sleep(0.01)
+    finally:
+        reading.cancel()
+    assert heard == ["reload_refused: mine.py: no"]

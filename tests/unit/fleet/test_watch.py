@@ -34,7 +34,7 @@ class Answering(Frozen):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.02)
-    monkeypatch.setattr(Membership, "_say_once", lambda *said: pytest.fail(str(said)))
+    monkeypatch.setattr(Membership, "_refuse", lambda *said: pytest.fail(str(said)))
 
 
 def watched(*engines: Engine) -> tuple[EngineFleet, Membership]:

@@ -170,7 +170,8 @@ async def test_what_is_over_a_limit_is_dropped_and_on_record(metrics: Metrics) -
         await found.owner.settled_moves(1)
         task = await found.owner.run("s")
         await until(lambda: (loads.last("b") or [EngineLoad(waiting=0, running=0, kv_usage=0)])[0].kv_usage > 0.001)
-        before = count_of("rebalance", "dropped")
+        codes = "no_space", "unknown_engine"
+        before = [count_of("rebalance", "dropped", code) for code in codes]
         await a.propose_move("s", "b", "rebalance")
         await a.propose_move("s", "x", "rebalance")
         moves = (await found.owner.settled_moves(3))[1:]
@@ -180,7 +181,8 @@ async def test_what_is_over_a_limit_is_dropped_and_on_record(metrics: Metrics) -
         ]
         assert "of its KV cache" in moves[0].error
         assert "no engine 'x'" in moves[1].error
-        assert count_of("rebalance", "dropped") - before == 2
+        assert [count_of("rebalance", "dropped", code) for code in codes] == [count + 1 for count in before]
+        assert [move.code for move in moves] == list(codes)
         assert found.owner.engine_of("s") == "a"
         await asyncio.gather(task, there)
         assert found.owner.tokens["s"] == found.whole("s")
@@ -195,14 +197,14 @@ async def test_a_proposal_for_what_is_not_there_any_more_moves_nothing(metrics: 
         assert not found.owner.moves
 
 
-def count_of(reason: str, outcome: str) -> float:
-    labels = {"reason": reason, "outcome": outcome}
+def count_of(reason: str, outcome: str, code: str = "") -> float:
+    labels = {"reason": reason, "outcome": outcome, "code": code}
     return prometheus_client.REGISTRY.get_sample_value("tercet_moves_total", labels) or 0.0
 
 
 def test_reasons_of_others_do_not_fill_the_metrics(metrics: Metrics) -> None:
     for number in range(MOST_REASONS + 5):
-        metrics.moved(f"reason {number}", "moved", 0, 0, None)
+        metrics.moved(MoveRecord(number, "s", "a", "b", f"reason {number}", 0.0, 0, "moved"))
     assert count_of("reason 0", "moved") == 1
     assert count_of(f"reason {MOST_REASONS}", "moved") == 0
     assert count_of("other", "moved") == 5

@@ -183,6 +183,18 @@ async def test_a_path_that_is_not_served(house: House) -> None:
     assert "GET /v2/models" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "takes"), [("GET", "/v1/completions", "POST"), ("DELETE", "/tercet/v1/engines", "GET, POST")]
+)
+async def test_a_method_that_a_path_does_not_take(house: House, method: str, path: str, takes: str) -> None:
+    async with house.client() as client:
+        answer = await client.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (405, "method_not_allowed", "MethodNotAllowed")
+    assert takes in answer.headers["allow"]
+    assert path in error["message"]
+
+
 async def test_a_body_that_is_too_large(house: House) -> None:
     answer = await house.complete(prompt="x" * 10_001)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")

@@ -8,6 +8,10 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
+from tercet.settings.log_lines import serious_event
+
 SCRIPT = """
 import logging
 from tercet.settings.log_lines import log_to_stderr
@@ -41,11 +45,12 @@ def said_as_json(script: str) -> list[dict[str, Any]]:
 def test_lines_as_json() -> None:
     script = """
 import logging
+from tercet.settings.log_events import ENGINE_DRAINED
 from tercet.settings.log_lines import FIELDS, access_logger, log_to_stderr
 
 log_to_stderr("warning", "json", access=True)
 logger = logging.getLogger("tercet.router")
-logger.warning("engines: %s is %s", "decode-0", "drained")
+ENGINE_DRAINED.tell(engine="decode-0", reason="asked for")
 logger.info("not wanted")
 try:
     raise ValueError("a b\\nc")
@@ -56,8 +61,32 @@ access_logger.info("GET /health %d", 200, extra={FIELDS: {"status": 200}})
     drained, failed, access = said_as_json(script)
     at = datetime.fromisoformat(drained.pop("time"))
     assert abs((datetime.now(UTC) - at).total_seconds()) < 3600
+    assert drained.pop("process") > 0
     assert drained == {
-        "level": "warning", "logger": "tercet.router", "subject": "engines", "message": "engines: decode-0 is drained",
+        "level": "warning", "logger": "tercet.events", "event": "engine_drained", "engine": "decode-0",
+        "reason": "asked for", "message": "engine_drained: decode-0 is emptied, and not picked: asked for",
     }  # fmt: skip
     assert failed["exception"].endswith("ValueError: a b\nc")
     assert (access["level"], access["logger"], access["status"]) == ("info", "tercet.access", 200)
+
+
+SAYS_EVENTS = """
+from tercet.settings import log_events
+from tercet.settings.log_lines import log_to_stderr
+
+log_to_stderr("info", "{form}")
+log_events.RETRY.tell(seq_id="s", program="p", tokens=3, reason="what one request met")
+log_events.ENGINE_DRAINED.tell(engine="decode-0", reason="somebody [tercet.events] asked")
+log_events.RELOAD_REFUSED.tell(file="mine.py", reason="no: it is not good")
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_serious_events_are_found_in_a_log_of_either_form(form: str) -> None:
+    script = SAYS_EVENTS.replace("{form}", form)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    found = [serious_event(line) for line in (*said.splitlines(), "Traceback", "{", "{}", "[1]", "")]
+    assert [each for each in found if each is not None] == [
+        "engine_drained: decode-0 is emptied, and not picked: somebody [tercet.events] asked",
+        "reload_refused: mine.py has changed and is not used: no: it is not good",
+    ]

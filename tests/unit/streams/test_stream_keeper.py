@@ -129,10 +129,10 @@ async def test_an_engine_that_cannot_connect_is_served_otherwise_and_that_is_log
             assert await keeper.ready() is None
             await until(lambda: engine.asked > 3)
             assert len(caplog.records) == 1
-            assert "server-sent events instead" in caplog.text
+            assert "token stream -> server-sent events" in caplog.text
             engine.connect_error = None
             await until(lambda: keeper.connection.connected)
-            assert "has a token stream now" in caplog.text
+            assert "stream_back: " in caplog.text
 
 
 async def test_an_engine_that_does_not_answer_is_unreachable_and_not_a_fallback() -> None:

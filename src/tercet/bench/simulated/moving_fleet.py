@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tercet.fleet import EngineFleet, RunningSequences
-from tercet.router.moves import Moves
+from tercet.router.moves import MoveRecord, Moves
 from tercet.router.rescheduler import Rescheduler
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.sim import SimEngine
@@ -69,12 +69,12 @@ class MoveCounts:
     def move(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def moved(self, reason: str, outcome: str, sent: int, recomputed: int, pause: float | None) -> None:
-        self._outcomes[f"{reason} {outcome}"] += 1
-        self._bytes += sent
-        self._recomputed += recomputed
-        if pause is not None:
-            self._pauses.append(pause)
+    def moved(self, move: MoveRecord) -> None:
+        self._outcomes[f"{move.reason} {move.outcome}"] += 1
+        self._bytes += move.bytes
+        self._recomputed += move.recomputed
+        if move.pause is not None:
+            self._pauses.append(move.pause)
 
     def held_back(self, moves: int) -> None:
         self._held_back += moves

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tercet import __version__
 from tercet.bench.digits import three_digits
+from tercet.bench.results import machine
 from tercet.bench.transfer.cases import KIB, MIB, Case, Result, Table
 from tercet.bench.transfer.interference import Interference
 from tercet.bench.transfer.libraries import LIBRARIES
@@ -130,8 +130,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """One run: where it ran, and what was found. Times in seconds, ``idle_cores`` in cores."""
 
     version: str
-    machine: str
-    cpus: int
+    machine: dict[str, Any]
     results: list[Result]
     idle_cores: dict[str, float | str]
     interference: dict[str, Interference | str] = {}
@@ -144,19 +143,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 def report(table: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> Report:
     """Put a run together."""
     results = list(table.results.values())
-    return Report(__version__, machine_in_words(), os.cpu_count() or 1, results, idle, interference)
-
-
-def machine_in_words() -> str:
-    """System and processor."""
-    return f"{platform.system()} {platform.release()} {platform.machine()}, {_processor()}"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
+    return Report(__version__, machine(), results, idle, interference)
 
 
 def rows(table: Table) -> tuple[list[str], list[list[str]]]:

@@ -22,7 +22,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from tercet.protocol import EngineError, Output
+from tercet.protocol import Output, ProgramFailed
 from tercet.vllm_plugin.frontend.client_connection import ClientConnection
 from tercet.vllm_plugin.frontend.program_client import SequenceOutputs
 from tercet.vllm_plugin.frontend.sse_chunks import DONE, ChunkWriter
@@ -121,7 +121,7 @@ class PlainStream:
         except TextEnded:
             return
         if not self._is_finished:
-            raise EngineError("the program ended before its sequence did")
+            raise ProgramFailed("the program ended before its sequence did")
 
     async def _sent(self) -> None:
         self._connection.flush()

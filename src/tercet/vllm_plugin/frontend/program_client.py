@@ -20,7 +20,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from tercet.aio import TaskSet
-from tercet.protocol import DeadlineExceeded, EngineError, Output, OutputStream, Request, TercetError, Usage
+from tercet.protocol import (
+    DeadlineExceeded,
+    FrontDoorFailed,
+    Output,
+    OutputStream,
+    ProgramFailed,
+    Request,
+    TercetError,
+    Usage,
+)
 from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
@@ -54,7 +63,7 @@ class Programs(Protocol):
         """The program of one sequence of an HTTP request."""
         ...
 
-    def failed(self, error: TercetError) -> None:
+    def failed(self, seq_id: str, error: TercetError) -> None:
         """A sequence has ended in an error."""
         ...
 
@@ -76,14 +85,16 @@ class SequenceOutputs:
     def to_core_output(self, output: Output) -> EngineCoreOutput:
         """vLLM's message for the next output.
 
-        Raises :class:`~tercet.protocol.EngineError` for one that no engine has reason to give: vLLM's output handler
+        Raises :class:`~tercet.protocol.ProgramFailed` for one that no engine has reason to give: vLLM's output handler
         would end by it, and with that every request.
         """
         unasked = (output.logprobs is not None and not self._wants_logprobs) or (
             output.prompt_logprobs is not None and not self._wants_prompt_logprobs
         )
         if unasked or not all(0 <= token < MOST_TOKENS for token in output.token_ids):
-            raise EngineError("an output of the program has log probabilities that were not asked for, or no token ids")
+            raise ProgramFailed(
+                "an output of the program has log probabilities that were not asked for, or no token ids"
+            )
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
         return to_core_output(self.seq_id, self._num_prompt_tokens, output, usage)
@@ -96,12 +107,12 @@ class SequenceOutputs:
         except GenerationError:  # vLLM's own
             raise
         except TercetError as error:
-            self._programs.failed(error)
+            self._programs.failed(self.seq_id, error)
             raise _http_error(error) from error
         except Exception as error:  # it fails its own request only
             logger.exception("request %s failed", self.seq_id)
-            failure = EngineError(f"the front door failed: {type(error).__name__}: {error}")
-            self._programs.failed(failure)
+            failure = FrontDoorFailed("the front door failed while it served this request; its log says how")
+            self._programs.failed(self.seq_id, failure)
             raise _http_error(failure) from error
 
 

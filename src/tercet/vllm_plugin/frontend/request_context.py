@@ -37,7 +37,7 @@ class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
     ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
-    started (``n``, or several prompts).
+    started (``n``, or several prompts); ``wants_trace``: its client gets them.
     """
 
     path: str = ""
@@ -47,6 +47,7 @@ class RequestContext:
     began: float = field(default_factory=time.monotonic)
     connection: ClientConnection | None = None
     traces: list[Any] = field(default_factory=list[Any])
+    wants_trace: bool = False
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: PlainStream | None = None
