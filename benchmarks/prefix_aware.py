@@ -14,6 +14,7 @@ import numpy as np
 from tercet.fleet import EngineFleet, FleetKnowledge, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
+from tercet.protocol.block_hashes import chain
 
 BLOCK = 64
 # Sequences by which an engine that knows a prefix may be ahead of the others and still be chosen for it.
@@ -32,14 +33,13 @@ class Homes:
         # Beside the members' own counts: a look at each of a thousand takes longer than all else that is done here.
         self._loads = np.zeros(len(members), dtype=np.int32)
 
-    def blocks(self, prompt: tuple[int, ...]) -> list[int]:
-        """The hashes of a prompt's full blocks."""
-        parent = 0
-        return [parent := hash((parent, block)) for block in zip(*(iter(prompt),) * BLOCK, strict=False)]
-
     def find(self, blocks: list[int]) -> int | None:
         """The place of the engine that has the longest prefix."""
-        return next((place for block in reversed(blocks) if (place := self._homes.get(block)) is not None), None)
+        homes = self._homes
+        for block in reversed(blocks):
+            if block in homes:
+                return homes[block]
+        return None
 
     def choose(self, blocks: list[int]) -> int:
         """The place of the engine to take; its load counts one more, until :meth:`leave`."""
@@ -65,7 +65,7 @@ _homes: WeakKeyDictionary[FleetKnowledge, Homes] = WeakKeyDictionary()
 async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
     """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
     homes = _homes.get(fleet.knowledge) or _homes.setdefault(fleet.knowledge, Homes(fleet.members))
-    place = homes.choose(homes.blocks(request.prompt))
+    place = homes.choose(chain(0, request.prompt, BLOCK))
     try:
         yield homes.members[place].engine.start_generate(request)
     finally:

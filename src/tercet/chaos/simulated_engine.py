@@ -11,7 +11,7 @@ from tercet.aio import TaskSet
 from tercet.chaos.fault_schedule import ProcessKind
 from tercet.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet.sim import SimEngine
-from tercet.sim.prompts import VOCABULARY, Prompt, Prompts
+from tercet.sim.prompts import VOCABULARY, Prompt
 from tercet.sim.sim_server import ServerConfig, serving
 
 # Virtual seconds for what killed processes would have done at their end, which no real one does: it holds up nothing.
@@ -26,13 +26,6 @@ class OtherPrompt(Prompt):
     def output(self, begin: int, end: int) -> tuple[int, ...]:
         """See :meth:`tercet.sim.prompts.Prompt.output`; no token is the same."""
         return tuple((token + 1) % VOCABULARY for token in super().output(begin, end))
-
-
-class OtherAnswers(Prompts):
-    """What another model says to the same prompts."""
-
-    def get(self, tokens: tuple[int, ...], cache_salt: str | None) -> Prompt:
-        return OtherPrompt(tokens, cache_salt)
 
 
 class SimulatedEngine:
@@ -65,7 +58,7 @@ class SimulatedEngine:
             serving.result()
         self.engine, self.is_up = started.result(), not is_impostor
         if is_impostor:
-            self.engine.network.prompts = OtherAnswers(kept=256)
+            self.engine.network.prompt = OtherPrompt
 
     async def _serve(self, config: ServerConfig, started: asyncio.Future[SimEngine], killed: asyncio.Event) -> None:
         async with serving(config) as engine:

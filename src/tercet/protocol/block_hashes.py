@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from itertools import islice
 
 
 def root_of(salt: str | None) -> int:
@@ -16,8 +15,7 @@ def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | No
 
     Each covers everything before it.
     """
-    blocks = zip(*(iter(tokens),) * block_size, strict=False)
-    if limit is not None:
-        blocks = islice(blocks, limit)
+    blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
+    begins = range(0, blocks * block_size, block_size)
     # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
-    return [parent := hash((parent, block)) for block in blocks]
+    return [parent := hash((parent, tokens[begin : begin + block_size])) for begin in begins]

@@ -15,6 +15,8 @@ from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
+
 from tercet.protocol import EngineError
 
 T = TypeVar("T")
@@ -22,20 +24,18 @@ T = TypeVar("T")
 FEW_TIMERS = 1024
 
 
-class _Callback:
-    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without what that does to help debugging."""
+class _Callback(msgspec.Struct, eq=False):
+    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without what that does to help debugging.
 
-    __slots__ = ("args", "callback", "context", "due", "is_cancelled", "loop")
+    ``loop`` is the one in which it waits for its time.
+    """
 
-    def __init__(
-        self, due: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
-    ) -> None:
-        self.due = due
-        self.callback = callback
-        self.args = args
-        self.context = copy_context() if context is None else context
-        self.is_cancelled = False
-        self.loop: VirtualLoop | None = None  # where it waits for its time
+    due: float
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    context: Context
+    loop: VirtualLoop | None = None
+    is_cancelled: bool = False
 
     def when(self) -> float:
         return self.due
@@ -70,7 +70,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Run a callback before time moves on, after those that are ready already."""
-        found = _Callback(self._now, callback, args, context)
+        found = _Callback(self._now, callback, args, context or copy_context())
         self._ready.append(found)
         return found  # pyright: ignore[reportReturnType]
 
@@ -78,8 +78,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
-        timer = _Callback(when, callback, args, context)
-        timer.loop = self
+        timer = _Callback(when, callback, args, context or copy_context(), self)
         self._count += 1
         heappush(self._timers, (when, self._count, timer))
         return timer  # pyright: ignore[reportReturnType]
@@ -120,39 +119,34 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
         try:
             while not task.done():
-                if not ready:
-                    self._jump()
-                for _ in range(len(ready)):
-                    found = ready.popleft()
-                    if not found.is_cancelled:
-                        try:
-                            found.context.run(found.callback, *found.args)
-                        except (SystemExit, KeyboardInterrupt):
-                            raise
-                        except BaseException as error:
-                            self._failure = error
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    raise failure
+                found = ready.popleft() if ready else self._jump()
+                if not found.is_cancelled:
+                    found.context.run(found.callback, *found.args)
+                    if self._failure is not None:
+                        failure, self._failure = self._failure, None
+                        raise failure
         finally:
             asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
             sys.set_asyncgen_hooks(*hooks)
         return task.result()
 
-    def _jump(self) -> None:
-        """Go on to the next time at which anything is to happen."""
-        timers, ready = self._timers, self._ready
+    def _jump(self) -> _Callback:
+        """Go on to the next time that anything is to happen: returns the first thing, and makes the others ready."""
+        timers = self._timers
         while timers and timers[0][2].is_cancelled:
             heappop(timers)
             self._cancelled_timers -= 1
         if not timers:
             raise EngineError("every task waits and no timer is set: nothing would ever happen again")
-        now = self._now = max(self._now, timers[0][0])
+        when, _, first = heappop(timers)
+        first.loop = None  # whoever cancels it from now on takes nothing from the heap
+        now = self._now = max(self._now, when)
         while timers and timers[0][0] <= now:
             timer = heappop(timers)[2]
-            timer.loop = None  # whoever cancels it from now on takes nothing from the heap
+            timer.loop = None
             self._cancelled_timers -= timer.is_cancelled
-            ready.append(timer)
+            self._ready.append(timer)
+        return first
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:

@@ -9,7 +9,7 @@ import msgspec
 
 from tercet.protocol import BadRequest, KVAddrInfo, Request
 from tercet.settings.declaration import complaint
-from tercet.sim.block_pool import Lease
+from tercet.sim.leases import Lease
 from tercet.sim.step_times import Profile
 
 

@@ -27,6 +27,8 @@ State = Literal["prefill", "decode", "linger"]
 class LoopTime:
     """The time of an engine that has its machine to itself: the loop's, in seconds."""
 
+    __slots__ = ("call_at", "time")
+
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         # The loop's own methods: a thousand engines pay nothing for a host that they do not have.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
-from tercet.sim.prompts import Prompt, Prompts
+from tercet.sim.prompts import Prompt
 from tercet.sim.step_times import Transfer
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ class Send:
 
 
 class Network:
-    """Engines by name, their links, and the prompts that they all see."""
+    """Engines by name, and their links. ``prompt`` makes a prompt, which their model answers, of tokens and salt."""
 
-    def __init__(self, prompts_kept: int = 4096) -> None:
-        self.prompts = Prompts(prompts_kept)
+    def __init__(self) -> None:
+        self.prompt: Callable[[tuple[int, ...], str | None], Prompt] = Prompt
         self.bytes_sent = 0
         self._engines: dict[str, SimEngine] = {}
         self._out_free: dict[str, float] = {}
@@ -136,6 +136,12 @@ class Network:
         if engine.name in self._engines:
             raise ValueError(f"two engines are called {engine.name}")
         self._engines[engine.name] = engine
+
+    def close(self) -> None:
+        """Part from the engines, which know it, at the end of a simulation."""
+        for engine in self._engines.values():
+            engine.pool.close()
+        self._engines.clear()
 
     def find(self, info: KVAddrInfo) -> SendTarget:
         """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` if there is none."""

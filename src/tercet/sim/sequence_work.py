@@ -11,16 +11,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from tercet.protocol import Output, OutputStream, Usage
 from tercet.sim.block_pool import Holding
 from tercet.sim.prompts import Prompt
 
 
-@dataclass(eq=False, slots=True)
-class Work:
+class Work(msgspec.Struct, eq=False):
     """Tokens to compute and tokens to produce.
 
     ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
@@ -35,7 +35,7 @@ class Work:
     goal: int
     on_computed: Callable[[], None] | None = None
     on_chunk: Callable[[int, int, float, float], None] | None = None
-    holding: Holding = field(default_factory=Holding)
+    holding: Holding = msgspec.field(default_factory=Holding)
     stream: OutputStream | None = None
     computed: int = 0
     produced: int = 0
@@ -73,13 +73,6 @@ class Work:
             and tokens[:length] == self.prompt.tokens
         )
 
-    def hashes(self, block_size: int) -> list[int]:
-        """The hashes of the full blocks of all known tokens."""
-        after = self.given + self.produced
-        if after == 0:
-            return self.prompt.hashes(block_size)
-        return self.prompt.hashes_with(self.prompt.output(0, after), block_size)
-
     def deliver(self, ahead: int = 0) -> None:
         """Hand over what was produced since the last time, with a finish reason if that was all.
 
@@ -96,6 +89,8 @@ class Work:
 
 class DecodingBatch:
     """The decoding sequences of one engine, ``size`` of them."""
+
+    __slots__ = ("_block_size", "_context", "_count", "_due", "_phases", "_works", "size", "tick")
 
     def __init__(self, block_size: int) -> None:
         self.tick = 0
@@ -215,8 +210,7 @@ def _valid(entry: tuple[int, int, Work]) -> bool:
     return work.state == "decoding" and work.wake == number
 
 
-@dataclass(slots=True)
-class DecodeRun:
+class DecodeRun(msgspec.Struct, eq=False):
     """Consecutive decode steps of one batch: step ``i`` takes ``first + i * growth`` seconds from ``begin`` on."""
 
     begin: float

@@ -32,7 +32,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
-from tercet.sim.block_pool import BlockPool, Lease, Leases, SimObserver
+from tercet.sim.block_pool import BlockPool, SimObserver
 from tercet.sim.engine_options import (
     EngineOptions,
     check_prompt,
@@ -42,6 +42,7 @@ from tercet.sim.engine_options import (
     tokens_to_produce,
 )
 from tercet.sim.hosts import EngineTime, Host, LoopTime
+from tercet.sim.leases import Lease, Leases
 from tercet.sim.network import Network, Send
 from tercet.sim.prompts import Prompt
 from tercet.sim.scheduler import Counters, LoadReports, SimScheduler
@@ -93,10 +94,10 @@ class SimEngine:
     def _start(self) -> None:
         self.incarnation = uuid.uuid4().hex
         blocks = self.options.total_blocks or self.profile.total_blocks
-        self.pool = BlockPool(blocks)
+        self.pool = BlockPool(blocks, self.profile.block_size, self.options.prefix_caching)
         self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
-        self._leases = Leases(self.pool, self.profile.block_size, limit, self.options.prefix_caching)
+        self._leases = Leases(self.pool, self.profile.block_size, limit)
         if self._observer is not None:
             self._observer.cleared()
             self.observe(self._observer)
@@ -146,7 +147,7 @@ class SimEngine:
         if lease is None or lease.seq_id != request.seq_id:
             raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
         check_same(lease, request, (), end)
-        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt)
         self._leases.extend(lease, prompt, end, self._scheduler.running)
         self._renew(lease)
         return lease
@@ -167,7 +168,7 @@ class SimEngine:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._count += 1
-        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt)
         lease = self._leases.reserve(f"{self.name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running)
         lease.ttl = ttl
         self._renew(lease)
@@ -189,7 +190,7 @@ class SimEngine:
         self._layout.require_mappable(info.layout, info.engine)
         check_send(request, info, begin, end, sample)
         first_block = begin // self.profile.block_size * self.profile.block_size
-        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
         work = Work(prompt, end, 0, int(sample), send.computed)
         work.on_chunk = send.chunk
@@ -317,8 +318,7 @@ class SimEngine:
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet.sim.network.SendTarget.refuses`."""
         found = self._leases.find(lease)
-        same = found is not None and (found.prompt is prompt or found.prompt.content(end) == prompt.content(end))
-        return self._refusal(found, same)
+        return self._refusal(found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
         """As :meth:`refuses`, by what a sender in another process says of its tokens."""
@@ -430,7 +430,7 @@ class SimEngine:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
         goal = tokens_to_produce(request, given, self.profile, self.pool.total)
-        prompt = self.network.prompts.get(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
         if lease is not None:

@@ -55,8 +55,6 @@ DELIVER = f"{PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
 # The answer needs no engine step, so a peer that takes this long is gone.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
-# Of two calls of one request the second brings its own copy of the prompt, so there is little to find again.
-PROMPTS_KEPT = 256
 
 
 class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +72,7 @@ class HttpNetwork(Network):
     """The network of one engine in a process of its own; reaches all others by the address in their reservations."""
 
     def __init__(self, transfer: Transfer, session: aiohttp.ClientSession) -> None:
-        super().__init__(PROMPTS_KEPT)
+        super().__init__()
         self.transfer = transfer  # peers are taken to be as fast as this engine
         self.posting = TaskSet()
         self._session = session

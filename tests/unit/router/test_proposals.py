@@ -86,8 +86,8 @@ class World:
     urls: dict[str, str]
 
     def whole(self, seq_id: str) -> list[int]:
-        prompts = self.engines["a"].network.prompts
-        return list(prompts.get(request_of(seq_id).prompt, None).output(0, TOKENS))
+        network = self.engines["a"].network
+        return list(network.prompt(request_of(seq_id).prompt, None).output(0, TOKENS))
 
 
 @asynccontextmanager

@@ -150,7 +150,7 @@ def test_received_kv_is_used_and_counted() -> None:
         assert (outputs[0].usage.received, outputs[0].usage.computed) == (100, 1)
         status = await decode.status()
         assert (status.leases, status.running, status.free_blocks) == (0, 0, 1000)
-        assert len(found.inside[1].pool._cached) == 104 // BLOCK
+        assert found.inside[1].pool.cached == 104 // BLOCK
         assert await found.settled()
 
     run(main)

@@ -185,6 +185,7 @@ async def _run(
     async with built.moving.running():
         await _serve_all(program, built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
+    built.network.close()
     return outcome
 
 

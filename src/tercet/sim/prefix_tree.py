@@ -1,0 +1,142 @@
+"""A prefix cache as a tree of runs, each a stretch of blocks that came at once.
+
+So a prompt that shares nothing with any other is found, pinned, let go and evicted as one thing, however long it is. A
+run is split where a prompt leaves it that goes on otherwise. Tokens are compared and not hashed: blocks have names only
+for those who ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tercet.protocol.block_hashes import chain, root_of
+from tercet.sim.prompts import Prompt
+
+
+class Run:
+    """The first ``blocks`` blocks of ``tokens``, which follow those of ``parent``. A root has none, and is its parent.
+
+    ``pins`` counts who holds them, and with them all that is before. ``children`` follow it, by hashes of their first
+    blocks; there are none while it is a leaf, as most are.
+    """
+
+    __slots__ = ("blocks", "children", "names", "parent", "pins", "tokens")
+
+    def __init__(self, parent: Run | None, tokens: tuple[int, ...], blocks: int, pins: int = 0) -> None:
+        self.parent = parent or self
+        self.tokens = tokens
+        self.blocks = blocks
+        self.pins = pins
+        self.children: dict[int, Run] | None = None
+        self.names: list[int] | None = None
+
+
+class Match(NamedTuple):
+    """The first ``blocks`` blocks of a prompt are cached, of which the last ``part`` are the first ones of ``run``."""
+
+    run: Run
+    part: int
+    blocks: int
+
+
+class PrefixTree:
+    """Runs by what they follow. Prompts with different cache salts share nothing."""
+
+    __slots__ = ("_block_size", "_roots")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[str | None, Run] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        """Every run, each after those that it follows."""
+        left = list(self._roots.values())
+        while left:
+            run = left.pop()
+            if run.blocks:
+                yield run
+            left += (run.children or {}).values()
+
+    def root(self, salt: str | None) -> Run:
+        """What prompts with this cache salt follow."""
+        found = self._roots.get(salt)
+        if found is None:
+            found = self._roots[salt] = Run(None, (), 0)
+            found.names = [root_of(salt)]
+        return found
+
+    def match(self, run: Run, blocks: int, prompt: Prompt, limit: int) -> Match:
+        """How far the first ``limit`` blocks of a prompt are there; ``blocks`` of them are, and end with ``run``."""
+        size, part = self._block_size, run.blocks
+        while blocks < limit and part == run.blocks:
+            begin, children = blocks * size, run.children
+            child = children.get(hash(prompt.known(begin, begin + size))) if children else None
+            if child is None:
+                break
+            run = child
+            part = self._alike(run, prompt.known(begin, min(limit, blocks + run.blocks) * size))
+            blocks += part
+        return Match(run, part, blocks)
+
+    def _alike(self, run: Run, tokens: tuple[int, ...]) -> int:
+        """How many blocks a run has in common with tokens whose first block is its own, and which are no more."""
+        size, own = self._block_size, run.tokens
+        alike, other = 1, len(tokens) // size + 1
+        middle = other - 1  # mostly, all are the same
+        while alike < middle:
+            if own[: middle * size] == tokens[: middle * size]:
+                alike = middle
+            else:
+                other = middle
+            middle = (alike + other) // 2
+        return alike
+
+    def cut(self, match: Match) -> Run:
+        """The run that ends where a match does: the one that was found, or one made of the first part of it."""
+        run, part, _ = match
+        if part == run.blocks:
+            return run
+        size = self._block_size
+        upper = Run(run.parent, run.tokens[: part * size], part, run.pins)
+        # Whoever holds the run goes on holding what is its rest now, and with it what is before.
+        run.tokens, run.blocks, run.parent = run.tokens[part * size :], run.blocks - part, upper
+        self._put(upper)
+        self._put(run)
+        if run.names is not None:
+            upper.names, run.names = run.names[:part], run.names[part:]
+        return upper
+
+    def add(self, parent: Run, tokens: tuple[int, ...]) -> Run:
+        """A run of full blocks that are not there, with one holder."""
+        run = Run(parent, tokens, len(tokens) // self._block_size, pins=1)
+        self._put(run)
+        return run
+
+    def _put(self, run: Run) -> None:
+        """Have it found from what it follows."""
+        if run.parent.children is None:
+            run.parent.children = {}
+        run.parent.children[hash(run.tokens[: self._block_size])] = run
+
+    def shorten(self, run: Run, blocks: int) -> None:
+        """Take its last ``blocks`` from a run that nothing follows."""
+        run.blocks -= blocks
+        if not run.blocks and run.parent.children:
+            del run.parent.children[hash(run.tokens[: self._block_size])]
+
+    def clear(self) -> None:
+        """Forget all of it. Runs know what they follow and what follows them, which only this ends."""
+        left = list(self._roots.values())
+        self._roots.clear()
+        while left:
+            run = left.pop()
+            left += (run.children or {}).values()
+            run.children = None
+
+    def names(self, run: Run) -> list[int]:
+        """The hashes of a run's blocks; each covers everything before it, and the cache salt."""
+        if run.names is None:
+            before = run.parent.names or self.names(run.parent)
+            run.names = chain(before[run.parent.blocks - 1], run.tokens, self._block_size)
+        return run.names[: run.blocks]
