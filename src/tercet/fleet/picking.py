@@ -146,14 +146,13 @@ class Picking(Generic[ViewT]):
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
-        able = everyone
-        if role != "both":
-            able = everyone.where([engine.role == role or engine.role == "both" for engine in everyone])
-        answering = able.where([engine.reachable for engine in able])
+        roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
+        answering = everyone.where([engine.reachable and engine.role in roles for engine in everyone])
         if len(answering):
             self._filled(role)
             return answering
         self._require_role(role)
+        able = everyone.where([engine.role in roles for engine in everyone])
         others = everyone.where([engine.reachable for engine in everyone])
         self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone

@@ -9,19 +9,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.rendering import Renderer
-from tercet.gateway.reported_load import ReportedLoad
+from tercet.gateway.reported_load import UNKNOWN_ROOM, ReportedLoad
 from tercet.protocol import EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
 from tercet.settings import Limits, PickerConfig
 
-UNKNOWN_ROOM = 2**31
-"""The room of an engine that has not said how busy it is."""
+ENOUGH_ROOM = 100
+"""So many may hold a place at once; it is given back as soon as the pick is made."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class EndpointPicker:
         self._load = ReportedLoad(fleet, clock)
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
         self._gate = Gate(limits, fleet, metrics, clock, self._room)
-        self._load.on_news = self._gate.look
+        self._load.on_news = self._heard
         self._addresses: dict[str, str] = {}
 
     def close(self, error: TercetError) -> None:
@@ -146,17 +144,26 @@ class EndpointPicker:
         return address
 
     def _room(self) -> int:
-        """For how many more requests engines that decode have room, as far as they say; a place is held for a pick."""
-        able = [member for member in self._fleet.members if member.reachable and not member.leaving]
-        able = [member for member in able if member.role != "prefill"] or able
-        if not able:
-            return UNKNOWN_ROOM  # the pick says that there is nobody
-        knowledge = self._fleet.knowledge
-        rows = knowledge.rows([member.name for member in able])
-        waiting, usage = knowledge.loads.column("waiting", rows), knowledge.loads.column("kv_usage", rows)
-        coming = np.array([self._load.on_its_way(member.name) for member in able])
-        room = np.where(usage > self._max_kv_usage, 0, np.maximum(0, self._max_waiting - waiting - coming))
-        return int(np.where(np.isnan(waiting), UNKNOWN_ROOM, room).sum())
+        """For how many more requests engines that decode have room, as far as they say; a place is held for a pick.
+
+        What is more than enough for all that may hold one is not counted to its end.
+        """
+        room, nobody = 0, True
+        for member in self._fleet.members:
+            if member.reachable and member.role != "prefill" and not member.leaving:
+                nobody = False
+                room += self._room_on(member.name)
+                if room >= ENOUGH_ROOM:
+                    return room
+        return UNKNOWN_ROOM if nobody else room  # the pick says that there is nobody, or takes others
+
+    def _room_on(self, name: str) -> int:
+        return self._load.room(name, self._max_waiting, self._max_kv_usage)
+
+    def _heard(self, name: str) -> None:
+        """An engine has reported: if it has room, somebody who waits may come in."""
+        if self._room_on(name):
+            self._gate.look()
 
 
 def address_of(url: str) -> str:

@@ -12,6 +12,9 @@ from tercet.protocol import EngineLoad, UnknownEngine
 UNTIL_COUNTED = 0.3
 """Seconds from a pick until the engine's reports have it: the way through Envoy, the queue, and a report's own pace."""
 
+UNKNOWN_ROOM = 2**31
+"""The room of an engine that has not said how busy it is."""
+
 
 @dataclass
 class _Recent:
@@ -20,19 +23,21 @@ class _Recent:
     picks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
     requests: int = 0
     tokens: int = 0
+    waiting: int | None = None
+    kv_usage: float = 0.0
 
 
 class ReportedLoad:
     """Keeps the counts of the fleet's members: ``in_flight`` is what an engine reports plus what was picked just now.
 
     So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called
-    after each report.
+    with an engine's name after each of its reports.
     """
 
     def __init__(self, fleet: EngineFleet, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._clock = clock
-        self.on_news: Callable[[], object] = lambda: None
+        self.on_news: Callable[[str], object] = lambda engine: None
         self._recent: dict[str, _Recent] = {}
         fleet.on_report = self.reported
 
@@ -51,8 +56,9 @@ class ReportedLoad:
             return
         recent = self._recent.setdefault(name, _Recent())
         recent.requests, recent.tokens = load.waiting + load.running, load.tokens or 0
+        recent.waiting, recent.kv_usage = load.waiting, load.kv_usage
         self._count(member, recent)
-        self.on_news()
+        self.on_news(name)
 
     def _count(self, member: Member, recent: _Recent) -> None:
         picks, oldest = recent.picks, self._clock() - UNTIL_COUNTED
@@ -61,7 +67,9 @@ class ReportedLoad:
         member.in_flight = recent.requests + len(picks)
         member.in_flight_tokens = recent.tokens + sum(tokens for _, tokens in picks)
 
-    def on_its_way(self, name: str) -> int:
-        """Requests that were picked for the engine just now."""
+    def room(self, name: str, max_waiting: int, max_kv_usage: float) -> int:
+        """How many more requests may wait on an engine; none while more of its KV cache is used."""
         recent = self._recent.get(name)
-        return len(recent.picks) if recent is not None else 0
+        if recent is None or recent.waiting is None:
+            return UNKNOWN_ROOM
+        return 0 if recent.kv_usage > max_kv_usage else max(0, max_waiting - recent.waiting - len(recent.picks))

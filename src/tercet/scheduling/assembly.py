@@ -5,6 +5,7 @@ The file is YAML in the form of llm-d's ``EndpointPickerConfig``, and read stric
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.scheduling.llm_d import translated
 from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.scheduling.profiles import SCHEDULED, Handler, Scheduling, SchedulingProfile, of_one_profile
@@ -22,6 +24,7 @@ from tercet.scheduling.registry import plugin_class
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
 
+logger = logging.getLogger("tercet.scheduling")
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1)]
 
@@ -78,7 +81,10 @@ def load_scheduling(path: Path) -> Scheduling:
 
     Raises :class:`~tercet.protocol.BadRequest` that names the field that is wrong.
     """
-    config = convert(load_yaml(path, f"scheduling: {path}", "scheduling"), SchedulingConfig, "")
+    content, passed_over = translated(load_yaml(path, f"scheduling: {path}", "scheduling"))
+    for line in passed_over:
+        logger.warning("scheduling: %s of llm-d is passed over: %s", path.name, line)
+    config = convert(content, SchedulingConfig, "")
     plugins = _plugins(config.plugins, path.parent)
     profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
