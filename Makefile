@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo demo-envoy docs reference check test test-long test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference check test test-long test-models test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ test: check ## check, then the tests with a real Envoy and with real engines, an
 LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
+
+test-models: setup ## tiny random models of each family on two engines each (an hour); ARGS="-k gemma2" for one
+	$(BIN)/pytest tests/models $(ARGS)
+	$(BIN)/python -m tests.models.record
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

@@ -100,12 +100,12 @@ class Fleet:
             raise
 
 
-def start_fleet(tmp: Path, *args: str) -> Fleet:
+def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
     """Run `tercet up` with float32 engines and wait until the front door answers."""
     port = free_port()
     log = tmp / "up.log"
     command = [
-        sys.executable, "-m", "tercet.cli", "up", "--model", MODEL, "--prefill", "1", "--decode", "1",
+        sys.executable, "-m", "tercet.cli", "up", "--model", model, "--prefill", "1", "--decode", "1",
         "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"),
         "--engine-restarts", "0", *args,
     ]  # fmt: skip

@@ -395,7 +395,7 @@ def test_a_lease_that_was_not_granted_is_not_remembered() -> None:
     agent = Agent(AgentSetup(0, region.fd, region.shape, "same", TransportSettings("tcp"), ()))
     try:
         with pytest.raises(BadRequest):
-            agent._handle(GrantLease("ab" * 16, [1], 0, 48, 16, packed(range(48)), None, "inproc://nobody"))
+            agent._handle(GrantLease("ab" * 16, [[1]], 0, 48, 16, packed(range(48)), None, "inproc://nobody"))
         assert not agent._notify_of_lease
     finally:
         agent.close()

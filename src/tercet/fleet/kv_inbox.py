@@ -12,14 +12,15 @@ import msgspec
 from tercet.fleet.knowledge import FleetKnowledge
 
 BlockName = int | bytes
-FIRST_GROUPS = (None, 0)
+WINDOWED = "sliding_window"
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive blocks of ``block_size`` tokens each are in the cache now.
 
     ``extra_keys`` has, for each block, what beside its tokens names it: the cache salt (first block only), an adapter,
-    pictures. ``group_idx`` numbers the kinds of layers of models that have several, ``ownership`` names a lower tier.
+    pictures. ``group_idx`` numbers the groups of layers of models that have several, ``kv_cache_spec_kind`` is
+    their kind. ``ownership`` names a lower tier.
     """
 
     block_hashes: list[BlockName]
@@ -30,6 +31,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
     ownership: str | None = None
 
 
@@ -69,11 +71,13 @@ class KVInbox:
         self.expected = 0
         self._last_live = -1
         self._block_size: int | None = None
+        self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
         """The engine was started anew: nothing that was known of its cache holds."""
         self._knowledge.cleared(self._name)
         self.expected, self._last_live, self._block_size = 0, -1, None
+        self._group, self._looks_back = 0, False
 
     def take(self, number: int, payload: bytes) -> bool:
         """A batch as it was published; whether batches before it are missing, so that a replay is needed.
@@ -104,17 +108,28 @@ class KVInbox:
         if number != self.expected:
             return  # it was applied already
         self.expected += 1
+        self._choose_group(batch)
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):
-                if event.group_idx in FIRST_GROUPS and event.ownership is None:
+                if event.group_idx in (None, self._group) and event.ownership is None:
                     self._knowledge.unstore(self._name, event.block_hashes)
             else:
                 self._knowledge.cleared(self._name)
 
+    def _choose_group(self, batch: EventBatch) -> None:
+        """Follow layers that look back at all tokens, if there are any: others drop what has left their window.
+
+        Those of a step are told of together, so nothing has been missed when the first of them are.
+        """
+        for event in batch.events:
+            kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+            if isinstance(event, BlockStored) and kind not in (None, WINDOWED) and not self._looks_back:
+                self._group, self._looks_back = event.group_idx or 0, True
+
     def _store(self, event: BlockStored) -> None:
-        if event.group_idx not in FIRST_GROUPS or event.ownership is not None or event.lora_name is not None:
+        if event.group_idx not in (None, self._group) or event.ownership is not None or event.lora_name is not None:
             return
         keys = [key for block in event.extra_keys or () for key in block or ()]
         salt = None

@@ -3,7 +3,7 @@
 Positions are token positions in ``prompt + output``; every range is half-open, ``[begin, end)``.
 """
 
-from tercet.protocol.addresses import KVAddrInfo, KVLayout, RankAddress
+from tercet.protocol.addresses import CacheGroup, KVAddrInfo, KVLayout, RankAddress
 from tercet.protocol.content import Content, content_of, packed
 from tercet.protocol.engine import Engine, Reservation
 from tercet.protocol.errors import (
@@ -50,6 +50,7 @@ from tercet.protocol.types import (
 
 __all__ = [
     "BadRequest",
+    "CacheGroup",
     "Conflict",
     "Content",
     "DeadlineExceeded",

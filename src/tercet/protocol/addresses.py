@@ -13,6 +13,17 @@ from tercet.protocol.errors import LayoutMismatch, Unauthorized
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
 
+class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers that share block tables: how many, and of which ``kind``, in vLLM's words (``sliding_window``).
+
+    With a ``window``, they look back at so many tokens, the token itself included; 0 is all of them.
+    """
+
+    kind: str
+    num_layers: Positive
+    window: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
+
+
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that two engines must agree on before KV of one has meaning in the other.
 
@@ -20,7 +31,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     how keys and values are arranged inside a block; CPU kernels pack them for their instruction set.
     ``splits_by_head``: a block holds its rank's KV heads one after the other, so that blocks of ranks with different
     heads can be cut and joined. ``splits_by_token``: the transport knows how tokens lie in a block, so that blocks of
-    another size can be put together.
+    another size can be put together. ``groups``: the kinds of layers, where not all of them look back at all tokens.
     """
 
     model: str
@@ -34,6 +45,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packing: str
     splits_by_head: bool = False
     splits_by_token: bool = False
+    groups: tuple[CacheGroup, ...] = ()
 
     @property
     def heads_per_rank(self) -> int:
@@ -46,7 +58,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         head_bytes = self.block_bytes // self.heads_per_rank
         size = ("any", head_bytes // self.block_size) if self.splits_by_token else (self.block_size, head_bytes)
         same = (self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.packing)
-        return "/".join(map(str, (*same, *size)))
+        groups = [f"{group.kind}x{group.num_layers}w{group.window}" for group in self.groups]
+        return "/".join(map(str, (*same, *size, *groups)))
 
     def require_mappable(self, other: KVLayout, whose: str) -> None:
         """Raise :class:`LayoutMismatch`, naming what is in the way, unless KV can go from here to ``other``.
@@ -93,7 +106,9 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reservation, as its sender sees it: the lease to write under, the range it covers, and where to connect.
 
     ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the
-    block size and equals the matched length that ``prep_recv`` returned. ``transport`` names the wire protocol.
+    block size and equals the matched length that ``prep_recv`` returned. ``group_begins`` has for each of the layout's
+    groups of layers from which token on KV is wanted: what its layers do not look back at is not sent. ``transport``
+    names the wire protocol.
     ``proof`` shows that an engine of the fleet has given it out, where the fleet has a secret.
     """
 
@@ -105,6 +120,7 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: tuple[RankAddress, ...]
     layout: KVLayout
     proof: str = ""
+    group_begins: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...] = ()
 
     def proved(self, secret: str) -> KVAddrInfo:
         """This one with its proof; as it is without a secret."""

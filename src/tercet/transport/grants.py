@@ -30,7 +30,7 @@ from tercet.protocol.content import TOKEN_BYTES
 from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
-from tercet.transport.region import Numbers
+from tercet.transport.region import Numbers, planes_of_groups
 
 T = TypeVar("T")
 REMEMBERED_ENDED = 4096
@@ -43,13 +43,15 @@ REPORT_SECONDS = 0.25
 class Grant(msgspec.Struct, frozen=True):
     """Blocks that a peer may write under ``lease``.
 
-    ``blocks[i]``, slot i, holds the tokens from ``begin + i * block_size`` on; ``begin`` is a multiple of
-    ``block_size``, and the slots reach to ``end``. ``tokens`` are the first ``end`` tokens of the lease's sequence, as
+    ``blocks`` are those of each group of layers: of one group's, block i, at slot i, holds the tokens from
+    ``begin + i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group
+    has :data:`NOWHERE` for a slot that its layers do not look back at: nothing is written there, and nothing is missed.
+    ``tokens`` are the first ``end`` tokens of the lease's sequence, as
     :func:`~tercet.protocol.packed` has them, and ``salt`` is their cache salt.
     """
 
     lease: str
-    blocks: Sequence[int]
+    blocks: Sequence[Sequence[int]]
     begin: int
     end: int
     block_size: int
@@ -81,7 +83,7 @@ Ranges = list[tuple[int, int]]
 @dataclass
 class _Lease:
     grant: Grant
-    numbers: Numbers  # the grant's blocks
+    numbers: Numbers  # the grant's blocks, by group and slot
     sends: dict[SendKey, _Receive] = field(default_factory=dict[SendKey, _Receive])
     # For each way to cut blocks into parts: what is valid of each part.
     valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
@@ -90,10 +92,11 @@ class _Lease:
 
 
 class GrantTable:
-    """All open grants of one rank. Thread-safe."""
+    """All open grants of one rank, which has so many layers in each of its ``groups``. Thread-safe."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, *groups: int) -> None:
+        self._groups = planes_of_groups(groups)
+        self._num_layers = sum(groups)
         self._open: dict[str, _Lease] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._changed = threading.Condition()
@@ -103,7 +106,7 @@ class GrantTable:
 
     def grant(self, grant: Grant) -> None:
         """Open a grant; raises :class:`~tercet.protocol.Conflict` if the lease is or was in use."""
-        _require_whole(grant)
+        self._require_whole(grant)
         opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
@@ -116,13 +119,13 @@ class GrantTable:
         Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
         the same lease with more; it is as it was then.
         """
-        _require_whole(grant)
+        self._require_whole(grant)
         with self._changed:
             opened = self._find(grant.lease)
             old = opened.grant
             continues = (
                 (grant.begin, grant.block_size, grant.salt or None) == (old.begin, old.block_size, old.salt or None)
-                and list(grant.blocks[: len(old.blocks)]) == list(old.blocks)
+                and all(list(new[: len(had)]) == list(had) for new, had in zip(grant.blocks, old.blocks, strict=True))
                 and grant.tokens.startswith(old.tokens)
             )
             if not continues:
@@ -172,7 +175,11 @@ class GrantTable:
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
-        found = self._open_for(chunk).numbers[chunk.begin : chunk.end]
+        opened = self._open_for(chunk)
+        group = next(at for at, planes in enumerate(self._groups) if chunk.layer in planes)
+        found = opened.numbers[group, chunk.begin : chunk.end]
+        if chunk.layer + chunk.layers > self._groups[group].stop or (found < 0).any():
+            raise BadRequest(f"slots [{chunk.begin}, {chunk.end}) have no blocks for layer {chunk.layer} and its next")
         if in_place > chunk.begin:
             found = found.copy()
             found[: in_place - chunk.begin] = NOWHERE
@@ -181,8 +188,9 @@ class GrantTable:
     def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[Move]:
         """As :meth:`locate`, for a sender whose blocks have another size; without what is ``in_place``."""
         grant, slots = self._open_for(chunk).grant, range(chunk.begin, chunk.end)
-        found = moves(slots, chunk.unit, grant.begin, grant.blocks, grant.block_size)
-        return [move for move in found if move.block not in grant.blocks[:in_place]] if in_place else found
+        (blocks,) = grant.blocks
+        found = moves(slots, chunk.unit, grant.begin, blocks, grant.block_size)
+        return [move for move in found if move.block not in blocks[:in_place]] if in_place else found
 
     def _open_for(self, chunk: ReadDescriptors) -> _Lease:
         with self._changed:
@@ -329,12 +337,30 @@ class GrantTable:
             raise BadRequest("a send fills one part of the blocks, always the same")
         slots = _num_slots(opened.grant, message.unit)
         if slots > found.arrived.shape[1]:  # the first that comes of it, or the lease was extended
-            arrived = np.zeros((self._num_layers, slots), dtype=np.bool_)
+            arrived = self._unneeded(opened, slots, message.unit)
             if found.kind is not None:
-                arrived[:, : found.arrived.shape[1]] = found.arrived
+                arrived[:, : found.arrived.shape[1]] |= found.arrived
             found.arrived = arrived
         found.kind = kind
         return found
+
+    def _unneeded(self, opened: _Lease, slots: int, unit: int) -> NDArray[np.bool_]:
+        """What of a send need not arrive, by layer and slot: what has no block here. None of blocks of another size."""
+        found = np.zeros((self._num_layers, slots), dtype=np.bool_)
+        if not unit:
+            for planes, numbers in zip(self._groups, opened.numbers, strict=True):
+                found[planes.start : planes.stop] = numbers < 0
+        return found
+
+    def _require_whole(self, grant: Grant) -> None:
+        needed = -(-(grant.end - grant.begin) // grant.block_size)
+        if {len(blocks) for blocks in grant.blocks} != {needed} or grant.begin % grant.block_size:
+            counts = ", ".join(str(len(blocks)) for blocks in grant.blocks)
+            raise BadRequest(f"blocks: {counts} do not hold [{grant.begin}, {grant.end})", "blocks")
+        if len(grant.blocks) != len(self._groups):
+            raise BadRequest(f"blocks: of {len(grant.blocks)} groups, and there are {len(self._groups)}", "blocks")
+        if len(grant.tokens) != grant.end * TOKEN_BYTES:
+            raise BadRequest(f"tokens: {len(grant.tokens)} bytes are not {grant.end} tokens", "tokens")
 
     def _keep(self, opened: _Lease, found: _Receive) -> bool:
         """What has arrived of a send in every layer is valid: a sender describes blocks only when they are complete.
@@ -379,14 +405,6 @@ _NOTHING = np.zeros((0, 0), dtype=np.bool_)
 _GAP = np.zeros(1, dtype=np.bool_)
 
 
-def _require_whole(grant: Grant) -> None:
-    needed = -(-(grant.end - grant.begin) // grant.block_size)
-    if needed != len(grant.blocks) or grant.begin % grant.block_size:
-        raise BadRequest(f"blocks: {len(grant.blocks)} do not hold [{grant.begin}, {grant.end})", "blocks")
-    if len(grant.tokens) != grant.end * TOKEN_BYTES:
-        raise BadRequest(f"tokens: {len(grant.tokens)} bytes are not {grant.end} tokens", "tokens")
-
-
 def _begun(opened: _Lease, send: SendKey) -> _Receive:
     found = opened.sends.get(send)
     if found is None:
@@ -401,7 +419,7 @@ def _blocks_in_place(opened: _Lease) -> int:
 def _num_slots(grant: Grant, unit: int) -> int:
     """How many of a sender's slots, of ``unit`` tokens each, a grant's blocks touch."""
     unit = unit or grant.block_size
-    end = grant.begin + len(grant.blocks) * grant.block_size
+    end = grant.begin + len(grant.blocks[0]) * grant.block_size
     return -(-(end - first_token(grant.begin, unit)) // unit)
 
 

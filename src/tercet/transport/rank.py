@@ -35,7 +35,7 @@ class RankTransport:
         settings = settings or TransportSettings()
         backends = backends_for(settings.transport, region, settings.hosts[0])
         self._rank = LocalRank(region, fingerprint, settings, backends, block)
-        self.grants = GrantTable(region.num_layers)
+        self.grants = GrantTable(*map(len, region.shape.group_planes))
         self.sends = KVSender(self._rank)
         try:
             self._receiver = KVReceiver(self._rank, self.grants, on_filled)

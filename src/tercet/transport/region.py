@@ -9,6 +9,7 @@ is still there, so were the blocks. The first :data:`CORE_WORDS` are not ours to
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
 
     ``planes[layer]`` is where a layer's block 0 begins; its blocks of ``block_bytes`` follow one another. ``words`` is
     where the generation words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
+    ``groups`` says how many planes, one after the other, share block tables: the layers of one kind, where a model has
+    several. Planes of different groups may be the same memory, since a block is one group's at a time. If it is empty,
+    all planes share them.
     """
 
     planes: tuple[int, ...]
@@ -44,6 +48,12 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     words: int
     size: int
+    groups: tuple[int, ...] = ()
+
+    @property
+    def group_planes(self) -> list[range]:
+        """The planes of each group."""
+        return planes_of_groups(self.groups or (len(self.planes),))
 
     def require_sane(self) -> None:
         """Raise :class:`TransferFailed` unless every block and word lies inside."""
@@ -56,6 +66,8 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             and max(ends) <= self.size
             and 0 <= self.words <= self.size - TAIL_BYTES
             and self.words % WORD_BYTES == 0
+            and sum(self.groups or (len(self.planes),)) == len(self.planes)
+            and min(self.groups, default=1) > 0
         )
         if not inside:
             raise TransferFailed("the peer describes a KV region that does not hold its own blocks")
@@ -71,6 +83,12 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     def scratch(self, number: int) -> int:
         """Where reader ``number`` of this process may put a word that it fetches."""
         return self.words + WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
+
+
+def planes_of_groups(groups: Sequence[int]) -> list[range]:
+    """The planes of each group, of which ``groups`` says how many it has: of ``[2, 3]``, ``[0, 2)`` and ``[2, 5)``."""
+    ends = list(itertools.accumulate(groups))
+    return [range(end - count, end) for end, count in zip(ends, groups, strict=True)]
 
 
 def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets: Sequence[int] = ()) -> RegionShape:
@@ -116,10 +134,12 @@ class KVRegion:
         self._words = words.cast("Q")
 
     @classmethod
-    def create(cls, num_layers: int, num_blocks: int, block_bytes: int, offset: int = 0) -> KVRegion:
+    def create(
+        cls, num_layers: int, num_blocks: int, block_bytes: int, offset: int = 0, groups: tuple[int, ...] = ()
+    ) -> KVRegion:
         """A new region, for tests and benchmarks; a real one is made of an engine's KV cache."""
         lengths, offsets = [num_blocks * block_bytes] * num_layers, [offset] * num_layers
-        shape = shape_of(lengths, num_blocks, block_bytes, offsets)
+        shape = msgspec.structs.replace(shape_of(lengths, num_blocks, block_bytes, offsets), groups=groups)
         return cls(create_file(shape), shape)
 
     @property

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
@@ -51,11 +52,10 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_hooks("engine")
-        _require_one_cache_group(kv_cache_config)
+        require_movable_groups(kv_cache_config)
         _require_one_replica(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
         self._scheduler: SchedulerSide | None = None
@@ -68,8 +68,10 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the agent over this rank's KV cache."""
-        planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks)
-        self._worker.register(planes, layout_of(self._vllm_config, self._block_size, planes))
+        groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
+        planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks, groups)
+        layout = layout_of(self._vllm_config, self._kv_cache_config, planes)
+        self._worker.register(planes, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """This rank's endpoints."""
@@ -167,12 +169,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop the agent."""
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()
-
-
-def _require_one_cache_group(config: KVCacheConfig) -> None:
-    groups = len(config.kv_cache_groups)
-    if groups != 1:
-        raise UnsupportedVLLM(f"this model has {groups} KV cache groups; Tercet supports models with one")
 
 
 def _require_one_replica(config: VllmConfig) -> None:

@@ -94,10 +94,14 @@ async def _agent() -> AsyncGenerator[AgentRoom]:
 def _command_cases() -> list[Case]:
     to = (SendDestination(("tcp://127.0.0.1:1",), HeadSlice(0, 64)),)
     commands = [
-        GrantLease(LEASE, [5, 2, 3], 0, 48, 16, packed(range(48)), None, NOTIFY),
+        GrantLease(LEASE, [[5, 2, 3]], 0, 48, 16, packed(range(48)), None, NOTIFY),
         ReadCounters(),
-        PushCached(SendOpening("a", LEASE, whose(48), (), NOTIFY), Push("a", 0, (1, 2, 3)), SendComplete("a", 0, 48)),
-        PushCached(SendOpening("b", LEASE, whose(48), to, NOTIFY), Push("b", 0, (1, 2, 3)), SendComplete("b", 0, 48)),
+        PushCached(
+            SendOpening("a", LEASE, whose(48), (), NOTIFY), (Push("a", 0, (1, 2, 3)),), SendComplete("a", 0, 48)
+        ),
+        PushCached(
+            SendOpening("b", LEASE, whose(48), to, NOTIFY), (Push("b", 0, (1, 2, 3)),), SendComplete("b", 0, 48)
+        ),
         CancelSend("a"),
         CancelSend("b"),
         RevokeLease(LEASE),

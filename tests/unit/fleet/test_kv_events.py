@@ -126,6 +126,24 @@ def test_blocks_that_no_plain_prompt_would_find_are_left_out(fields: dict[str, A
     assert cached(knowledge) == 0
 
 
+def test_of_several_kinds_of_layers_those_count_that_look_back_at_all_tokens() -> None:
+    """A window's blocks go when the window has left them, and the context is cached all the same."""
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    groups = {0: "sliding_window", 1: "full_attention"}
+    inbox.take(0, payload(*(stored(0, group_idx=at, kv_cache_spec_kind=kind) for at, kind in groups.items())))
+    inbox.take(1, payload(BlockRemoved([bytes([0])], group_idx=0)))
+    assert cached(knowledge) == 1
+    inbox.take(2, payload(BlockRemoved([bytes([0])], group_idx=1)))
+    assert cached(knowledge) == 0
+
+
+def test_layers_with_a_window_count_where_there_are_no_others() -> None:
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(stored(0, group_idx=0, kv_cache_spec_kind="sliding_window")))
+    assert cached(knowledge) == 1
+
+
 def test_salted_blocks_are_found_with_their_salt() -> None:
     knowledge = known()
     KVInbox("e", knowledge).take(0, payload(stored(0, extra_keys=[["salt"]]), stored(1, extra_keys=[None])))

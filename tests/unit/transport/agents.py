@@ -118,7 +118,7 @@ class Rank:
     def grant(self, notify: str, blocks: Sequence[int] = ALL) -> str:
         end = len(blocks) * TOKENS
         lease = new_lease(end)
-        self.order(GrantLease(lease, list(blocks), 0, end, TOKENS, packed(range(end)), None, notify))
+        self.order(GrantLease(lease, [list(blocks)], 0, end, TOKENS, packed(range(end)), None, notify))
         return lease
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ LEASE = "ab" * 16
 
 def a_grant(lease: str, blocks: Sequence[int], begin: int, end: int, size: int) -> Grant:
     """Blocks for the tokens 0, 1, 2 and so on."""
-    return Grant(lease, blocks, begin, end, size, packed(range(max(0, end))), None)
+    return Grant(lease, (tuple(blocks),), begin, end, size, packed(range(max(0, end))), None)
 
 
 def whose(end: int) -> Content:
@@ -59,7 +59,7 @@ class LeaseModel:
     def slots(self, unit: int) -> list[range]:
         """The tokens of each slot of a sender with blocks of ``unit`` tokens."""
         unit = unit or self.grant.block_size
-        tokens = range(self.grant.begin, self.grant.begin + len(self.grant.blocks) * self.grant.block_size)
+        tokens = range(self.grant.begin, self.grant.begin + len(self.grant.blocks[0]) * self.grant.block_size)
         return [range(number * unit, (number + 1) * unit) for number in sorted({token // unit for token in tokens})]
 
     def require_inside(self, piece: ReadDescriptors) -> None:

@@ -122,7 +122,7 @@ def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Ed
 def test_cached_kv_is_pushed_without_a_step(source: Rank, target: Rank, inbox: Edge) -> None:
     lease = target.grant(inbox.address)
     opened = opening("cached", lease, inbox.address, target.addresses)
-    source.order(PushCached(opened, Push("cached", 0, ALL), SendComplete("cached", 0, END)))
+    source.order(PushCached(opened, (Push("cached", 0, ALL),), SendComplete("cached", 0, END)))
     sent, _ = reports(inbox, 2)
     assert sent[0].error is None
     assert target.order(RevokeLease(lease)) == END
@@ -187,14 +187,14 @@ def test_what_was_revoked_is_reported_as_an_error_and_leases_are_told_of_no_more
 
 def test_an_order_that_cannot_be_carried_out_names_the_rank_and_the_reason(target: Rank) -> None:
     with pytest.raises(EngineError, match=r"^blocks: 1 do not hold \[0, 99\)"):
-        target.order(GrantLease("00", [1], 0, 99, TOKENS, packed(range(99)), None, ""))
+        target.order(GrantLease("00", [[1]], 0, 99, TOKENS, packed(range(99)), None, ""))
     assert target.counters()["leases_open"] == 0
 
 
 def test_a_lease_that_was_revoked_before_it_was_granted_stays_closed(target: Rank) -> None:
     assert target.order(RevokeLease("00")) == 0
     with pytest.raises(EngineError, match="granted before"):
-        target.order(GrantLease("00", [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
+        target.order(GrantLease("00", [[1]], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
 
 
 def test_who_does_not_know_the_agents_secret_gets_no_answer(target: Rank) -> None:
@@ -251,7 +251,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
         while psutil.Process(target.agent.pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.01)
         # More than the queues of its sockets hold; the first one's caller does not wait for the answer.
-        client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, "")).cancel()
+        client.call(GrantLease(lease, [[1]], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, "")).cancel()
         asked = [client.call(CancelSend(str(number))) for number in range(5000)]
         revoked = client.call(RevokeLease(lease))
         assert not (await asyncio.wait([*asked, revoked], timeout=0.2))[0]
@@ -261,7 +261,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
     assert await asyncio.wait_for(revoked, SECONDS) == 0
     assert all(answer.done() for answer in asked), "in the order of the calls"
     with pytest.raises(EngineError, match=r"granted before"):
-        await client.call(GrantLease(lease, [1], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
+        await client.call(GrantLease(lease, [[1]], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
     client.close()
 
 

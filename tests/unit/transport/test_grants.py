@@ -409,9 +409,15 @@ def test_extended_step_by_step_a_lease_is_as_one_that_was_granted_at_once(ends: 
     for table in (extended, at_once):
         choose.seed(seed)
         for number in range(6):
-            first = choose.randrange(len(grant.blocks))
-            fill(table, first, choose.randrange(first, len(grant.blocks)) + 1, ("s", number), choose.randint(2, LAYERS))
-    assert extended.locate(chunk(0, 0, len(grant.blocks))).tolist() == list(grant.blocks)
+            first = choose.randrange(len(grant.blocks[0]))
+            fill(
+                table,
+                first,
+                choose.randrange(first, len(grant.blocks[0])) + 1,
+                ("s", number),
+                choose.randint(2, LAYERS),
+            )
+    assert extended.locate(chunk(0, 0, len(grant.blocks[0]))).tolist() == list(grant.blocks[0])
     assert extended.forget_sender("s") == at_once.forget_sender("s")
     assert extended.revoke(LEASE) == at_once.revoke(LEASE)
 
@@ -589,7 +595,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
             return self.table.ended(key, said)
         blocks = {move.block for move in self.table.locate_tokens(said)} if said.unit else set[int]()
         blocks |= set() if said.unit else set(self.table.locate(said).tolist())
-        assert blocks <= set(self.models[lease].grant.blocks)
+        assert blocks <= set(self.models[lease].grant.blocks[0])
         return self.table.arrived(key, said)
 
     def say_to_model(self, lease: str, key: SendKey, said: ReadDescriptors | SendEnd) -> int | None:
@@ -654,3 +660,68 @@ def test_the_valid_end_is_where_the_first_gap_is(claims: list[tuple[int, int]]) 
         fill(table, first, last, ("sender", number))
         end = table.ended(("sender", number), ending(first * SIZE, last * SIZE, LAYERS))
         assert end == next(slot for slot in range(11) if slot not in covered) * SIZE
+
+
+# ---- layers that do not look back at all tokens --------------------------------------------------------------------
+
+
+def windowed() -> BegunTable:
+    """Two layers that want four slots, and one that wants the last two of them."""
+    table = BegunTable(2, 1)
+    blocks = ((10, 11, 12, 13), (NOWHERE, NOWHERE, 20, 21))
+    table.grant(Grant(LEASE, blocks, 0, 4 * SIZE, SIZE, packed(range(4 * SIZE)), None))
+    return table
+
+
+def test_each_layer_has_the_blocks_of_its_group() -> None:
+    table = windowed()
+    assert table.locate(chunk(0, 1, 4, layers=2)).tolist() == [11, 12, 13]
+    assert table.locate(chunk(2, 2, 4)).tolist() == [20, 21]
+
+
+@pytest.mark.parametrize("piece", [chunk(2, 1, 3), chunk(2, 0, 1), chunk(1, 2, 4, layers=2)], ids=str)
+def test_nothing_goes_where_a_group_has_no_blocks(piece: ReadDescriptors) -> None:
+    table = windowed()
+    with pytest.raises(BadRequest, match="no blocks"):
+        table.locate(piece)
+
+
+def test_what_no_layer_looks_back_at_is_not_missed() -> None:
+    table = windowed()
+    assert table.arrived(SEND, chunk(0, 0, 4, layers=2)) is None
+    assert table.arrived(SEND, chunk(2, 2, 4)) is None
+    assert table.ended(SEND, ending(0, 4 * SIZE, 2)) == 4 * SIZE
+    assert table.revoke(LEASE) == 4 * SIZE
+
+
+def test_what_a_window_wants_is_missed() -> None:
+    table = windowed()
+    table.arrived(SEND, chunk(0, 0, 4, layers=2))
+    table.arrived(SEND, chunk(2, 3, 4))
+    with pytest.raises(TransferFailed, match="slot 2 lacks 1 of 3 layers"):
+        table.ended(SEND, ending(0, 4 * SIZE, 2))
+
+
+def test_of_half_a_send_that_is_valid_which_came_in_every_layer_that_wants_it() -> None:
+    table = windowed()
+    table.arrived(SEND, chunk(0, 0, 4, layers=2))
+    assert table.revoke(LEASE) == 2 * SIZE
+
+
+def test_a_lease_with_windows_is_extended() -> None:
+    table = windowed()
+    table.arrived(SEND, chunk(0, 0, 4, layers=2))
+    table.arrived(SEND, chunk(2, 2, 4))
+    blocks = ((10, 11, 12, 13, 14), (NOWHERE, NOWHERE, 20, 21, 22))
+    more = Grant(LEASE, blocks, 0, 5 * SIZE, SIZE, packed(range(5 * SIZE)), None)
+    table.extend(more)
+    later = ("sender", 2)
+    table.arrived(later, chunk(0, 4, 5, layers=2))
+    table.arrived(later, chunk(2, 4, 5))
+    assert table.revoke(LEASE) == 5 * SIZE
+
+
+@pytest.mark.parametrize("blocks", [((1, 2),), ((1, 2), (1,)), ((1, 2), (1, 2), (1, 2))], ids=str)
+def test_a_grant_has_blocks_for_each_group(blocks: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(BadRequest, match="blocks"):
+        GrantTable(2, 1).grant(Grant(LEASE, blocks, 0, 2 * SIZE, SIZE, packed(range(2 * SIZE)), None))

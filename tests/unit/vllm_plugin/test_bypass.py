@@ -113,7 +113,7 @@ class SilentCore(CoreCalls):
         await self.goes_on.wait()
         if method == "status":
             return {}
-        return Push(args[2].send_id, 0, (1, 2, 3, 4)) if method is core_methods.push_cached else None
+        return [Push(args[2].send_id, 0, (1, 2, 3, 4))] if method is core_methods.push_cached else None
 
 
 @dataclass
@@ -189,7 +189,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
 ) -> None:
     sending = standing.send()
     push = await standing.pushed()
-    assert push.push == Push(push.opening.send_id, 0, tuple(BLOCKS))
+    assert push.pushes == (Push(push.opening.send_id, 0, tuple(BLOCKS)),)
     assert push.word == core_word(EPOCH, 0)
     standing.report(push)
     sent = await asyncio.wait_for(sending, 30)
@@ -206,7 +206,7 @@ async def test_a_core_that_answers_in_time_is_asked(standing: Standing, monkeypa
     asyncio.get_running_loop().call_later(PATIENCE, standing.core.goes_on.set)
     push = await standing.pushed()
     assert push.word is None
-    assert push.push.blocks == (1, 2, 3, 4)
+    assert [each.blocks for each in push.pushes] == [(1, 2, 3, 4)]
     standing.report(push)
     await asyncio.wait_for(sending, 30)
 

@@ -202,13 +202,13 @@ async def test_each_report_of_a_sender_renews_a_lease(edge: Edge) -> None:
 
 async def test_an_extended_lease_is_for_more_tokens_and_renewed(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=40, ttl=30)
-    blocks, due = list(engine.agent.granted[held.lease].blocks), held.timer.when()
+    blocks, due = list(engine.agent.granted[held.lease].blocks[0]), held.timer.when()
     await asyncio.sleep(0.01)
     assert await edge.leases.extend(held.lease, "s", tokens_of(100), None) is held
     assert held.tokens == tokens_of(100)
     assert held.timer.when() > due
     grant = engine.agent.granted[held.lease]
-    assert (grant.tokens, grant.end, list(grant.blocks)[:3]) == (packed(tokens_of(100)), 100, blocks)
+    assert (grant.tokens, grant.end, list(grant.blocks[0])[:3]) == (packed(tokens_of(100)), 100, blocks)
     with pytest.raises(BadRequest, match="first at position 40"):
         await edge.leases.extend(held.lease, "s", tokens_of(40), None)
     with pytest.raises(BadRequest, match="cache_salt"):
@@ -318,7 +318,7 @@ async def test_blocks_of_a_lease_wait_for_a_stopped_agent_and_the_engine_goes_on
 ) -> None:
     monkeypatch.setattr(lease_timers, "RELEASE_SECONDS", 0.01)
     held = await edge.reserve(length=2 * BLOCK)
-    blocks = set(engine.agent.granted[held.lease].blocks)
+    blocks = set(engine.agent.granted[held.lease].blocks[0])
     edge.agents[1].frozen = True
     with pytest.raises(EngineError, match="come back only when"):
         await edge.leases.release(held.lease)

@@ -20,7 +20,7 @@ A, B = "a" * 32, "b" * 32
 def test_a_reservation_opens_its_blocks_for_writing(engine: TinyEngine) -> None:
     assert engine.reserve(A, tokens_of(3 * BLOCK)) == 0
     grant = engine.agent.granted[A]
-    assert (grant.begin, grant.end, grant.block_size, len(grant.blocks)) == (0, 3 * BLOCK, BLOCK, 3)
+    assert (grant.begin, grant.end, grant.block_size, len(grant.blocks[0])) == (0, 3 * BLOCK, BLOCK, 3)
     assert engine.status()["leases"] == 1
     assert engine.free_blocks == NUM_BLOCKS - 1 - 4, "one more than is received, so that decoding can begin"
     engine.release(A)
@@ -28,7 +28,7 @@ def test_a_reservation_opens_its_blocks_for_writing(engine: TinyEngine) -> None:
 
 def test_a_partial_last_block_is_open_too(engine: TinyEngine) -> None:
     engine.reserve(A, tokens_of(2 * BLOCK + 5))
-    assert len(engine.agent.granted[A].blocks) == 3
+    assert len(engine.agent.granted[A].blocks[0]) == 3
     assert engine.free_blocks == NUM_BLOCKS - 1 - 3
     engine.release(A)
 
@@ -38,7 +38,7 @@ def test_what_is_cached_is_matched_and_not_open(engine: TinyEngine) -> None:
     engine.run(engine.add("before", tokens[: 2 * BLOCK + 3]))
     assert engine.reserve(A, tokens) == 2 * BLOCK
     grant = engine.agent.granted[A]
-    assert (grant.begin, len(grant.blocks)) == (2 * BLOCK, 2)
+    assert (grant.begin, len(grant.blocks[0])) == (2 * BLOCK, 2)
     engine.release(A)
 
 
@@ -46,7 +46,7 @@ def test_what_is_cached_in_full_needs_no_writing(engine: TinyEngine) -> None:
     tokens = tokens_of(2 * BLOCK)
     engine.run(engine.add("before", [*tokens, 5]))
     assert engine.reserve(A, tokens) == 2 * BLOCK
-    assert engine.agent.granted[A].blocks == []
+    assert engine.agent.granted[A].blocks[0] == []
     assert engine.release(A) == 2 * BLOCK
 
 
@@ -68,7 +68,7 @@ def test_a_lease_exists_once(engine: TinyEngine) -> None:
 
 def test_pinned_blocks_are_not_given_to_others(engine: TinyEngine) -> None:
     engine.reserve(A, tokens_of(6 * BLOCK))
-    pinned = set(engine.agent.granted[A].blocks)
+    pinned = set(engine.agent.granted[A].blocks[0])
     request = engine.add("other", tokens_of(200, start=400), max_tokens=50)
     while not request.is_finished():
         engine.step()
@@ -120,11 +120,11 @@ def test_extended_step_by_step_a_lease_is_as_one_reservation(engine: TinyEngine,
         engine.run(engine.add("before", [*tokens_of(cached * BLOCK), 5], max_tokens=1, salt=salt))
     free = engine.free_blocks
     matched = engine.reserve(A, tokens[: steps[0]], salt)
-    found, before = engine.agent.granted[A].blocks, list[int]()
+    found, before = engine.agent.granted[A].blocks[0], list[int]()
     for end in steps[1:]:
         before = list(found)
         extended = engine.extend(A, tokens[:end], salt)
-        found = extended.blocks
+        found = extended.blocks[0]
         assert (extended.matched_len, found[: len(before)]) == (matched, before), "no block is given back or moved"
     assert len(set(found)) == len(found) == -(-(steps[-1] - matched) // BLOCK)
     assert free - engine.free_blocks == -(-(steps[-1] + 1) // BLOCK)
@@ -153,8 +153,8 @@ def test_a_lease_that_cannot_be_extended_is_as_it_was(config: VllmConfig) -> Non
     with pytest.raises(UnknownSequence):
         engine.extend(B, tokens[:60])
     assert (engine.free_blocks, engine.agent.granted[A]) == (free, grant)
-    assert engine.extend(A, tokens[:41]).blocks == grant.blocks
-    assert engine.extend(A, tokens[:100]).blocks[:3] == grant.blocks
+    assert engine.extend(A, tokens[:41]).blocks[0] == grant.blocks[0]
+    assert engine.extend(A, tokens[:100]).blocks[0][:3] == grant.blocks[0]
     engine.release(A)
     engine.assert_nothing_held()
 
@@ -229,7 +229,7 @@ def fill(engine: TinyEngine, lease: str, tokens: list[int], valid_end: int | Non
     """A reservation for ``tokens`` into which a peer has written; the blocks that it wrote to."""
     engine.reserve(lease, tokens)
     engine.agent.received[lease] = len(tokens) if valid_end is None else valid_end
-    return list(engine.agent.granted[lease].blocks)
+    return list(engine.agent.granted[lease].blocks[0])
 
 
 @pytest.mark.parametrize("received", [2 * BLOCK, 2 * BLOCK + 5, 3 * BLOCK - 1])

@@ -328,4 +328,4 @@ def reserve(published: Published, lease: str, tokens: list[int], leases: list[st
     leases.append(lease)
     grant = published.engine.agent.granted[lease]
     for at in range(matched, len(tokens)):
-        published.write(grant.blocks[(at - matched) // BLOCK], at % BLOCK, tokens[: at + 1])
+        published.write(grant.blocks[0][(at - matched) // BLOCK], at % BLOCK, tokens[: at + 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -58,6 +58,7 @@ LLAMA = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
 }  # fmt: skip
 
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
 LAYOUT = KVLayout(
     model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, block_bytes=1024, tp_size=1,
     packing="cpu-vec", splits_by_head=True, splits_by_token=True,
@@ -134,11 +135,9 @@ class FakeAgent:
                 self.granted[command.lease] = command
                 self.received.setdefault(command.lease, command.begin)
             case ExtendLease():
-                assert (
-                    list(command.blocks)[: len(self.granted[command.lease].blocks)]
-                    == self.granted[command.lease].blocks
-                )
                 grant = self.granted[command.lease]
+                for new, had in zip(command.blocks, grant.blocks, strict=True):
+                    assert list(new)[: len(had)] == list(had)
                 self.granted[command.lease] = structs.replace(
                     grant, blocks=command.blocks, end=command.end, tokens=command.tokens
                 )
@@ -155,18 +154,22 @@ class FakeAgent:
 
 
 class TinyEngine:
-    """One engine core without a model; what the HTTP verbs ask of it goes through its own added methods."""
+    """One engine core without a model; what the HTTP verbs ask of it goes through its own added methods.
+
+    ``retention`` is vLLM's, of blocks that have left a window: 0 is its default, None keeps all of them.
+    """
 
     def __init__(
         self, config: VllmConfig, extra_config: dict[str, Any] | None = None, words: tuple[str, int] = ("", 0),
-        scheduler: type[Scheduler] = Scheduler,
+        scheduler: type[Scheduler] = Scheduler, specs: Sequence[KVCacheSpec] = (FULL,),
+        retention: int | None = 0,
     ) -> None:  # fmt: skip
         transfer = config.kv_transfer_config
         assert transfer is not None
         transfer.kv_connector_extra_config = extra_config or {}
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
-        caches = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+        caches = KVCacheConfig(NUM_BLOCKS, [], groups, prefix_cache_retention_interval=retention)
         self.scheduler = scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
         connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, TercetConnector)
@@ -215,7 +218,8 @@ class TinyEngine:
         return core_methods.release(self.core, lease, self.agent.do(RevokeLease(lease)))
 
     def push_cached(self, tokens: list[int], send: SendParams, salt: str | None = None) -> Push | None:
-        return core_methods.push_cached(self.core, tokens, salt, send)
+        found = core_methods.push_cached(self.core, tokens, salt, send)
+        return None if found is None else found[0]
 
     def end_send(self, send_id: str) -> None:
         core_methods.end_send(self.core, send_id)
@@ -295,12 +299,12 @@ class TinyEngine:
         return self.scheduler.kv_cache_manager.get_computed_blocks(probe)[1]
 
     def assert_nothing_held(self) -> None:
-        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         status = self.status()
         assert (status["free_blocks"], status["leases"], status["sends"]) == (NUM_BLOCKS - 1, 0, 0)
         assert (status["running"], status["waiting"]) == (0, 0)
-        assert not manager.req_to_blocks
-        assert not manager.num_cached_block
+        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            assert not manager.req_to_blocks
+            assert not manager.num_cached_block
         assert not self.agent.granted
         assert len(self.side.queue) == 0
         assert len(self.side.resumed) == 0

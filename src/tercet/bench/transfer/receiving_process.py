@@ -77,7 +77,7 @@ class _Receiving:
 
     def grant(self, way: str, lease: str, blocks: tuple[int, ...], end: int, block_size: int) -> None:
         """Let a transport's peer write."""
-        self._transports[way].grants.grant(Grant(lease, blocks, 0, end, block_size, packed(range(end)), None))
+        self._transports[way].grants.grant(Grant(lease, (blocks,), 0, end, block_size, packed(range(end)), None))
 
     def revoke(self, way: str, lease: str) -> int | None:
         """End a lease; returns how far its KV is valid."""

@@ -99,6 +99,7 @@ class Agent:
         self._notify_of_lease: dict[str, str] = {}
         self._reporter = Reporter()
         self._region = KVRegion(setup.kv, setup.shape)
+        self._groups = setup.shape.group_planes
         self._transport = RankTransport(
             self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block
         )
@@ -140,8 +141,10 @@ class Agent:
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
         for push in pushes:
+            group = self._groups[push.group]
             for layers in together:
-                self._transport.sends.push(push.send_id, layers, push.slot, push.blocks)
+                if mine := range(max(layers.start, group.start), min(layers.stop, group.stop)):
+                    self._transport.sends.push(push.send_id, mine, push.slot, push.blocks)
 
     def _lease_filled(self, lease: str, valid_end: int) -> None:
         notify = self._notify_of_lease.get(lease)
@@ -164,7 +167,7 @@ class Agent:
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():
                 self._open(command.opening, command.word)
-                self._push([command.push], range(self._region.num_layers))
+                self._push(command.pushes, range(self._region.num_layers))
                 end = command.completion
                 return self._transport.sends.finish(end.send_id, end.begin, end.end)
             case ReadCounters():

@@ -27,11 +27,12 @@ class SendOpening(msgspec.Struct, frozen=True):
 
 
 class Push(msgspec.Struct, frozen=True):
-    """Source ``blocks`` go to the receivers' slots from ``slot`` on."""
+    """Source ``blocks`` of a group's layers go to the receivers' slots from ``slot`` on."""
 
     send_id: str
     slot: int
     blocks: tuple[int, ...]
+    group: int = 0
 
 
 class SendComplete(msgspec.Struct, frozen=True):
@@ -74,7 +75,7 @@ class PushCached(msgspec.Struct, frozen=True, tag=True):
     """
 
     opening: SendOpening
-    push: Push
+    pushes: tuple[Push, ...]
     completion: SendComplete
     word: int | None = None
 

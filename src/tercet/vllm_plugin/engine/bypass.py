@@ -32,7 +32,7 @@ class Bypass:
 
         Raises :class:`~tercet.protocol.EngineError` if the core has not published where it is.
         """
-        first, until = params.begin // self._block_size, -(-params.end // self._block_size)
+        first, until = params.first_block(0, self._block_size), -(-params.end // self._block_size)
         for owner in owners:
             found = self._tables.find(owner)
             if found is None or found.computed < params.end or len(found.blocks) < until:

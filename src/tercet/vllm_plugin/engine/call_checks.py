@@ -69,6 +69,8 @@ def check_address(info: KVAddrInfo) -> None:
         and info.ranks
         and all(rank.addresses for rank in info.ranks)
         and all(map(is_address, addresses))
+        and len(info.group_begins) == len(info.layout.groups)
+        and not any(begin % info.layout.block_size for begin in info.group_begins)
     )
     if info.transport != "tcp" or not well_formed:
         raise BadRequest("kv_addr_info: not one that prep_recv returned", "kv_addr_info")

@@ -26,7 +26,8 @@ class SendParams(msgspec.Struct, frozen=True):
     """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed.
 
     ``destinations[rank]`` are the ones that each rank of this engine sends to. ``base`` is the token position of the
-    receiver's slot 0 under ``lease``; ``notify`` is where agents report.
+    receiver's slot 0 under ``lease``; ``notify`` is where agents report. ``group_begins`` is from which token on the
+    receiver wants KV of each group of layers; of all of them all, if empty.
     """
 
     send_id: str
@@ -37,6 +38,12 @@ class SendParams(msgspec.Struct, frozen=True):
     end: int
     destinations: list[list[SendDestination]]
     notify: str
+    group_begins: tuple[int, ...] = ()
+
+    def first_block(self, group: int, block_size: int) -> int:
+        """The first of a group's blocks that goes out, by its position in the block table."""
+        wanted = self.group_begins[group] if self.group_begins else 0
+        return max(self.begin, wanted) // block_size
 
     def openings(self) -> list[SendOpening]:
         """What each rank's agent must know, by rank."""
@@ -59,11 +66,19 @@ class SeqParams(msgspec.Struct, frozen=True):
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):
-    """What a lease holds: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest."""
+    """What a lease holds: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest.
+
+    ``blocks`` are by group of layers; where a group's do not look back at there is none (``NOWHERE``).
+    """
 
     matched_len: int
-    blocks: list[int]
+    blocks: list[list[int]]
     block_size: int
+
+    def group_begins(self) -> tuple[int, ...]:
+        """From which token on each group has blocks."""
+        counts = (sum(block < 0 for block in blocks) for blocks in self.blocks)
+        return tuple(self.matched_len + count * self.block_size for count in counts)
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):

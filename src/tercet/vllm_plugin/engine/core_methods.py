@@ -26,6 +26,7 @@ from tercet.protocol import Content, EngineError, KVLayout, TercetError, from_wi
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.block_tables import TablePlace
+from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
@@ -126,7 +127,7 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
     return valid_end
 
 
-def push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: SendParams) -> Push | None:
+def push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: SendParams) -> list[Push] | None:
     """Pin KV that is cached in full; what to push then."""
     return _side(core).sends.push_cached(_probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt), send)
 
@@ -160,11 +161,9 @@ def status(core: EngineCore) -> dict[str, Any]:
 def sequences(core: EngineCore) -> list[RequestInCore]:
     """Every request of our edge: how many blocks it holds, and whether it runs. Preempted ones wait, without blocks."""
     scheduler = _scheduler(core)
-    manager = scheduler.kv_cache_manager
+    tables = GroupTables(scheduler.kv_cache_manager)
     return [
-        RequestInCore(
-            request_id, len(manager.get_blocks(request_id).blocks[0]), request.status == RequestStatus.RUNNING
-        )
+        RequestInCore(request_id, tables.held(request_id), request.status == RequestStatus.RUNNING)
         for request_id, request in scheduler.requests.items()
         if request_id.startswith(REQUEST_PREFIX)
     ]

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tercet.protocol import KVLayout
+from tercet.vllm_plugin.engine.cache_groups import described
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 
 # Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
@@ -84,15 +86,16 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
     return torch.equal(by_dimension, written) and torch.equal(values.reshape(written.shape), written)
 
 
-def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLayout:
+def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes) -> KVLayout:
     """The layout of this rank's KV cache."""
-    model = config.model_config
+    model, groups = config.model_config, described(caches)
+    block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
     first = planes.tensors[0]
     cache_dtype = first.dtype
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
-        num_layers=len(planes.planes_of),
+        num_layers=sum(len(group.layer_names) for group in caches.kv_cache_groups),
         num_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_size=block_size,
@@ -100,5 +103,7 @@ def layout_of(config: VllmConfig, block_size: int, planes: LayerPlanes) -> KVLay
         tp_size=config.parallel_config.tensor_parallel_size,
         packing=packing_of(config, block_size, model.dtype, first.device),
         splits_by_head=_splits_by_head(first, block_size),
-        splits_by_token=_splits_by_token(config, block_size, first),
+        # What is cut between tokens is one table of blocks, and all of it.
+        splits_by_token=not groups and _splits_by_token(config, block_size, first),
+        groups=groups,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +22,26 @@ class LayerPlanes:
     """The KV cache cut into planes: per layer one, or two where keys and values are apart.
 
     A plane holds one block after the other, so a block is one run of bytes in it. ``planes_of[layer_name]`` lists the
-    planes that a layer writes.
+    planes that a layer writes; of layers that share one cache (cross-layer KV sharing) only the first one writes any.
+    The planes of each of ``groups``, which are layers that share block tables, follow one another; ``group_planes`` is
+    how many each has. Planes of different groups may be the same memory.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        self.planes_of: dict[str, tuple[int, ...]] = {}
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: Sequence[Sequence[str]]
+    ) -> None:  # fmt: skip
+        self.planes_of: dict[str, tuple[int, ...]] = dict.fromkeys(kv_caches, ())
+        self.group_planes: list[int] = []
         self.tensors: list[torch.Tensor] = []
         self.num_blocks = num_blocks
-        seen: dict[int, tuple[int, ...]] = {}
-        for name, cache in kv_caches.items():
-            # Layers that share one cache (cross-layer KV sharing) are one plane.
-            indices = seen.get(cache.data_ptr())
-            if indices is None:
-                indices = tuple(self._add(name, plane) for plane in _split(name, cache, num_blocks))
-                seen[cache.data_ptr()] = indices
-            self.planes_of[name] = indices
+        for names in groups:
+            first, seen = len(self.tensors), set[int]()
+            for name in (each for each in kv_caches if each in names):
+                cache = kv_caches[name]
+                if cache.data_ptr() not in seen:
+                    seen.add(cache.data_ptr())
+                    self.planes_of[name] = tuple(self._add(name, plane) for plane in _split(name, cache, num_blocks))
+            self.group_planes.append(len(self.tensors) - first)
         self.block_bytes = self.tensors[0].nbytes // num_blocks
         if any(plane.nbytes != self.block_bytes * num_blocks for plane in self.tensors):
             raise UnsupportedVLLM("layers with KV blocks of different sizes are not supported by Tercet yet")
@@ -62,7 +67,8 @@ class LayerPlanes:
             size += extent.end - extent.begin
         pairs = zip(self.tensors, extents, strict=True)
         planes = tuple(offsets[extent] + plane.data_ptr() - extent.begin for plane, extent in pairs)
-        shape = RegionShape(planes, self.num_blocks, self.block_bytes, size, size + TAIL_BYTES)
+        groups = tuple(self.group_planes)
+        shape = RegionShape(planes, self.num_blocks, self.block_bytes, size, size + TAIL_BYTES, groups)
         fd = create_file(shape)
         for extent, offset in offsets.items():
             _exchange(extent, fd, offset)

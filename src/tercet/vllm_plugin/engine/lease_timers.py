@@ -27,7 +27,7 @@ class EdgeLease:
 
     ``filled`` is how far, and for which tokens, each rank that has reported says its KV is valid. ``closing`` is the
     lease's fence, once somebody has asked for it: done when no agent writes under it any more, with how far the KV is
-    valid then.
+    valid then. ``group_begins`` is from which token on each group of layers has blocks.
     """
 
     lease: str
@@ -37,6 +37,7 @@ class EdgeLease:
     ttl: float
     timer: asyncio.TimerHandle
     matched_len: int = 0
+    group_begins: tuple[int, ...] = ()
     committed: int = 0
     filled: dict[int, Content] = field(default_factory=dict)
     granted: bool = False
@@ -83,7 +84,7 @@ class LeaseTimers:
         held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer)
         try:
             reserved = await self._reserved(lease, tokens, cache_salt)
-            held.matched_len = reserved.matched_len
+            held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
             if lease in self._leases:  # else it is over, and its blocks are on their way back
                 held.granted = True
                 blocks, size, end = reserved.blocks, reserved.block_size, len(tokens)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
+from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, GroupTables
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Reservations:
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
+        self._tables = GroupTables(self._manager)
+        self._block_size = self._tables.block_size
         self._max_blocks = max_blocks
         self._held: dict[str, Held] = {}
 
@@ -70,8 +72,7 @@ class Reservations:
 
     def blocks_for(self, end: int) -> int:
         """How many blocks a lease for ``end`` tokens holds."""
-        # One token more than is received, so that decoding can begin: whoever holds blocks must not wait for another.
-        return -(-(end + 1) // self._block_size)
+        return self._tables.needed(end)
 
     def within_share(self, end: int) -> bool:
         """Whether a lease for ``end`` tokens more is within what leases may pin together."""
@@ -91,22 +92,29 @@ class Reservations:
         return self._reserved(held)
 
     def _reserved(self, held: Held) -> ReservedBlocks:
-        (blocks,), size = self._manager.get_block_ids(held.owner.request_id), self._block_size
-        held.num_blocks = len(blocks)
-        return ReservedBlocks(held.matched_len, blocks[held.matched_len // size : -(-held.end // size)], size)
+        size, request_id = self._block_size, held.owner.request_id
+        held.num_blocks = self._tables.held(request_id)
+        first, until = held.matched_len // size, -(-held.end // size)
+        blocks = [
+            [NO_BLOCK if block.is_null else block.block_id for block in blocks[first:until]]
+            for blocks in self._tables.of(request_id)
+        ]
+        return ReservedBlocks(held.matched_len, blocks, size)
 
     def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
         # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
         scheduler, manager = self._scheduler, self._manager
         computed, matched, _ = manager.get_computed_blocks(owner)
+        # A model whose blocks are zeroed has no windows, and takes all that comes from elsewhere as loaded.
+        loaded = end if scheduler.needs_kv_cache_zeroing else max(matched, self._tables.resumed_at(end))
         self._take_slots(
             owner,
-            0,
+            end - loaded,
             self.blocks_for(end),
             needed_before,
             num_new_computed_tokens=matched,
             new_computed_blocks=computed,
-            num_external_computed_tokens=end - matched,
+            num_external_computed_tokens=loaded - matched,
             **({"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}),
         )
         if not ZEROING_IS_SKIPPED_BY_GROUP and scheduler.needs_kv_cache_zeroing:
@@ -144,21 +152,18 @@ class Reservations:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
         if list(owner.all_token_ids)[:end][: held.end] != held.tokens or owner.cache_salt != held.owner.cache_salt:
             raise BadRequest("prompt: does not begin with what the lease was taken for", "prompt")
-        more = self.blocks_for(end) - held.num_blocks
+        more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
-            self._allocate_more(held, owner, end, more, needed_before)
+            self._allocate_more(owner, end, more, needed_before)
         held.owner, held.tokens = owner, list(owner.all_token_ids)[:end]
         return self._reserved(held)
 
-    def _allocate_more(self, held: Held, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
+    def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
         if self._scheduler.needs_kv_cache_zeroing:
             raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
-        # As for a request that runs: what it has is computed, and slots for more tokens are wanted.
-        owner.num_computed_tokens = held.end
-        try:
-            self._take_slots(owner, end - held.end, more, needed_before)
-        finally:
-            owner.num_computed_tokens = 0
+        # As for a request that runs and has computed nothing: else vLLM would free what falls out of a window, and
+        # peers may be writing there.
+        self._take_slots(owner, end, more, needed_before)
 
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far findable in the prefix cache; the lease stays open.
@@ -209,17 +214,16 @@ class Reservations:
     def _can_continue(self, held: Held, request: VLLMRequest, computed: int) -> bool:
         """Whether ``request`` may go on at position ``computed`` in the reserved blocks.
 
-        The next token's KV must not go into a block that the prefix cache shares; that happens when all tokens are
-        there and only the last one is computed again. Without the reservation, vLLM finds the same blocks in its
-        cache and computes the last one anew.
+        It cannot into a block that the prefix cache shares; that happens when all tokens are there and only the last
+        one is computed again. Without the reservation, vLLM finds the same blocks in its cache and computes the last
+        one anew. Nor can it from half of what was reserved, where layers have windows: blocks were reserved for the
+        last one.
         """
         if request.skip_reading_prefix_cache:  # it wants every position computed here, for prompt_logprobs say
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
-        (blocks,) = self._manager.get_blocks(held.owner.request_id).blocks
-        at = computed // self._block_size
-        return at >= len(blocks) or self._manager.block_pool.is_block_writable(blocks[at])
+        return self._tables.continues(held.owner.request_id, computed)
 
     def _give_back(self, held: Held, valid_end: int) -> None:
         self._manager.cache_blocks(held.owner, valid_end)

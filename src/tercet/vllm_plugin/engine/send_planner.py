@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
+from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sending:
-    """One send. Blocks below ``next_block`` (an index into the block table) have been planned."""
+    """One send. Of each group, blocks below ``next_block`` (an index into its block table) have been planned."""
 
     params: SendParams
-    next_block: int
+    next_block: list[int]
     opened: bool = False
     pins: list[KVCacheBlock] = field(default_factory=list)
 
@@ -39,7 +40,8 @@ class SendPlanner:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
+        self._tables = GroupTables(self._manager)
+        self._block_size = self._tables.block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
         # An end that overtakes its own request in the input queue must win; bounded, since some never arrive.
@@ -53,9 +55,12 @@ class SendPlanner:
         if params.send_id in self._ended_early:
             self._ended_early.remove(params.send_id)
             return
-        sending = Sending(params, next_block=params.begin // self._block_size)
+        sending = Sending(params, self._first_blocks(params))
         self._sending[params.send_id] = sending
         self._by_request[request.request_id] = sending
+
+    def _first_blocks(self, params: SendParams) -> list[int]:
+        return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add to ``metadata`` what shall be pushed in the step that ``output`` describes."""
@@ -75,43 +80,69 @@ class SendPlanner:
             metadata.opened.append(params.openings())
         # A partly filled block goes out once, when its last token of the range is there.
         until = -(-params.end // self._block_size) if done >= params.end else done // self._block_size
-        blocks = self._manager.get_blocks(request.request_id).blocks[0][sending.next_block : until]
-        if blocks:
-            metadata.pushes.append(self._push(sending, blocks))
+        metadata.pushes += self._push(sending, self._tables.of(request.request_id), until)
         if done >= params.end:
             metadata.finish.append(SendComplete(params.send_id, params.begin, params.end))
             del self._by_request[request.request_id]
 
-    def _push(self, sending: Sending, blocks: Sequence[KVCacheBlock]) -> Push:
-        """Pin a send's next blocks, wherever they were found; what to push then."""
-        self._manager.block_pool.touch(blocks)
-        sending.pins.extend(blocks)
-        slot = sending.next_block - sending.params.base // self._block_size
-        sending.next_block += len(blocks)
-        return Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks))
+    def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
+        """Pin a send's next blocks, up to a position in their tables; what to push then.
 
-    def push_cached(self, probe: VLLMRequest, params: SendParams) -> Push | None:
+        Without those that vLLM has given up, since they left a window. A receiver that wants them refuses the send's
+        end: it has not got all.
+        """
+        base, found = sending.params.base // self._block_size, list[Push]()
+        for group, table in enumerate(tables):
+            first = sending.next_block[group]
+            blocks = [block for block in table[first:until] if not block.is_null]
+            if blocks:
+                self._manager.block_pool.touch(blocks)
+                sending.pins.extend(blocks)
+                slot = first + len(table[first:until]) - len(blocks) - base
+                found.append(Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks), group))
+            sending.next_block[group] = max(first, until)
+        return found
+
+    def push_cached(self, probe: VLLMRequest, params: SendParams) -> list[Push] | None:
         """Pin ``[begin, end)`` if all of it is here by now; what to push then, with no forward pass.
 
         That is so if it is in the prefix cache, or if a request that runs here has computed it: then the block that
         this request is still filling goes as it is, since later tokens leave the bytes of earlier ones alone.
         ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
         """
-        first, until = params.begin // self._block_size, -(-params.end // self._block_size)
-        found = self._cached(probe, params.end) or self._running(probe, params.end)
-        if found is None:
-            return None
-        sending = self._sending[params.send_id] = Sending(params, first, opened=True)
-        return self._push(sending, list(found[first:until]))
+        firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
+        for found in (self._cached(probe, params.end), self._running(probe, params.end)):
+            if found is None:
+                continue
+            tables = [self._completed(probe, *each) for each in enumerate(found)]
+            # What left a window may be gone.
+            wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
+            if not any(block.is_null for blocks in wanted for block in blocks):
+                sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
+                return self._push(sending, tables, until)
+        return None
 
-    def _cached(self, probe: VLLMRequest, end: int) -> Sequence[KVCacheBlock] | None:
-        # Under asynchronous scheduling the cache has blocks of steps that have not run yet.
-        if any(request.num_in_flight_tokens for request in self._scheduler.running):
+    def _completed(self, probe: VLLMRequest, group: int, table: Sequence[KVCacheBlock]) -> Sequence[KVCacheBlock]:
+        """A group's blocks of the probe's tokens, with what has left its window, if the prefix cache has it still."""
+        pool, hashes = self._manager.block_pool, probe.block_hashes
+        if self._steps_in_flight():
+            return table
+        return [
+            (pool.get_cached_block(hashes[at], [group]) or [block])[0] if block.is_null and at < len(hashes) else block
+            for at, block in enumerate(table)
+        ]
+
+    def _cached(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
+        if self._steps_in_flight():
             return None
         computed, matched, _ = self._manager.get_computed_blocks(probe)
-        return computed.blocks[0] if matched >= end else None
+        return computed.blocks if matched >= end else None
 
-    def _running(self, probe: VLLMRequest, end: int) -> Sequence[KVCacheBlock] | None:
+    def _steps_in_flight(self) -> bool:
+        """Whether the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling."""
+        return any(request.num_in_flight_tokens for request in self._scheduler.running)
+
+    def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
         """The blocks of a request that runs and has computed the probe's first ``end`` tokens.
 
         A step that is under way may not have run yet. One whose first step has not ended (it still has the statistics
@@ -126,7 +157,7 @@ class SendPlanner:
                 and request.cache_salt == probe.cache_salt
                 and request._all_token_ids[:end] == tokens
             ):
-                return self._manager.get_blocks(request.request_id).blocks[0]
+                return self._tables.of(request.request_id)
         return None
 
     def end(self, send_id: str) -> None:

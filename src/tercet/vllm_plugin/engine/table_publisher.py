@@ -67,8 +67,16 @@ class TablePublisher:
     def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]]) -> TablePublisher | None:
         """A publisher for the core of ``scheduler``, whose words are at these places, by rank.
 
-        None, with a warning that says why, where they cannot be written from here: then nothing is published.
+        None, with a warning that says why, where they cannot be written from here, or there are several groups of
+        layers, which have tables of their own: then nothing is published.
         """
+        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        if len(groups) > 1:
+            logger.warning(
+                "sequences of this engine cannot be moved with their KV while its core stands still: "
+                "the model has %d KV cache groups", len(groups)
+            )  # fmt: skip
+            return None
         try:
             mapped = [CoreWords(*place) for place in words]
         except (OSError, ValueError) as error:

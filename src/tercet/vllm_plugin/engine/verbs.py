@@ -153,7 +153,9 @@ class EngineVerbs:
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
         begin, end = held.matched_len, len(held.tokens)
-        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self._layout).proved(self._secret)
+        begins = held.group_begins if self._layout.groups else ()
+        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self._layout, group_begins=begins)
+        info = info.proved(self._secret)
         return PrepRecvAnswer(kv_addr_info=info, matched_len=matched_len, ttl=held.ttl)
 
     async def release(self, lease: str) -> int:
@@ -179,6 +181,7 @@ class EngineVerbs:
                 end=end,
                 destinations=self._destinations(call),
                 notify=self._reports.address,
+                group_begins=call.kv_addr_info.group_begins,
             )
             try:
                 async with self._ended_by_abort(call.seq_id, params.send_id):
@@ -199,7 +202,8 @@ class EngineVerbs:
             cached, word = await self._cached(tokens, call.cache_salt, params)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
-            await self._agents.push([PushCached(opening, cached, end, word) for opening in params.openings()])
+            pushes = tuple(cached)
+            await self._agents.push([PushCached(opening, pushes, end, word) for opening in params.openings()])
             return None, len(tokens)
         request = LLMRequest(
             self._client,
@@ -223,7 +227,9 @@ class EngineVerbs:
             computing.cancel()
         return (output if call.sample else None), min(request.num_cached, len(tokens))
 
-    async def _cached(self, tokens: list[int], salt: str | None, params: SendParams) -> tuple[Push | None, int | None]:
+    async def _cached(
+        self, tokens: list[int], salt: str | None, params: SendParams
+    ) -> tuple[list[Push] | None, int | None]:
         """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
 
         A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
@@ -238,10 +244,10 @@ class EngineVerbs:
             if asked.done():
                 return asked.result(), None
             owners = [each.number for each in self._generated.beginning_with(tokens, salt)]
-            found = self._bypass.find(owners, params)
+            push, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
             logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
-            return found
+            return [push], word
         finally:
             asked.cancel()
             silent.cancel()

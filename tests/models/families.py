@@ -1,0 +1,184 @@
+"""Model families, each as a tiny configuration: as many layers of each kind as the family mixes, and random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW = 160
+"""Tokens that layers with a window look back at: more than a block, and no whole number of them."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GEMMA = {**SIZES, "tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
+
+
+@dataclass(frozen=True)
+class Family:
+    """``config`` makes a transformers configuration. ``kv`` says what a receiver is sent, in words.
+
+    ``flags`` are vLLM's, which an engine of the family gets. ``refusal`` is part of what an engine says that refuses
+    the family at its start. ``caches`` is whether vLLM has a prefix cache for it on a CPU.
+    """
+
+    title: str
+    config: Callable[[], Any]
+    kv: str = "all blocks"
+    flags: tuple[str, ...] = ()
+    refusal: str = ""
+    caches: bool = True
+
+
+def _of(name: str, **fields: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import transformers
+
+        return getattr(transformers, f"{name}Config")(**{**SIZES, **fields})
+
+    return make
+
+
+def _layers(*kinds: str) -> list[str]:
+    return [f"{kind}_attention" for kind in kinds]
+
+
+WINDOWED = "all blocks of the full layers, the window's of the others"
+STATE = "Tercet moves the KV of full and of sliding-window attention"
+ALTERNATING = _layers("sliding", "full", "sliding", "full")
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", _of("Llama")),
+    "qwen2": Family("Qwen 2", _of("Qwen2")),
+    "qwen3": Family("Qwen 3", _of("Qwen3")),
+    "qwen3_moe": Family("Qwen 3 MoE", _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
+    "mistral": Family(
+        "Mistral, with a window in all layers", _of("Mistral", sliding_window=WINDOW), "the window's blocks"
+    ),
+    "gemma2": Family("Gemma 2", _of("Gemma2", **GEMMA, layer_types=ALTERNATING), WINDOWED),
+    "gemma3": Family(
+        "Gemma 3",
+        _of(
+            "Gemma3Text",
+            **{**GEMMA, "num_hidden_layers": 6},
+            layer_types=_layers("sliding", "sliding", "full", "sliding", "sliding", "full"),
+        ),
+        WINDOWED,
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        _of("GptOss", sliding_window=WINDOW, layer_types=ALTERNATING, num_local_experts=4, num_experts_per_tok=2),
+        WINDOWED,
+    ),
+    "olmo3": Family("Olmo 3", _of("Olmo3", sliding_window=WINDOW, layer_types=ALTERNATING), WINDOWED),
+    "cohere2": Family(
+        "Command R7B (Cohere 2)",
+        _of("Cohere2", sliding_window=WINDOW, layer_types=ALTERNATING, tie_word_embeddings=True),
+        WINDOWED,
+    ),
+    "llama4": Family(
+        "Llama 4",
+        _of(
+            "Llama4Text",
+            attention_chunk_size=256,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            intermediate_size_mlp=128,
+            interleave_moe_layer_step=1,
+            layer_types=["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+        ),
+        "all blocks (vLLM keeps those outside of a chunk, too)",
+    ),
+    "deepseek_v2": Family(
+        "DeepSeek V2",
+        _of(
+            "DeepseekV2",
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            head_dim=64,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        ),
+        "all blocks, of latent KV",
+        caches=False,
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek V3, R1, Kimi K2",
+        _of(
+            "DeepseekV3",
+            q_lora_rank=32,
+            kv_lora_rank=512,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            head_dim=64,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        ),
+        "all blocks, of latent KV",
+        caches=False,
+    ),
+    "qwen3_next": Family(
+        "Qwen 3 Next",
+        _of(
+            "Qwen3Next",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+        ),
+        refusal=STATE,
+    ),
+    "jamba": Family(
+        "Jamba", _of("Jamba", num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=16), refusal=STATE
+    ),
+    "granite_hybrid": Family(
+        "Granite 4 (hybrid)",
+        _of(
+            "GraniteMoeHybrid",
+            layer_types=["mamba", "attention", "mamba", "attention"],
+            mamba_n_heads=4,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=128,
+        ),
+        refusal=STATE,
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H",
+        _of(
+            "NemotronH",
+            hybrid_override_pattern="M*-M*-",
+            num_hidden_layers=6,
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=1,
+        ),
+        refusal=STATE,
+    ),
+}

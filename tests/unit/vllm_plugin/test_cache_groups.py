@@ -1,0 +1,343 @@
+"""Models whose layers look back at all tokens, at a window of them, or both: what is moved, and that nothing is missed.
+
+Two engines without a model; in the place of KV, memory holds at each position which tokens lead up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from tercet.protocol import CacheGroup, UnknownSequence
+from tercet.transport import Push
+from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, described, require_movable_groups
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+
+from .tiny_engine import BLOCK, FULL, TinyEngine, send_of, tokens_of
+
+A = "a" * 32
+WINDOW = 40
+
+
+def window(tokens: int, block_size: int = BLOCK) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=16, dtype=torch.float32, sliding_window=tokens
+    )
+
+
+MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (FULL,),
+    "windows": (window(WINDOW),),
+    "mixed": (FULL, window(WINDOW)),
+    "windows first": (window(WINDOW), window(WINDOW), FULL),
+    "a window of a block": (FULL, window(BLOCK)),
+    "a window of one token more": (FULL, window(BLOCK + 1)),
+}
+
+
+@dataclass
+class Computing:
+    """An engine whose steps write into memory, and look back at what the model's layers would look back at."""
+
+    engine: TinyEngine
+    specs: tuple[KVCacheSpec, ...]
+    memory: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    steps: int = 0
+
+    def compute(self, output: SchedulerOutput) -> None:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self.engine.scheduler.requests[request_id]
+            tables = self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)
+            first = request.num_computed_tokens - scheduled
+            for at in range(first, request.num_computed_tokens):
+                for table, spec in zip(tables, self.specs, strict=True):
+                    assert table[at // BLOCK] != 0, "vLLM's null block is nobody's to write"
+                    self.memory[table[at // BLOCK], at % BLOCK] = meaning(request, at)
+                    for back in range(max(0, at - sees(spec) + 1), at):
+                        found = self.memory.get((table[back // BLOCK], back % BLOCK))
+                        assert found == meaning(request, back), (at, back)
+
+    def step(self) -> list[Push]:
+        """One engine step; what it pushes."""
+        self.steps += 1
+        return self.engine.step(self.compute)[1].pushes
+
+    def run(self, request: Request) -> None:
+        while not request.is_finished():
+            self.step()
+
+
+def sees(spec: KVCacheSpec) -> int:
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 10**9
+
+
+def meaning(request: Request, at: int) -> int:
+    """What KV at a position is of: the tokens up to it."""
+    return hash(tuple(request.all_token_ids[: at + 1]))
+
+
+@dataclass
+class Pair:
+    """A sender, and a receiver that reads what is pushed as soon as the step that computed it is over."""
+
+    source: Computing
+    target: Computing
+    moved: int = 0
+
+    def carry(self, pushes: list[Push]) -> None:
+        for push in pushes:
+            blocks = self.target.engine.agent.granted[A].blocks[push.group]
+            for slot, block in enumerate(push.blocks, push.slot):
+                assert blocks[slot] != NO_BLOCK, "nobody asked for it"
+                self.moved += 1
+                for offset in range(BLOCK):
+                    found = self.source.memory.get((block, offset))
+                    if found is not None:
+                        self.target.memory[blocks[slot], offset] = found
+
+    def send(self, tokens: list[int], begin: int) -> None:
+        """Have the KV from ``begin`` on pushed into the reservation, by a forward pass if that is needed."""
+        grant = self.target.engine.agent.granted[A]
+        begins = tuple(
+            grant.begin + BLOCK * sum(block == NO_BLOCK for block in blocks) for blocks in grant.blocks
+        )  # fmt: skip
+        params = structs.replace(send_of("s", begin, len(tokens), base=grant.begin), group_begins=begins)
+        found = core_methods.push_cached(self.source.engine.core, tokens, None, params)
+        if found is not None:
+            self.carry(found)
+        else:
+            request = self.source.engine.add("sends", tokens, max_tokens=1, send=params)
+            while not request.is_finished():
+                self.carry(self.source.step())
+        self.source.engine.end_send("s")
+        self.target.engine.agent.received[A] = len(tokens)
+
+
+@pytest.fixture(scope="session")
+def new_pair(config: VllmConfig) -> Callable[..., Pair]:
+    def make(model: str, retention: int | None = 0) -> Pair:
+        specs, settings = MODELS[model], {"max_lease_share": 1}
+        source, target = (
+            Computing(TinyEngine(config, settings, specs=specs, retention=retention), specs) for _ in range(2)
+        )
+        return Pair(source, target)
+
+    return make
+
+
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest, new_pair: Callable[..., Pair]) -> Pair:
+    return new_pair(request.param)
+
+
+def finish(pair: Pair) -> None:
+    for each in (pair.source, pair.target):
+        each.engine.assert_nothing_held()
+
+
+@settings(max_examples=40)
+@given(
+    model=st.sampled_from(list(MODELS)),
+    retention=st.sampled_from([0, None]),
+    length=st.integers(1, 220),
+    here=st.integers(0, 220),
+    there=st.integers(0, 220),
+    ahead=st.integers(0, 3),
+)
+def test_a_request_goes_on_where_its_kv_was_sent(
+    new_pair: Callable[..., Pair], model: str, retention: int | None, length: int, here: int, there: int, ahead: int
+) -> None:
+    """Whatever either cache has, and wherever the first token was sampled: no step misses what it looks back at."""
+    pair, tokens = new_pair(model, None if model == "full" else retention), tokens_of(length)
+    for computing, cached in ((pair.source, here), (pair.target, there)):
+        if cached:
+            computing.run(computing.engine.add("before", [*tokens[:cached], 5], max_tokens=1))
+    matched = pair.target.engine.reserve(A, tokens)
+    pair.send(tokens, matched)
+    pair.target.engine.commit(A, length)
+    request = pair.target.engine.add("goes on", [*tokens, *tokens_of(ahead, 700)], max_tokens=50, lease=A)
+    before = pair.target.steps
+    pair.target.run(request)
+    assert pair.target.steps - before <= 51, "what was sent is not computed again"
+    finish(pair)
+
+
+@settings(max_examples=40)
+@given(model=st.sampled_from(list(MODELS)), first=st.integers(1, 100), more=st.lists(st.integers(1, 30), max_size=2))
+def test_a_sequence_that_grows_is_sent_bit_by_bit(
+    new_pair: Callable[..., Pair], model: str, first: int, more: list[int]
+) -> None:
+    """A running request moves: its lease is extended while it decodes, and its own blocks are sent."""
+    pair, tokens = new_pair(model), tokens_of(first)
+    running = pair.source.engine.add("runs", tokens, max_tokens=250)
+    begin = 0
+    for steps in (1, *more):
+        for _ in range(steps + (first // 64)):
+            pair.source.step()
+        so_far = list(running.all_token_ids)[:-1]
+        if not begin:
+            begin = pair.target.engine.reserve(A, so_far)
+        else:
+            found = pair.target.engine.extend(A, so_far)
+            grant = pair.target.engine.agent.granted[A]
+            pair.target.engine.agent.granted[A] = structs.replace(grant, blocks=found.blocks, end=len(so_far))
+        pair.send(so_far, begin)
+        begin = len(so_far) // BLOCK * BLOCK or 1
+    now = list(running.all_token_ids)
+    pair.source.engine.abort("runs")
+    pair.target.run(pair.target.engine.add("goes on", now, max_tokens=30, lease=A))
+    finish(pair)
+
+
+@pytest.mark.parametrize("valid", [0, BLOCK, 5 * BLOCK, 9 * BLOCK, 10 * BLOCK - 1])
+def test_of_half_a_send_nothing_is_missed(pair: Pair, valid: int) -> None:
+    """The sender died: what it has sent may not be enough to go on from, since windows were reserved at the end."""
+    tokens = tokens_of(10 * BLOCK)
+    pair.target.engine.reserve(A, tokens)
+    pair.send(tokens, 0)
+    pair.target.memory = {
+        (block, offset): found
+        for (block, offset), found in pair.target.memory.items()
+        if all(
+            blocks.index(block) * BLOCK + offset < valid
+            for blocks in pair.target.engine.agent.granted[A].blocks
+            if block in blocks
+        )
+    }
+    pair.target.engine.agent.received[A] = valid
+    request = pair.target.engine.add("goes on", [*tokens, 3], max_tokens=30, lease=A)
+    pair.target.run(request)
+    finish(pair)
+
+
+def test_a_block_that_was_sent_in_part_is_found_when_it_is_complete(pair: Pair) -> None:
+    tokens = tokens_of(
+        2 * BLOCK + 1
+    )  # vLLM keeps of a window what is looked back at from the prompt's last whole block
+    pair.target.engine.reserve(A, tokens[:-7])
+    pair.send(tokens[:-7], 0)
+    pair.target.run(pair.target.engine.add("goes on", tokens, max_tokens=12, lease=A))
+    assert pair.target.engine.cached([*tokens, *tokens_of(20, 500)]) == 2 * BLOCK
+    finish(pair)
+
+
+def test_of_layers_with_a_window_only_the_window_is_reserved_and_sent(new_pair: Callable[..., Pair]) -> None:
+    pair, tokens = new_pair("mixed"), tokens_of(10 * BLOCK)
+    pair.target.engine.reserve(A, tokens)
+    full, windowed = pair.target.engine.agent.granted[A].blocks
+    assert len(full) == len(windowed) == 10
+    assert NO_BLOCK not in full
+    # vLLM would resume at the last whole block that leaves something to compute, of which 39 tokens look back.
+    assert [block == NO_BLOCK for block in windowed] == [True] * 6 + [False] * 4
+    pair.send(tokens, 0)
+    assert pair.moved == 10 + 4
+    assert pair.target.engine.release(A) == 10 * BLOCK
+    finish(pair)
+
+
+def test_blocks_that_leave_a_window_stay_open_while_a_lease_is_extended(config: VllmConfig) -> None:
+    """Peers may be writing there, so nobody else may get them."""
+    engine = TinyEngine(config, specs=MODELS["mixed"])
+    engine.reserve(A, tokens_of(4 * BLOCK))
+    before = engine.agent.granted[A].blocks[1]
+    after = engine.extend(A, tokens_of(12 * BLOCK)).blocks[1]
+    assert after[:4] == before
+    assert NO_BLOCK not in after[1:]
+    engine.release(A)
+    with pytest.raises(UnknownSequence):
+        engine.release(A)
+    engine.assert_nothing_held()
+
+
+def test_what_a_running_request_has_left_behind_is_found_in_the_cache(new_pair: Callable[..., Pair]) -> None:
+    pair, tokens = new_pair("mixed", retention=None), tokens_of(5 * BLOCK)
+    running = pair.source.engine.add("runs", tokens, max_tokens=100)
+    for _ in range(4 * BLOCK):
+        pair.source.step()
+    assert running.num_computed_tokens > 8 * BLOCK
+    pair.target.engine.reserve(A, tokens)
+    steps = pair.source.steps
+    pair.send(tokens, 0)
+    assert pair.source.steps == steps, "no forward pass was needed"
+    pair.source.engine.abort("runs")
+    pair.target.run(pair.target.engine.add("goes on", [*tokens, 3], max_tokens=3, lease=A))
+    finish(pair)
+
+
+def test_what_is_gone_from_a_window_is_computed_again(new_pair: Callable[..., Pair]) -> None:
+    pair, tokens = new_pair("mixed"), tokens_of(5 * BLOCK)
+    pair.source.engine.add("runs", tokens, max_tokens=100)
+    for _ in range(4 * BLOCK):
+        pair.source.step()
+    pool = pair.source.engine.scheduler.kv_cache_manager.block_pool
+    free = pool.get_new_blocks(pool.get_num_free_blocks())  # whoever takes them overwrites what they hold
+    pool.free_blocks(free)
+    pair.target.engine.reserve(A, tokens)
+    steps = pair.source.steps
+    pair.send(tokens, 0)
+    assert pair.source.steps > steps
+    pair.source.engine.abort("runs")
+    pair.target.run(pair.target.engine.add("goes on", [*tokens, 3], max_tokens=3, lease=A))
+    finish(pair)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def caches(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{number}.{at}" for at in range(2)], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+STATE = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32, attention_chunk_size=64
+)
+HALF = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ((FULL, STATE), "layers of kind mamba; Tercet moves"),
+        ((FULL, LOCAL), "layers of kind chunked_local_attention"),
+        ((FULL, window(WINDOW, 2 * BLOCK)), r"blocks of \[16, 32\] tokens"),
+        ((FULL, HALF), "several precisions"),
+        ((), "no KV cache"),
+    ],
+)
+def test_other_kinds_are_refused_with_the_reason(specs: tuple[KVCacheSpec, ...], why: str) -> None:
+    with pytest.raises(UnsupportedVLLM, match=why):
+        require_movable_groups(caches(*specs))
+
+
+def test_kinds_are_named_for_other_engines() -> None:
+    assert described(caches(FULL)) == ()
+    assert described(caches(LATENT)) == ()
+    assert described(caches(window(WINDOW))) == (CacheGroup("sliding_window", 2, WINDOW),)
+    assert described(caches(FULL, window(WINDOW))) == (
+        CacheGroup("full_attention", 2), CacheGroup("sliding_window", 2, WINDOW)
+    )  # fmt: skip
+    for specs in MODELS.values():
+        require_movable_groups(caches(*specs))
