@@ -92,6 +92,7 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes) ->
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
     first = planes.tensors[0]
     cache_dtype = first.dtype
+    alike = all(plane.shape == first.shape for plane in planes.tensors)
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
@@ -102,7 +103,7 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes) ->
         block_bytes=planes.block_bytes,
         tp_size=config.parallel_config.tensor_parallel_size,
         packing=packing_of(config, block_size, model.dtype, first.device),
-        splits_by_head=_splits_by_head(first, block_size),
+        splits_by_head=alike and _splits_by_head(first, block_size),
         # What is cut between tokens is one table of blocks, and all of it.
         splits_by_token=not groups and _splits_by_token(config, block_size, first),
         groups=groups,
