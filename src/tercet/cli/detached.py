@@ -17,7 +17,7 @@ import typer
 from tercet.cli.terminal import say
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, own_start
-from tercet.cluster.local import log_directory
+from tercet.cluster.log_directories import log_directory
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
 from tercet.cluster.up_config import UpConfig
@@ -37,7 +37,7 @@ def detach(config: UpConfig) -> None:
     """
     if config.port:
         require_free(config.host, config.port)
-    log_dir = log_directory(config)
+    log_dir = log_directory(config.log_dir)
     log = log_dir / "up.log"
     process = _start(msgspec.structs.replace(config, detach=False, log_dir=str(log_dir)), log_dir, log)
     try:

@@ -15,6 +15,7 @@ from tercet.protocol import TercetError
 
 GRACE_SECONDS = 20.0
 HURRY_SECONDS = 5.0
+SHARED_MEMORY = "/dev/shm/"
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
 _STRAGGLER_SECONDS = 3.0
@@ -46,6 +47,7 @@ class Process:
         self._grace = grace
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
+        self._shared_memory: set[Path] = set()
 
     def again(self, log: Path) -> Process:
         """Another start of the same command, with a log of its own."""
@@ -128,12 +130,23 @@ class Process:
         await asyncio.sleep(HURRY_SECONDS)
         self._signal_group(signal.SIGKILL)
 
+    def remember_shared_memory(self) -> None:
+        """Note what its group has in shared memory now: what is still there when all have ended is removed.
+
+        Each removes its own when it ends, but not when it is killed.
+        """
+        if self._process is not None:
+            self._shared_memory |= shared_memory_of(self._process.pid)
+
     async def _end_stragglers(self) -> None:
         """After the command's own end: what stays in its group gets a moment, and then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal_group(number)
             if await self._group_ends():
-                return
+                break
+        for left in self._shared_memory:
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
 
     async def _group_ends(self) -> bool:
         for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
@@ -151,6 +164,19 @@ class Process:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+
+def shared_memory_of(group: int) -> set[Path]:
+    """Files of shared memory that processes of this group have mapped."""
+    import psutil
+
+    found: set[Path] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
+            if os.getpgid(process.pid) == group:
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                found |= {Path(line[line.index(SHARED_MEMORY) :]) for line in maps if SHARED_MEMORY in line}
+    return {path for path in found if not path.name.endswith(" (deleted)")}
 
 
 def _any_alive(group: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,12 +16,12 @@ from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
 from tercet.cluster.compute import split_cores, split_devices, visible_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
 from tercet.cluster.foresight import require_memory, shared_cores
-from tercet.cluster.model import BUILT_IN, cache_root
+from tercet.cluster.log_directories import log_directory
+from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
 # Engines serve the front door alone, and their control endpoints ask for no password.
@@ -49,7 +48,7 @@ async def local_fleet(
     require_memory(specs)
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)
-    log_dir = log_directory(config)
+    log_dir = log_directory(config.log_dir)
     secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
     engines = [
         RunningEngine(
@@ -133,16 +132,3 @@ def router_env(model: str) -> dict[str, str | None]:
     """The front door's environment: no settings, since those of the file were made with the variables in mind."""
     env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env
-
-
-def log_directory(config: UpConfig) -> Path:
-    """Where its logs go, made if need be. Raises :class:`~tercet.protocol.BadRequest` if nothing can go there."""
-    default = cache_root() / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    chosen = Path(config.log_dir).expanduser().absolute() if config.log_dir else default
-    try:
-        chosen.mkdir(parents=True, exist_ok=True)
-        if not os.access(chosen, os.W_OK | os.X_OK):
-            raise PermissionError(None, "it is not writable")
-    except OSError as error:
-        raise BadRequest(f"--log-dir: {chosen} cannot be used: {error.strerror}", "log-dir") from error
-    return chosen

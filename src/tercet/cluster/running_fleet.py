@@ -41,6 +41,7 @@ class RunningEngine:
     async def until_ready(self, on_event: OnEvent) -> None:
         """Wait until it answers; raises as :func:`until_ready`."""
         await until_ready(self.process, self.url, on_event)
+        self.process.remember_shared_memory()
         self.restarts.ready(time.monotonic())
 
     async def until_it_stays_dead(self, on_event: OnEvent) -> str:
