@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import setproctitle
-
 from tercet.vllm_plugin.standby import StandbyContext, stand_by
 
 PLAIN = "vllm.entrypoints.openai.api_server"
@@ -70,7 +68,6 @@ def _openmp() -> Path | None:
 
 def _share_one_import() -> None:
     """Import what all processes need, and fork core and worker, which then wait for vLLM to start them."""
-    setproctitle.getproctitle()  # it has to find its place before the environment changes
     bound = frozenset(os.sched_getaffinity(0))  # by OpenMP, when it was loaded; who does not compute is not bound
     os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
     del os.environ[AFFINITY]  # vLLM sets it for its worker alone

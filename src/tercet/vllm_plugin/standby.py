@@ -26,6 +26,8 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+import setproctitle
+
 _HEADER = struct.Struct("!IQ")  # number of descriptors, bytes of the task
 
 
@@ -59,6 +61,9 @@ def stand_by(generations: int, cores: frozenset[int]) -> None:
     ours.close()
     code = 1
     try:
+        # It looks for its place where the environment begins, before a task brings another one; not in the server,
+        # whose command line and environment stay as they are.
+        setproctitle.getproctitle()
         if generations > 1:
             stand_by(generations - 1, cores)
         else:

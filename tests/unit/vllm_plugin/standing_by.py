@@ -8,17 +8,30 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import setproctitle
 
 from tercet.vllm_plugin.standby import StandbyContext, stand_by
 
 
 def told(role: str) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
-    return {"role": role, "pid": os.getpid(), "parent": os.getppid(), "told": os.environ.get("TOLD"), "cores": cores}
+    command, environment = (Path(f"/proc/self/{name}").read_text().split("\0") for name in ("cmdline", "environ"))
+    seen = {"command": command, "environment": environment}
+    return {
+        **seen,
+        "role": role,
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "told": os.environ.get("TOLD"),
+        "cores": cores,
+    }
 
 
 def worker(answers: Connection, end: Connection, lock: Any) -> None:
+    setproctitle.setproctitle("standing by: worker")
     with lock:
         answers.send(told("worker"))
     end.recv()

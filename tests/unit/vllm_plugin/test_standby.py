@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ from tercet.vllm_plugin.server import read_once
 
 def run(what: str) -> Any:
     command = [sys.executable, "-m", "tests.unit.vllm_plugin.standing_by", what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=os.environ | {"GIVEN": "at the start"}
+    )
     return json.loads(done.stdout)
 
 
@@ -31,6 +34,10 @@ def test_a_task_is_done_as_by_a_spawned_process(what: str, code: int) -> None:
     assert told["worker"]["told"] == "by the core"
     assert told["worker"]["cores"] == told["computing"]
     assert told["core"]["cores"] == told["server"]["cores"]
+    assert told["worker"]["command"][0] == "standing by: worker"
+    # Whoever starts an engine anew reads its server's command and environment.
+    assert told["server"]["command"][1:-1] == ["-m", "tests.unit.vllm_plugin.standing_by", what]
+    assert "GIVEN=at the start" in told["server"]["environment"]
     assert (told["alive"], told["is_told"]) == (True, True)
     assert told["codes"] == [7, code, 0]  # the second one of the server is spawned
 
