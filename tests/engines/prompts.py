@@ -22,9 +22,22 @@ async def complete(url: str, prompt: list[int], headers: dict[str, str] | None =
     body = {
         "model": "smollm2", "prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **fields
     }  # fmt: skip
+    return await _answer(url, "/v1/completions", body, headers)
+
+
+async def chat(url: str, text: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    """POST /v1/chat/completions with one message; the parsed answer."""
+    body = {
+        "model": "smollm2", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 160,
+        "return_token_ids": True, **fields,
+    }  # fmt: skip
+    return await _answer(url, "/v1/chat/completions", body, headers)
+
+
+async def _answer(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
+        session.post(f"{url}{path}", json=body, headers=headers) as response,
     ):
         answer = await response.json()
         assert response.status == 200, answer

@@ -10,17 +10,18 @@ import random
 import signal
 import urllib.request
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from .conftest import Fleet, get_json
 from .long_runs import FULL
+from .moving import answer_of, ask, until
 from .processes import part_of, send_signal
 from .prompts import complete, prompt_of
-from .test_moves import answer_of, ask, until
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -83,25 +84,41 @@ def front_door_is_idle(fleet: Fleet) -> bool:
     return all(each["reachable"] and not each["in_flight"] for each in engines)
 
 
+@contextmanager
+def standing_still(processes: list[psutil.Process]) -> Generator[None]:
+    send_signal(processes, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(processes, signal.SIGCONT)
+
+
+async def last_move(fleet: Fleet) -> int:
+    _, record = await ask(fleet, "GET", "/moves")
+    return max((move["number"] for move in record), default=0)
+
+
+async def moved_since(fleet: Fleet, last: int) -> list[dict[str, Any]]:
+    _, record = await ask(fleet, "GET", f"/moves?since={last}")
+    moved = [move for move in record if move["outcome"] == "moved"]
+    print([(move["reason"], move["bytes"], move["recomputed"], round(move["pause"], 2)) for move in moved])
+    return moved
+
+
 async def test_sequences_leave_a_stopped_core_with_their_kv(fleet: Fleet) -> None:
     prompts = [prompt_of(250 + 30 * index, seed=70 + index) for index in range(4)]
     calm = [await complete(fleet.url, prompt, HERE, **LONG) for prompt in prompts]
     before = bypassed(fleet)
-    last = max((each["number"] for each in (await ask(fleet, "GET", "/moves"))[1]), default=0)
+    last = await last_move(fleet)
     stopped = part_of(fleet.places[SOURCE].url, "core")
     async with generating(fleet, prompts) as asked:
-        send_signal(stopped, signal.SIGSTOP)
-        try:
+        with standing_still(stopped):
             moves = await move_all(fleet)
             answers = await asyncio.gather(*asked)
-        finally:
-            send_signal(stopped, signal.SIGCONT)
     assert [answer_of(answer) for answer in answers] == [answer_of(answer) for answer in calm]
     assert {status for status, _ in moves} <= {200, 409}, moves  # 409: a policy has begun to move it already
-    _, record = await ask(fleet, "GET", f"/moves?since={last}")
-    moved = [move for move in record if move["outcome"] == "moved"]
-    print([(move["reason"], move["bytes"], move["recomputed"], round(move["pause"], 2)) for move in moved])
-    assert len({move["seq_id"] for move in moved}) == len(prompts), record
+    moved = await moved_since(fleet, last)
+    assert len({move["seq_id"] for move in moved}) == len(prompts), moved
     assert all(move["bytes"] > 0 and move["recomputed"] <= 2 for move in moved)
     assert bypassed(fleet) - before == len(prompts)
     await settles(lambda: front_door_is_idle(fleet))
@@ -110,19 +127,14 @@ async def test_sequences_leave_a_stopped_core_with_their_kv(fleet: Fleet) -> Non
 async def test_a_policy_moves_them_before_the_engine_is_given_up(fleet: Fleet) -> None:
     prompt = prompt_of(300, seed=79)
     calm = await complete(fleet.url, prompt, HERE, **LONG)
-    last = max((each["number"] for each in (await ask(fleet, "GET", "/moves"))[1]), default=0)
+    last = await last_move(fleet)
     stopped = part_of(fleet.places[SOURCE].url, "worker")  # a core waits for its workers, and answers nobody meanwhile
     async with generating(fleet, [prompt]) as asked:
-        send_signal(stopped, signal.SIGSTOP)
-        try:
+        with standing_still(stopped):
             answers = await asyncio.gather(*asked)
-        finally:
-            send_signal(stopped, signal.SIGCONT)
     assert answer_of(answers[0]) == answer_of(calm)
-    _, record = await ask(fleet, "GET", f"/moves?since={last}")
-    moved = [move for move in record if move["outcome"] == "moved"]
-    print([(move["reason"], move["bytes"], move["recomputed"], round(move["pause"], 2)) for move in moved])
-    assert [move["reason"] for move in moved] == ["failover"], record
+    moved = await moved_since(fleet, last)
+    assert [move["reason"] for move in moved] == ["failover"], moved
     assert moved[0]["bytes"] > 0
     await settles(lambda: front_door_is_idle(fleet))
 
@@ -133,12 +145,9 @@ async def test_with_its_agent_stopped_too_all_is_computed_anew(fleet: Fleet) -> 
     place = fleet.places[SOURCE].url
     stopped = [*part_of(place, "core"), *part_of(place, "agent")]
     async with generating(fleet, [prompt]) as asked:
-        send_signal(stopped, signal.SIGSTOP)
-        try:
+        with standing_still(stopped):
             moves = await move_all(fleet)
             answers = await asyncio.gather(*asked)
-        finally:
-            send_signal(stopped, signal.SIGCONT)
     assert answer_of(answers[0]) == answer_of(calm)
     assert not any(status == 200 for status, _ in moves), moves
     await settles(lambda: front_door_is_idle(fleet))
@@ -174,15 +183,12 @@ async def test_a_core_that_goes_on_in_the_middle_of_a_send_spoils_nothing(
     stopped = part_of(fleet.places[SOURCE].url, "core")
     async with generating(fleet, LARGE) as asked:
         await asyncio.sleep(choose.uniform(0, 0.2))
-        send_signal(stopped, signal.SIGSTOP)
-        try:
+        with standing_still(stopped):
             moving = asyncio.create_task(move_all(fleet))
             if seed % 3:  # about when the engine loses patience with its core
                 await asyncio.sleep(choose.uniform(0.95, 1.25))
             else:
                 await settles(lambda: bypassed(fleet) > before)
-        finally:
-            send_signal(stopped, signal.SIGCONT)
         # What the source does next wants blocks.
         again = await small_ones(fleet)
         ends = [(status, answer.get("outcome"), answer.get("error")) for status, answer in await moving]

@@ -18,7 +18,7 @@ from tercet.client import HttpEngine
 from .conftest import Fleet, settled, start_fleet
 from .long_runs import FULL
 from .moving import answer_of, ask, move, moving, until
-from .prompts import complete, prompt_of
+from .prompts import chat, complete, prompt_of
 
 ONE_ENGINE = {"x-tercet-program": "data_parallel"}
 pytestmark = pytest.mark.timeout(900)
@@ -52,20 +52,6 @@ async def nothing_is_left(small: Fleet) -> AsyncIterator[None]:
     assert {each["name"]: each["in_flight"] for each in engines} == {"prefill-0": 0, "decode-0": 0}
 
 
-async def chat(fleet: Fleet, text: str, **fields: Any) -> dict[str, Any]:
-    body = {
-        "model": "smollm2", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 160,
-        "return_token_ids": True, **fields,
-    }  # fmt: skip
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{fleet.url}/v1/chat/completions", json=body, headers=ONE_ENGINE) as answer,
-    ):
-        found = await answer.json()
-        assert answer.status == 200, found
-        return found
-
-
 FORMATS: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": "[a-c]{60,70}"}},
     "json schema": {
@@ -88,9 +74,9 @@ BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["
 @pytest.mark.parametrize("form", FORMATS)
 async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(small: Fleet, form: str) -> None:
     text = "Tell me about the ships that an old sailor saw."
-    calm = await chat(small, text, **FORMATS[form])
+    calm = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
     async with moving(small) as moved:
-        answer = await chat(small, text, **FORMATS[form])
+        answer = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
     (choice,), (calm_choice,) = answer["choices"], calm["choices"]
     assert choice["token_ids"] == calm_choice["token_ids"]
     assert choice["message"] == calm_choice["message"]

@@ -249,10 +249,11 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
-        name="first grammar",
-        what="An engine generates one token by a grammar before it serves; then its choice of a backend is taken back",
-        why="The first structured output stops API server, core and workers for seconds, as if they were stuck",
-        until="vLLM loads what structured output needs when it starts",
+        name="first uses",
+        what="An engine samples, ranks log probabilities and generates by a grammar before it serves; then its "
+        "choice of a grammar's backend is taken back",
+        why="The first of each stops API server, core and workers for seconds, as if they were stuck",
+        until="vLLM loads and compiles what sampling and structured output need when it starts",
         relies_on=(
             Says(f"{CORE}.__init__", "self.structured_output_manager = "),
             Says(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
