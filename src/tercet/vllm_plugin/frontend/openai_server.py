@@ -12,6 +12,7 @@ import asyncio
 import gc
 import importlib
 import inspect
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,9 +27,11 @@ from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.hooks import require_hooks
+from tercet.vllm_plugin.leak_reports import without_leak_reports
 
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
+VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ def import_vllm() -> None:
 
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before anything of it is used.
     """
+    without_leak_reports()
+    # vLLM's own lines are about an engine that is none here, and about routes. Its logger is set up later than it logs.
+    logging.getLogger("vllm").setLevel(os.environ.setdefault(VLLM_LEVEL, "ERROR").upper())
     require_hooks("frontend")
     # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -77,7 +83,7 @@ def server_args(
 
     argv = [
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
-        "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", *more,
+        "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *more,
     ]  # fmt: skip
     parser: Any = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args(argv)
