@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -23,6 +24,7 @@ from tercet.cli import app
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
 from tercet.sim import EngineOptions, options_from
+from tercet.sim.prefix_tree import Run
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 
@@ -151,6 +153,18 @@ def test_shared_prefixes_are_found_again() -> None:
     alone = simulation(program="data_parallel", workload=workload, options={"prefix_caching": "false"}).point(8)
     assert shared.counts["prefill_tokens"] < 0.3 * alone.counts["prefill_tokens"]
     assert alone.counts["prefill_tokens"] == 100 * 600
+
+
+def test_what_engines_cached_goes_with_the_run() -> None:
+    """Runs of blocks know one another: what is left of a simulation must not wait for the garbage collector."""
+    gc.collect()
+    before = sum(isinstance(found, Run) for found in gc.get_objects())
+    gc.disable()
+    try:
+        assert simulation(workload=SyntheticWorkload(rate=4, requests=40, prefixes=4, prefix=64)).point(4.0)
+        assert sum(isinstance(found, Run) and found.blocks > 0 for found in gc.get_objects()) <= before
+    finally:
+        gc.enable()
 
 
 def test_goodput_counts_what_keeps_the_bounds() -> None:
