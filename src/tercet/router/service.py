@@ -17,13 +17,10 @@ from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
-    EngineNotReached,
-    EngineUnreachable,
     Output,
     OutputStream,
     ProgramFailed,
     Request,
-    RoleUnavailable,
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
@@ -31,6 +28,7 @@ from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
 from tercet.router.proposals import Proposals
+from tercet.router.recovery import Recovery
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
 from tercet.settings import MoveSettings, RetryBudget, log_events
 
@@ -40,7 +38,6 @@ NO_VERSION = 0
 RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
-LOOK_SECONDS = 0.1
 
 
 class Service:
@@ -72,6 +69,7 @@ class Service:
         self._retries = retries
         self._request_timeout = request_timeout
         self._wait_for_engine = wait_for_engine
+        self._recovery = Recovery(fleet, wait_for_engine, self._clock)
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
         self.metrics = metrics
@@ -146,23 +144,15 @@ class Service:
             self._deadline(began, stream),
         ):  # fmt: skip
             while (failure := await attempts.run(program)) is not None:
-                retry = self._next_attempt(chosen, failure, sequence, self._was_taken(failure, tried_at))
+                retry = self._next_attempt(chosen, failure, sequence, tried_at)
                 if retry is None:
                     attempts.finish(_last_output(chosen, failure))
                     return
                 trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
-                await asyncio.sleep(retry.pause)
-                await self._until_an_engine_answers()
+                await self._recovery.wait(retry)
                 tried_at = self._clock()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
-
-    async def _until_an_engine_answers(self) -> None:
-        """An attempt without any engine would fail at once, and the budget with it; the watch says who is back."""
-        for _ in range(int(self._wait_for_engine / LOOK_SECONDS)):
-            if self.fleet.answers:
-                return
-            await asyncio.sleep(LOOK_SECONDS)
 
     @contextmanager
     def _deadline(self, began: float, stream: OutputStream) -> Generator[None]:
@@ -194,14 +184,8 @@ class Service:
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
 
-    def _was_taken(self, error: BaseException, tried_at: float) -> bool:
-        """Whether an engine may have begun with the attempt that failed: not one that has stood still since before."""
-        if isinstance(error, EngineUnreachable) and error.blames is not None:
-            return self.fleet.liveness.progressed_since(error.blames, tried_at)
-        return not isinstance(error, EngineNotReached)
-
     def _next_attempt(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, was_taken: bool
+        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float
     ) -> Retry | None:
         """What is tried next after ``error``, or None if nothing is."""
         is_own_fault = _is_own_fault(chosen, error)
@@ -209,9 +193,7 @@ class Service:
             self._failed(chosen, error, sequence.request.seq_id)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
             return None
-        if isinstance(error, RoleUnavailable) and not sequence.answered:
-            return None
-        return sequence.next_attempt(self._clock(), was_taken)
+        return self._recovery.next_attempt(sequence, error, tried_at)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: EngineFleet

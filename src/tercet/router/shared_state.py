@@ -19,8 +19,9 @@ from tercet.programs import Program
 from tercet.protocol import BadRequest, TercetError
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.recovery import LOOK_SECONDS
 from tercet.router.routing import Plan
-from tercet.router.service import LOOK_SECONDS, Service
+from tercet.router.service import Service
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import changes
 from tercet.scheduling import Scheduling, load_scheduling

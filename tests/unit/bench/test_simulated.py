@@ -185,6 +185,15 @@ def test_when_an_engine_dies_the_others_serve(tmp_path: Path) -> None:
     assert (point.summary.completed, point.summary.failed) == (90, 0)
 
 
+def test_requests_wait_for_an_engine_while_none_answers(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("engines: [{role: both}]\nfaults: [{engine: both-0, at: 3, down: 8}]\n")
+    point = simulation(program="data_parallel", fleet=str(fleet)).point(8)
+    assert point.fallbacks > 10
+    assert (point.summary.completed, point.summary.failed) == (90, 0)
+    assert point.summary.ttft.max > 5
+
+
 def test_lost_transfers_fall_back_to_one_engine() -> None:
     point = simulation(options={"transfer_failures": "0.3"}).point(8)
     assert point.summary.completed == 90

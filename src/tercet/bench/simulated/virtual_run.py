@@ -24,8 +24,9 @@ from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, T
 from tercet.programs import Program, run_program
 from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
 from tercet.router.attempts import one_engine
+from tercet.router.recovery import Recovery
 from tercet.scheduling import Scheduling
-from tercet.settings import RetryBudget
+from tercet.settings import FrontDoorConfig, RetryBudget
 from tercet.sim import (
     EngineOptions,
     Host,
@@ -38,6 +39,7 @@ from tercet.sim import (
 )
 
 RETRIES = RetryBudget()
+WAIT_FOR_ENGINE = FrontDoorConfig().wait_for_engine_s
 MOVING = MovingSettings()
 
 
@@ -107,6 +109,7 @@ class _Fleet:
     network: Network
     front_door: float
     moving: MovingFleet
+    recovery: Recovery
 
 
 def run_once(
@@ -219,7 +222,9 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
     # A fleet has one front door: that of the profile that its engines have unless they have another one.
     front_door = profiles[profile].front_door if profile in profiles else 0.0
-    return _Fleet(fleet, engines, network, front_door, MovingFleet(fleet, engines, moving, bool(spec.faults)))
+    recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
+    with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
+    return _Fleet(fleet, engines, network, front_door, with_moves, recovery)
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
@@ -317,7 +322,7 @@ async def _serve(
 ) -> RunningSequence:
     """One sequence, served to its end as at the front door; it has not ended if that failed."""
     loop = asyncio.get_running_loop()
-    sequence = RunningSequence(request, "", RETRIES, loop.time())
+    sequence = RunningSequence(request, "", RETRIES, loop.time(), WAIT_FOR_ENGINE)
     if built.front_door:
         await asyncio.sleep(built.front_door)
     with built.moving.sequences.running(sequence):
@@ -339,18 +344,18 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
     """
     loop = asyncio.get_running_loop()
     client, fleet = _Client(sequence, loop.time), built.fleet.traced(Trace(), sequence.generates)
-    answer = program(sequence.request, fleet)
+    answer, tried_at = program(sequence.request, fleet), loop.time()
     while True:
         try:
             await run_program(answer, client)
             return None if sequence.ended else EngineError("the program ended before its sequence did")
         except TercetError as error:
-            retry = None if isinstance(error, BadRequest) else sequence.next_attempt(loop.time())
+            retry = None if isinstance(error, BadRequest) else built.recovery.next_attempt(sequence, error, tried_at)
             if retry is None:
                 return error
         outcome.fallbacks += sequence.attempt == 1
-        await asyncio.sleep(retry.pause)
-        answer = one_engine(retry.request, fleet, retry.output)
+        await built.recovery.wait(retry)
+        answer, tried_at = one_engine(retry.request, fleet, retry.output), loop.time()
 
 
 class _Client:

@@ -1,0 +1,47 @@
+"""What is tried next when an attempt at a sequence has failed, and when; also in simulations of a front door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tercet.fleet import EngineFleet, Retry, RunningSequence
+from tercet.protocol import EngineNotReached, EngineUnreachable, RoleUnavailable
+
+LOOK_SECONDS = 0.1
+
+
+class Recovery:
+    """Whether a sequence of this fleet is tried again after a failure, and the wait before that.
+
+    ``wait_for_engine`` is in seconds: while no engine answers, a sequence waits for one for so long, and for so long
+    attempts that no engine took cost it nothing. ``clock`` is the one that times of attempts are told in.
+    """
+
+    def __init__(self, fleet: EngineFleet, wait_for_engine: float, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._wait_for_engine = wait_for_engine
+        self._clock = clock
+
+    def next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
+        """What follows the attempt that began at ``tried_at`` and failed with ``error``; None if nothing does."""
+        if isinstance(error, RoleUnavailable) and not sequence.answered:
+            return None
+        return sequence.next_attempt(self._clock(), self._was_taken(error, tried_at))
+
+    async def wait(self, retry: Retry) -> None:
+        """Until it is time for the attempt, and an engine answers.
+
+        Without any engine it would fail at once, and the budget with it; the watch says who is back.
+        """
+        await asyncio.sleep(retry.pause)
+        for _ in range(int(self._wait_for_engine / LOOK_SECONDS)):
+            if self._fleet.answers:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _was_taken(self, error: BaseException, tried_at: float) -> bool:
+        """Whether an engine may have begun with the attempt that failed: not one that has stood still since before."""
+        if isinstance(error, EngineUnreachable) and error.blames is not None:
+            return self._fleet.liveness.progressed_since(error.blames, tried_at)
+        return not isinstance(error, EngineNotReached)
