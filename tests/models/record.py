@@ -57,15 +57,20 @@ def page(records: dict[str, Record]) -> str:
     rows = ["| family | what is sent | share of 500 tokens' KV | run |", "| --- | --- | ---: | --- |"]
     for name, family in FAMILIES.items():
         found = records.get(name)
-        if found is None:
+        if family.refusal:
+            rows.append(f"| {family.title} | refused at start | | {_where(found)} |")
+        elif found is None:
             rows.append(f"| {family.title} | {family.kv} | | not run |")
-        elif found.refused:
-            rows.append(f"| {family.title} | refused at start | | {found.machine}, {found.day} |")
         else:
             missing = [run for run in RUNS if run not in found.runs]
-            what = "all five" if not missing else "without " + ", ".join(missing)
-            rows.append(f"| {family.title} | {family.kv} | {found.sent:.2f} | {what}: {found.machine}, {found.day} |")
+            what = "all five" if not missing else "all but " + ", ".join(missing)
+            share = f"{found.sent:.2f}" if "migration of context" in found.runs else ""
+            rows.append(f"| {family.title} | {family.kv} | {share} | {what}: {_where(found)} |")
     return "\n".join(rows)
+
+
+def _where(found: Record | None) -> str:
+    return "not run" if found is None else f"{found.machine}, {found.day}"
 
 
 def main() -> None:
