@@ -97,9 +97,8 @@ class Children(list[subprocess.Popen[bytes]]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self:
+        for process in reversed(self):
             process.terminate()
-        for process in self:
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
