@@ -12,7 +12,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.fleet.admission import Gate
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, NoSpace, Request, TransferFailed
+from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, ProgramFailed, Request, TransferFailed
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
@@ -103,7 +103,7 @@ async def test_a_program_that_ends_early_is_an_error_and_not_a_hang(metrics: Met
         "from tercet.protocol import Output\nasync def short(request, fleet):\n    yield Output((1,))\n"
     )
     door = Door(metrics, f"{tmp_path / 'short.py'}:short", retries=0)
-    with pytest.raises(EngineError, match="ended before"):
+    with pytest.raises(ProgramFailed, match="ended before"):
         await door.ask()
 
 

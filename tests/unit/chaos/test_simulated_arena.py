@@ -28,7 +28,8 @@ def test_nobody_loses_anything(seed: int) -> None:
     assert {fault.planned.kind for fault in result.faults if fault.began is not None} == set(FLEET.shape().kinds)
     assert sum(len(fault.hit) for fault in result.faults) > 5
     assert result.orphans == 0
-    assert {move.reason for move in result.moves if move.outcome == "moved"} >= {"chaos", "drain"}
+    assert {move.reason for move in result.moves} >= {"chaos", "drain"}
+    assert any(move.outcome == "moved" for move in result.moves)
     assert not any(move.outcome == "under_way" for move in result.moves)
 
 
