@@ -21,7 +21,7 @@ class Family:
     """``config`` makes a transformers configuration. ``kv`` says what a receiver is sent, in words.
 
     ``flags`` are vLLM's, which an engine of the family gets. ``refusal`` is part of what an engine says that refuses
-    the family at its start. ``caches`` is whether vLLM has a prefix cache for it on a CPU.
+    the family at its start.
     """
 
     title: str
@@ -29,7 +29,6 @@ class Family:
     kv: str = "all blocks"
     flags: tuple[str, ...] = ()
     refusal: str = ""
-    caches: bool = True
 
 
 def _of(name: str, **fields: Any) -> Callable[[], Any]:
@@ -47,6 +46,7 @@ def _layers(*kinds: str) -> list[str]:
 
 WINDOWED = "all blocks of the full layers, the window's of the others"
 STATE = "Tercet moves the KV of full and of sliding-window attention"
+LATENT = "vLLM computes no tokens of an MLA model behind KV that is there already"
 ALTERNATING = _layers("sliding", "full", "sliding", "full")
 
 FAMILIES: dict[str, Family] = {
@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
             topk_group=1,
         ),
         "all blocks, of latent KV",
-        caches=False,
+        refusal=LATENT,
     ),
     "deepseek_v3": Family(
         "DeepSeek V3, R1, Kimi K2",
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Family] = {
             topk_group=1,
         ),
         "all blocks, of latent KV",
-        caches=False,
+        refusal=LATENT,
     ),
     "qwen3_next": Family(
         "Qwen 3 Next",

@@ -55,8 +55,7 @@ async def test_same_tokens_as_one_engine(name: str, tmp_path: Path) -> None:
         block = get_json(f"{fleet.engine_url('decode')}/tercet/v1/status")["block_size"]
         expected = await _alone(fleet, model)
         await _programs(fleet, model, expected, block, record)
-        if FAMILIES[name].caches:
-            await _context(fleet, model, block, record)
+        await _context(fleet, model, block, record)
         await _moves(fleet, model, record)
         for role in ("prefill", "decode"):
             async with HttpEngine(role, fleet.engine_url(role)) as engine:
@@ -89,7 +88,7 @@ async def _programs(fleet: Fleet, model: str, expected: dict[int, list[int]], bl
             assert started["computed"] == length - sent + (program == "disaggregated"), (program, length)
             if any(each["verb"] == "move" for each in answer["tercet"]["events"]):
                 continue  # the machine stood still for a while, and another engine took over
-            if program != "disaggregated" or not FAMILIES[record.family].caches:
+            if program != "disaggregated":
                 continue
             # What was sent is prefix cache: a longer prompt finds it at the receiver.
             longer = await complete(fleet.url, prompt_of(length) + prompt_of(30, seed=2), headers, **fields)

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
@@ -53,6 +54,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         require_hooks("engine")
         require_movable_groups(kv_cache_config)
+        _require_prefill_behind_kv(vllm_config)
         _require_one_replica(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
@@ -169,6 +171,15 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop the agent."""
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()
+
+
+def _require_prefill_behind_kv(config: VllmConfig) -> None:
+    # vLLM's reference kernels of MLA compute a prompt's rest as if nothing came before it: wrong tokens, and no error.
+    if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
+        raise UnsupportedVLLM(
+            "on this CPU vLLM computes no tokens of an MLA model behind KV that is there already (it has turned "
+            "chunked prefill and prefix caching off), so none could go on from KV that was sent. Serve it with vLLM"
+        )
 
 
 def _require_one_replica(config: VllmConfig) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from vllm.v1.request import Request
 
 from tercet.protocol import CacheGroup, UnknownSequence
 from tercet.transport import Push
+from tercet.vllm_plugin.connector import _require_prefill_behind_kv
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, described, require_movable_groups
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
@@ -330,6 +333,19 @@ LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype
 def test_other_kinds_are_refused_with_the_reason(specs: tuple[KVCacheSpec, ...], why: str) -> None:
     with pytest.raises(UnsupportedVLLM, match=why):
         require_movable_groups(caches(*specs))
+
+
+def test_latent_kv_is_refused_where_vllm_computes_nothing_behind_it() -> None:
+    def config(use_mla: bool, chunked: bool) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=use_mla),
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        )
+
+    with pytest.raises(UnsupportedVLLM, match="behind KV that is there already"):
+        _require_prefill_behind_kv(config(use_mla=True, chunked=False))
+    _require_prefill_behind_kv(config(use_mla=True, chunked=True))  # as with AMX
+    _require_prefill_behind_kv(config(use_mla=False, chunked=False))
 
 
 def test_kinds_are_named_for_other_engines() -> None:
