@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import (
     BadRequest,
+    CacheGroup,
     EngineError,
     KVLayout,
     LayoutMismatch,
@@ -124,7 +125,8 @@ def test_the_field_is_named(body: bytes, field: str) -> None:
 @pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if not name.startswith("splits")])
 def test_a_mismatch_names_what_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
-    other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    more = {int: 1, str: "x", tuple: (CacheGroup("sliding_window", 1, 8),)}[type(value)]
+    other = msgspec.structs.replace(LAYOUT, **{field: value + more})
     with pytest.raises(LayoutMismatch, match=field):
         LAYOUT.require_mappable(other, "the other")
     LAYOUT.require_mappable(LAYOUT, "itself")

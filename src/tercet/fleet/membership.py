@@ -74,20 +74,22 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         models = sorted({status.model for status in alike})
         return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
-    def require_kept(self, url: str, status: EngineStatus) -> None:
+    def require_kept(self, status: EngineStatus) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` for an engine that would break it."""
         if status.model not in self.models:
             ours = ", ".join(self.models)
-            raise BadRequest(f"url: {url} serves the model {status.model}, and this fleet serves {ours}", "url")
+            raise BadRequest(
+                f"url: the engine there serves the model {status.model}, and this fleet serves {ours}", "url"
+            )
         if self.fingerprint and status.fingerprint != self.fingerprint:
             raise BadRequest(
-                f"url: {url} serves other weights (fingerprint {status.fingerprint or 'not said'}) than this fleet "
-                f"({self.fingerprint})",
+                f"url: the engine there serves other weights (fingerprint {status.fingerprint or 'not said'}) than "
+                f"this fleet ({self.fingerprint})",
                 "url",
             )
         if status.max_model_len < self.max_model_len:
             raise BadRequest(
-                f"url: {url} has max_model_len {status.max_model_len}, and this front door has promised its "
+                f"url: the engine there has max_model_len {status.max_model_len}, and this front door has promised its "
                 f"clients {self.max_model_len}",
                 "url",
             )
@@ -125,8 +127,7 @@ class Membership:
     async def enter(self, address: EngineAddress) -> Member:
         """Make an engine a member, whether it answers or not. Raises :class:`~tercet.protocol.Conflict`."""
         async with AsyncExitStack() as stack:
-            admit = partial(self._admit, address.url)
-            engine = await stack.enter_async_context(self._connect(address.name, address.url, admit))
+            engine = await stack.enter_async_context(self._connect(address.name, address.url, self._admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
             self._fleet.add(member)
             self._open[id(member)] = member, stack.pop_all()
@@ -167,7 +168,7 @@ class Membership:
                 raise
             except TercetError as error:
                 raise BadRequest(f"url: {address.url} does not answer as a Tercet engine: {error}", "url") from error
-            self._admit(address.url, status)
+            self._admit(status)
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
         """Wait for the first status of every member; those that stay away are asked later.
@@ -247,7 +248,7 @@ class Membership:
         self._fleet.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         try:
-            self._admit(member.url, status)
+            self._admit(status)
         except BadRequest as error:
             self._refuse(member, error)
         else:
@@ -255,9 +256,9 @@ class Membership:
             if not self._fleet.liveness.is_stuck(member.name):
                 self._fleet.found_well(member)
 
-    def _admit(self, url: str, status: EngineStatus) -> None:
+    def _admit(self, status: EngineStatus) -> None:
         if self.promise is not None:
-            self.promise.require_kept(url, status)
+            self.promise.require_kept(status)
 
     def _refuse(self, member: Member, error: TercetError) -> None:
         if id(member) not in self._open:  # it has been removed

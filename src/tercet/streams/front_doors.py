@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from tercet.aio import TaskSet
@@ -10,6 +11,8 @@ from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreac
 from tercet.protocol.wire import Destination
 from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender, Start
 from tercet.streams.wire_format import REPORT_SECONDS
+
+logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 MOST_CONNECTIONS = 256
@@ -80,8 +83,9 @@ class FrontDoors:
             connection.abort()
             if not isinstance(error, OSError | ValueError):  # a timeout is one; a host that is no name the other
                 raise
-            reason = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
-            raise FrontDoorUnreachable(f"door: no front door answers at {address}: {reason}", "door") from error
+            said = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
+            logger.warning("no front door answers at %s, where one asked to be called: %s", address, said)
+            raise FrontDoorUnreachable("door: no front door answers where it asked to be called", "door") from error
         self._connections[where] = connection
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)
         return connection

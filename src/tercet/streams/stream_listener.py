@@ -176,4 +176,4 @@ async def _local_host(url: str) -> str:
             probe.connect(address)  # sends nothing: it only chooses the route
             return cast(str, probe.getsockname()[0])
     except (OSError, UnicodeError, ValueError) as error:
-        raise EngineUnreachable(f"{url} is not to be found: {error}") from error
+        raise EngineUnreachable("the host of its URL is not to be found") from error

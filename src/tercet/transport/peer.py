@@ -170,7 +170,7 @@ class TransferPeer:
             if self._changed.wait_for(lambda: not leg.readers, CANCEL_SECONDS):
                 return
         # A chunk cannot be left half written on a connection that goes on.
-        self._die(TransferFailed(f"{self.addresses[0]} does not take what it is sent"))
+        self._die(TransferFailed("the receiver does not take what it is sent"))
         with self._changed:
             self._changed.wait_for(lambda: not leg.readers)
 
@@ -392,7 +392,7 @@ class TransferPeer:
         if leg is None:
             return None  # cancelled meanwhile
         if isinstance(message, Refused):
-            return self._end(leg, TransferFailed(f"{self.addresses[0]} refused: {message.reason}"))
+            return self._end(leg, TransferFailed(f"the receiver refused: {message.reason}"))
         if leg.finished_at is None:
             raise ProtocolViolation("an acknowledgement of something that was not complete")
         total = sum(chunk.nbytes for chunk in leg.chunks)
@@ -428,7 +428,7 @@ class TransferPeer:
     def _break(self, error: Exception) -> None:
         if not isinstance(error, OSError | TercetError):
             logger.error("the connection to %s failed", self.addresses[0], exc_info=error)
-        self._die(TransferFailed(f"{self.addresses[0]}: {_words(error)}"))
+        self._die(TransferFailed(f"the connection to the receiver broke: {_words(error)}"))
 
     def _die(self, error: TercetError) -> None:
         with self._changed:
@@ -438,6 +438,7 @@ class TransferPeer:
             orphans = list(self._legs.values())
             for sock in self._sockets:
                 shut(sock)
+        logger.info("the session with %s is over: %s", self.addresses[0], error.message)
         self._rank.counters.count(sessions_lost=1)
         self._on_dead(self)
         with self._posting:

@@ -429,7 +429,7 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim sweep --over request-rate=1 --over request-rate=2", "--over"),
         ("sim sweep --over request-rate=1 --x ttft", "metric"),
         ("sim sweep --over rate=1", "rate is now request-rate"),
-        ("profile show nothing", "profile"),
+        ("profile show nothing", "NAME"),
         ("profile import --name x --model m -o /tmp/x.json --python /not/here", "--python"),
     ],
 )

@@ -33,7 +33,7 @@ async def test_an_engine_that_was_replaced(streaming: bool, other: Callable[[Ser
             "e",
             url_of(HOST, port),
             listener if streaming else None,
-            admit=lambda status: [promise.require_kept("e", status) for promise in promises],
+            admit=lambda status: [promise.require_kept(status) for promise in promises],
             on_new=lambda: anew.append("e"),
         )
         async with engine:

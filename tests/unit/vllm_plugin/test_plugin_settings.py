@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet.settings import declared
 from tercet.vllm_plugin.engine.plugin_settings import MAX_CPUS, PluginSettings, parse_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -58,15 +56,6 @@ def test_what_is_wrong_is_said_in_plain_english() -> None:
     with pytest.raises(BadRequest) as caught:
         parse_settings({"lease_tll": 1})
     assert caught.value.message == "kv_connector_extra_config: unknown key lease_tll; did you mean lease_ttl?"
-
-
-def test_the_page_has_every_setting_with_its_default() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "verbs.md").read_text()
-    rows = [line for line in page.partition("## Settings of the plugin")[2].splitlines() if line.startswith("| `")]
-    keys = [each.key for each in declared(PluginSettings)]
-    assert [row.split("`")[1] for row in rows] == keys
-    for row, each in zip(rows, declared(PluginSettings), strict=True):
-        assert row.split("|")[2].strip().strip("`") == each.shown_default
 
 
 def test_the_limit_is_given_in_gigabytes_per_second() -> None:
