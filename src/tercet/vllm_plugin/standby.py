@@ -40,6 +40,8 @@ class Standby:
 
 
 _waiting: Standby | None = None
+_own: socket.socket | None = None
+"""Where this process itself has stood by. Its parent takes it to be alive while any process has this open."""
 _received: list[int] = []
 
 
@@ -48,7 +50,7 @@ def stand_by(generations: int, cores: frozenset[int]) -> None:
 
     Returns in this process alone. The last generation is bound to ``cores``, where it computes.
     """
-    global _waiting
+    global _waiting, _own
     resource_tracker.ensure_running()  # one for all of them: it removes what they leave in shared memory
     gc.collect()
     gc.freeze()  # what was imported stays shared: no collector writes to it
@@ -59,6 +61,9 @@ def stand_by(generations: int, cores: frozenset[int]) -> None:
         _waiting = Standby(pid, ours)
         return
     ours.close()
+    if _own is not None:
+        _own.close()
+    _own = theirs
     code = 1
     try:
         # It looks for its place where the environment begins, before a task brings another one; not in the server,

@@ -34,6 +34,8 @@ def worker(answers: Connection, end: Connection, lock: Any) -> None:
     setproctitle.setproctitle("standing by: worker")
     with lock:
         answers.send(told("worker"))
+    if os.environ["LEFT"]:
+        time.sleep(60)  # as one that hangs, and does not see that its core is gone
     end.recv()
     sys.exit(7)
 
@@ -47,6 +49,8 @@ def core(answers: Connection, end: Connection) -> None:
     process = context.Process(target=worker, args=(writing, ending, lock), daemon=True)
     process.start()
     answers.send([told("core"), reading.recv()])
+    if os.environ["LEFT"]:
+        end.recv()
     ended.send(None)
     process.join()
     answers.send(process.exitcode)
@@ -62,11 +66,18 @@ def main(what: str) -> None:
         print(json.dumps(children_of(os.getpid())))
         return
     os.environ["TOLD"] = "by the server"
+    os.environ["LEFT"] = "yes" if what == "left" else ""
     reading, writing = context.Pipe(duplex=False)
     ending, ended = context.Pipe(duplex=False)
     process = context.Process(target=core, args=(writing, ending))
     process.start()
     core_told, worker_told = reading.recv()
+    if what == "left":
+        process.kill()
+        is_told = bool(wait([process.sentinel], timeout=20))
+        os.kill(worker_told["pid"], signal.SIGKILL)
+        print(json.dumps(is_told))
+        return
     worker_code, alive = reading.recv(), process.is_alive()
     if what == "killed":
         os.kill(process.pid or 0, signal.SIGKILL)

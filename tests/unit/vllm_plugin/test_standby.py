@@ -42,6 +42,10 @@ def test_a_task_is_done_as_by_a_spawned_process(what: str, code: int) -> None:
     assert told["codes"] == [7, code, 0]  # the second one of the server is spawned
 
 
+def test_a_core_that_dies_is_noticed_while_its_worker_hangs() -> None:
+    assert run("left") is True
+
+
 def test_those_that_nobody_needs_end_with_the_process_that_they_stand_by_for() -> None:
     waiting = run("unused")
     assert len(waiting) == 2
