@@ -23,6 +23,8 @@ from tercet.settings import Limits
 
 # What Retry-After is while nothing has finished yet, and its bounds, in seconds.
 SOON, LATEST = 1, 60
+# Flows whose turns are remembered beside as many as wait; clients name them.
+SPARE_FLOWS = 1000
 # How much of the average gap between two ends is made of the last one.
 NEWEST = 0.1
 
@@ -86,7 +88,16 @@ class Admission:
         """Start-time fair queueing: a flow that comes late takes the turn that is served now, and none before it."""
         turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
         self._next_turns[priority, flow] = turn + 1
+        if len(self._next_turns) > len(self.waiting) + SPARE_FLOWS:
+            self._forget_flows_but((priority, flow))
         return turn
+
+    def _forget_flows_but(self, newest: tuple[int, str]) -> None:
+        """Remember the turns of those that wait, and of this one: while somebody always waits there is no other end."""
+        kept = {newest, *((ticket.priority, ticket.flow) for ticket in self.waiting)}
+        priorities = {priority for priority, _ in kept}
+        self._next_turns = {flow: turn for flow, turn in self._next_turns.items() if flow in kept}
+        self._turns = {priority: turn for priority, turn in self._turns.items() if priority in priorities}
 
     def look(self, load: FleetLoad) -> list[Ticket]:
         """Let in whoever may, as the fleet is now."""

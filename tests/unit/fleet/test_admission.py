@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tercet.fleet.admission import LATEST, SOON, Admission, FleetLoad, Ticket
+from tercet.fleet.admission import LATEST, SOON, SPARE_FLOWS, Admission, FleetLoad, Ticket
 from tercet.settings import Limits
 
 ONE = FleetLoad()
@@ -75,6 +75,18 @@ def test_when_to_come_back_follows_how_often_requests_end() -> None:
     assert admission.retry_after == 2 * (5 + 1)
     admission.leave(tickets[2], ONE, 1000.0)
     assert admission.retry_after == LATEST
+
+
+def test_flows_that_clients_name_are_not_remembered_for_ever() -> None:
+    """Somebody always waits, and everybody else comes once."""
+    admission = Admission(Limits(in_flight=1, queued=1))
+    admission.arrive(0, ONE)
+    admission.arrive(-1, ONE, "always waits")
+    for number in range(10 * SPARE_FLOWS):
+        admission.arrive(number, ONE, f"flow {number}")
+    assert len(admission._next_turns) <= SPARE_FLOWS + 2
+    assert len(admission._turns) <= SPARE_FLOWS + 2
+    assert (-1, "always waits") in admission._next_turns
 
 
 class AnyOrder(RuleBasedStateMachine):
