@@ -89,10 +89,9 @@ class EndpointPicker:
         names = self._named(among)
         request = self._request(call)
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
-        decode, prefilling = decoding[0], None
-        if request.prompt and self._fleet.splits(request, decode.name, cached, names):
-            prefilling = self._prefilling(request, decode, names)
-        if request.prompt:
+        decode = decoding[0]
+        prefilling = self._prefilling(request, decode, cached, names) if request.prompt else None
+        if call.generates:
             self._load.picked(decode, request.num_tokens)
             if prefilling is not None:
                 self._load.picked(prefilling, request.num_tokens)
@@ -100,9 +99,13 @@ class EndpointPicker:
         prefill = "" if prefilling is None else self._address(prefilling)
         return Endpoints([self._address(member) for member in decoding], prefill)
 
-    def _prefilling(self, request: Request, decode: Member, names: Collection[str] | None) -> Member | None:
-        """Who prefills for ``decode``; nobody, where no engine may."""
+    def _prefilling(
+        self, request: Request, decode: Member, cached: int, names: Collection[str] | None
+    ) -> Member | None:
+        """Who prefills for ``decode``, which has ``cached`` tokens; nobody, where that is not worth it or none may."""
         try:
+            if not self._fleet.splits(request, decode.name, cached, names):
+                return None
             (member,), _ = self._fleet.ranked("prefill", request, 1, names, [decode.name])
         except (EngineUnreachable, RoleUnavailable):
             return None

@@ -161,6 +161,7 @@ class Exchange:
     def picked(self, endpoints: Endpoints) -> Sequence[ProcessingResponse]:
         """The call goes to these endpoints."""
         self._endpoints, self.call = endpoints, None
+        chunks, self._chunks = self._chunks, []  # the stream goes on until an engine answers, and needs them no more
         common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
         metadata = Struct()
         metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
@@ -170,7 +171,6 @@ class Exchange:
             first = ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
         if self._at_headers or self._mode != _DUPLEX:
             return [first]
-        chunks, self._chunks = self._chunks, []
         replies = [first, *_streamed("request_body", chunks, not self._trailers_follow)]
         if self._trailers_follow:
             replies.append(ProcessingResponse(request_trailers=TrailersResponse()))

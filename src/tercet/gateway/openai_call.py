@@ -31,7 +31,7 @@ class OpenAIBody(msgspec.Struct, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
     user: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = {}
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 NOTHING = OpenAIBody()

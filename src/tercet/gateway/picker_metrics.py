@@ -16,8 +16,8 @@ QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-MOST_MODELS = 64
-"""Clients choose the names of models in their requests; so many are counted by name."""
+MOST_MODELS, LONGEST_MODEL = 64, 256
+"""Clients choose the names of models in their requests; so many are counted by name, up to that many characters."""
 OTHER_MODELS = "other"
 
 
@@ -91,7 +91,7 @@ class PickerMetrics:
         self._queued.set(queued)
 
     def _counted_as(self, model: str) -> str:
-        if len(self._models) < MOST_MODELS:
+        if len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL:
             self._models.add(model)
         return model if model in self._models else OTHER_MODELS
 

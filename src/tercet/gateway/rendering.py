@@ -147,7 +147,7 @@ class ModelRenderer:
         if self._template is None:
             raise CannotRender("the checkpoint has no chat template")
         named = {name: _token(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        given = {**named, "add_generation_prompt": True, **call.body.chat_template_kwargs}
+        given = {**named, "add_generation_prompt": True, **(call.body.chat_template_kwargs or {})}
         return self._template.render(messages=messages, tools=call.body.tools or None, documents=None, **given)
 
     def _tokenized(self, text: str, add_special_tokens: bool) -> Tokens:

@@ -172,9 +172,10 @@ async def _metrics_server(metrics: PickerMetrics, config: PickerConfig) -> Async
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=LAST_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, config.host, config.metrics_port).start()
+        try:
+            await web.TCPSite(runner, config.host, config.metrics_port).start()
+        except OSError as error:
+            raise BadRequest(f"metrics-port: {error.strerror}", "metrics-port") from error
         yield int(runner.addresses[0][1])
-    except OSError as error:
-        raise BadRequest(f"metrics-port: {error.strerror}", "metrics-port") from error
     finally:
         await runner.cleanup()

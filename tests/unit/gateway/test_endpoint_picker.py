@@ -39,6 +39,13 @@ async def test_a_burst_is_spread_before_any_report() -> None:
     assert sorted(each.decode[0] for each in found) == sorted([D, E, P] * 3)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_what_has_no_prompt_that_is_shown_is_counted_too(path: str) -> None:
+    house = House("both", "both", "both", fallbacks=0)
+    found = await picked(house, *(OpenAICall(path, {}) for _ in range(9)))
+    assert sorted(each.decode[0] for each in found) == sorted([D, E, P] * 3)
+
+
 async def test_what_reports_have_is_not_counted_twice() -> None:
     house = House("both", "both")
     (found,) = await picked(house, call())
@@ -95,6 +102,14 @@ async def test_without_a_free_prefill_engine_decode_serves_alone() -> None:
     assert found == Endpoints([D])
     house.fleet.member("e1").reachable = False
     (found,) = await picked(house, call("z" * 4000))
+    assert found == Endpoints([D])
+
+
+async def test_without_a_prefill_engine_the_policy_changes_nothing() -> None:
+    house = House("decode", "prefill")
+    house.fleet.without_role = "refuse"
+    house.fleet.member("e1").reachable = False
+    (found,) = await picked(house, call("y" * 4000))
     assert found == Endpoints([D])
 
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
+from tercet.gateway.openai_call import OpenAIBody, OpenAICall, call_of
 from tercet.gateway.rendering import SEGMENT, ByCharacters, ModelRenderer
 from tercet.protocol import BadRequest
 
@@ -93,6 +94,14 @@ def test_nothing_that_clients_send_is_too_much(checkpoint: Path, fields: dict[st
     for renderer in (ModelRenderer(checkpoint), ByCharacters()):
         tokens = renderer.tokens(call(**fields))
         assert all(type(token) is int for token in tokens)
+
+
+def test_fields_that_are_null_are_not_there(checkpoint: Path) -> None:
+    """As vLLM takes them."""
+    body = b'{"messages": [{"role": "user", "content": "hi there"}], "chat_template_kwargs": null, "tools": null}'
+    null = call_of({":method": "POST", ":path": "/v1/chat/completions"}, body)
+    plain = msgspec.structs.replace(null, body=OpenAIBody(messages=null.body.messages))
+    assert ModelRenderer(checkpoint).tokens(null) == ModelRenderer(checkpoint).tokens(plain)
 
 
 def test_characters_are_an_estimate_that_prefixes_agree_on() -> None:

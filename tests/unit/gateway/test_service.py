@@ -16,7 +16,17 @@ import grpc.aio
 import pytest
 from msgspec import structs
 
-from tercet.gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub, HttpHeaders
+from tercet.gateway.endpoint_picker import Endpoints
+from tercet.gateway.exchange import Exchange
+from tercet.gateway.protos import (
+    HealthCheckRequest,
+    HealthCheckResponse,
+    HealthStub,
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
 from tercet.gateway.server import READY_NAMES
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
@@ -128,6 +138,27 @@ async def test_metrics() -> None:
         "inference_extension_scheduler_e2e_duration_seconds_count 2.0",
     ):
         assert line in text, line
+
+
+async def test_names_of_models_do_not_fill_the_metrics() -> None:
+    async with asked("both") as (envoy, served):
+        for number in range(100):
+            await envoy.request(json.dumps({"model": f"{number}" * 1000, "prompt": "x"}).encode())
+        async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
+            text = await answer.text()
+    assert 'inference_objective_request_total{model_name="other"} 100.0' in text
+    assert len(text) < 50_000
+
+
+async def test_a_body_is_let_go_of_when_it_has_been_picked_for() -> None:
+    """Its stream stays open until an engine answers, which may take minutes."""
+    exchange = Exchange(10_000)
+    buffered = ProtocolConfiguration(request_body_mode=BUFFERED)
+    exchange.receive(ProcessingRequest(request_headers=HttpHeaders(), protocol_config=buffered))
+    exchange.receive(ProcessingRequest(request_body=HttpBody(body=BODY, end_of_stream=True)))
+    assert exchange._chunks == [BODY]
+    assert exchange.picked(Endpoints(["10.0.0.1:8000"]))
+    assert exchange._chunks == []
 
 
 async def test_a_picker_that_ends_is_alive_not_ready_and_still_picks() -> None:
