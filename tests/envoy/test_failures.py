@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from yarl import URL
 
 from tercet.cluster.ports import free_ports
+from tercet.gateway.exchange import CONTROL
 
 from .gateway import HOST, Gateway
 
@@ -144,3 +148,38 @@ async def test_a_picker_that_stops_costs_nothing(world: Gateway) -> None:
 
 async def gone(world: Gateway) -> bool:
     return world.processes["picker"].returncode is not None
+
+
+async def test_without_a_picker_clients_choose_nothing_and_reach_the_api_only(world: Gateway) -> None:
+    seen: list[web.Request] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path != "/health":
+            seen.append(request)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, HOST, 0).start()
+        world.engines["echo"] = runner.addresses[0][1]
+        await world.start_envoy()
+
+        async def serves() -> bool:
+            with suppress(aiohttp.ClientError):
+                return (await world.complete())[0] == 200
+            return False
+
+        await until(serves)
+        seen.clear()
+        status, _ = await world.complete(headers=dict.fromkeys(CONTROL, "192.0.2.1:1"))
+        assert (status, len(seen)) == (200, 1)
+        assert not set(CONTROL) & {name.lower() for name in seen[0].headers}
+        for path in ("/tercet/v1/status", "/%74ercet/v1/status", "/metrics"):
+            async with world.session.get(URL(path, encoded=True)) as refused:
+                assert refused.status == 404
+        assert len(seen) == 1
+    finally:
+        await runner.cleanup()
