@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
@@ -190,6 +192,23 @@ def test_blocks_of_a_step_that_is_under_way_are_not_sent(engine: TinyEngine) -> 
     request.num_in_flight_tokens = 0
     engine.end_send("s")
     engine.abort("r")
+
+
+def test_blocks_of_a_step_that_is_under_way_are_not_sent_though_its_request_was_aborted(engine: TinyEngine) -> None:
+    """vLLM enters blocks into the prefix cache when it plans their step, and leaves them there."""
+    tokens = tokens_of(2 * BLOCK)
+    engine.add("r", [*tokens, 3])
+
+    def aborted(output: SchedulerOutput) -> None:
+        assert engine.cached(tokens) == 2 * BLOCK
+        engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+        assert engine.push_cached(tokens, send_of("s", 0, 2 * BLOCK)) is None
+        output.num_scheduled_tokens.clear()
+
+    engine.step(aborted)
+    assert engine.push_cached(tokens, send_of("s", 0, 2 * BLOCK)) is not None
+    engine.end_send("s")
+    engine.assert_nothing_held()
 
 
 def test_a_request_in_its_first_step_sends_nothing(engine: TinyEngine) -> None:

@@ -264,9 +264,8 @@ class TinyEngine:
         for request_id in ids:
             request = self.scheduler.requests[request_id]
             sampled.append([NEXT_TOKEN] if request.num_computed_tokens >= request.num_tokens else [])
-        if ids:
-            indices = {request_id: index for index, request_id in enumerate(ids)}
-            self.scheduler.update_from_output(output, ModelRunnerOutput(ids, indices, sampled))
+        indices = {request_id: index for index, request_id in enumerate(ids)}
+        self.scheduler.update_from_output(output, ModelRunnerOutput(ids, indices, sampled))
         return output, metadata
 
     def run(self, request: Request) -> list[int]:

@@ -53,6 +53,7 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """A step is over, and what it has computed is counted."""
+        self.sends.stepped()
         if self.tables is not None:
             self.tables.publish()
 

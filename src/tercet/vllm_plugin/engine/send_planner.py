@@ -44,6 +44,7 @@ class SendPlanner:
         self._block_size = self._tables.block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
+        self._steps = 0  # planned, and not over
         # An end that overtakes its own request in the input queue must win; bounded, since some never arrive.
         self._ended_early: deque[str] = deque(maxlen=1024)
 
@@ -63,11 +64,16 @@ class SendPlanner:
         return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Add to ``metadata`` what shall be pushed in the step that ``output`` describes."""
+        """Add to ``metadata`` what shall be pushed in the step that ``output`` describes; :meth:`stepped` follows."""
+        self._steps += 1
         for request_id, scheduled in output.num_scheduled_tokens.items():
             sending = self._by_request.get(request_id)
             if sending is not None:
                 self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
+
+    def stepped(self) -> None:
+        """The first of the steps that were planned is over; one from before there was this planner counts nowhere."""
+        self._steps = max(0, self._steps - 1)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
         # Before the step's own bookkeeping, num_computed_tokens counts what earlier steps or the cache provide. What
@@ -139,8 +145,11 @@ class SendPlanner:
         return computed.blocks if matched >= end else None
 
     def _steps_in_flight(self) -> bool:
-        """Whether the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling."""
-        return any(request.num_in_flight_tokens for request in self._scheduler.running)
+        """Whether the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling.
+
+        Requests do not tell: one that was aborted is gone, while a step still computes what others find of it.
+        """
+        return self._steps > 0
 
     def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
         """The blocks of a request that runs and has computed the probe's first ``end`` tokens.
