@@ -50,6 +50,11 @@ class _Callback(msgspec.Struct, eq=False):
                 self.loop.timer_cancelled()
 
 
+def _context(given: Context | None) -> Context:
+    """The one that a callback runs in: an empty one counts as false, and is one all the same."""
+    return copy_context() if given is None else given
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
 
@@ -70,7 +75,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Run a callback before time moves on, after those that are ready already."""
-        found = _Callback(self._now, callback, args, context or copy_context())
+        found = _Callback(self._now, callback, args, _context(context))
         self._ready.append(found)
         return found  # pyright: ignore[reportReturnType]
 
@@ -78,7 +83,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
-        timer = _Callback(when, callback, args, context or copy_context(), self)
+        timer = _Callback(when, callback, args, _context(context), self)
         self._count += 1
         heappush(self._timers, (when, self._count, timer))
         return timer  # pyright: ignore[reportReturnType]

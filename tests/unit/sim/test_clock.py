@@ -92,6 +92,23 @@ def test_what_goes_away_with_a_cancelled_timer_may_cancel_others_and_set_one() -
     assert run_virtual(main()) == 1.0
 
 
+def test_a_task_keeps_a_context_that_was_empty_at_first() -> None:
+    seen, here = ContextVar("seen", default="nothing"), Context()
+
+    async def task() -> str:
+        before = seen.get()
+        seen.set("its own")
+        await asyncio.sleep(1)
+        return f"{before}, {seen.get()}"
+
+    async def main() -> str:
+        seen.set("main's")
+        return await asyncio.create_task(task(), context=here)
+
+    assert run_virtual(main()) == "nothing, its own"
+    assert here[seen] == "its own"
+
+
 def test_a_deadlock_is_said_at_once() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
