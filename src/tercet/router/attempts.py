@@ -54,7 +54,7 @@ class Attempts:
             failure = ProgramFault("it was cancelled by nobody")
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
-            failure = self._fault or _first_cause(error)
+            failure = self._fault or first_cause(error)
         if self._stream.over:
             return None
         if is_cancelled():  # the program ended, or turned its cancellation into another error
@@ -91,11 +91,11 @@ class Attempts:
         await self._stream.until_asked()
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """What went wrong in a group of tasks: what is the program's own fault before what is the fleet's."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    causes = [_first_cause(each) for each in error.exceptions]
+    causes = [first_cause(each) for each in error.exceptions]
     return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
 
 

@@ -201,6 +201,22 @@ def test_lost_transfers_fall_back_to_one_engine() -> None:
     assert point.fallbacks > 10
 
 
+def test_a_failure_in_a_group_of_tasks_falls_back_as_at_a_front_door(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import asyncio\n"
+        "async def grouped(request, fleet):\n"
+        "    with fleet.pick('decode') as decode, fleet.pick('prefill') as prefill:\n"
+        "        async with decode.prep_recv(request) as space:\n"
+        "            async with asyncio.TaskGroup() as group:\n"
+        "                group.create_task(prefill.remote_send(request, space, space.matched_len))\n"
+        "            yield decode.start_generate(request, space.end)\n"
+    )
+    point = simulation(program=f"{file}:grouped", options={"transfer_failures": "0.3"}).point(8)
+    assert point.summary.completed == 90
+    assert point.fallbacks > 10
+
+
 def test_a_program_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

@@ -23,7 +23,7 @@ from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
 from tercet.programs import Program, run_program
 from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
-from tercet.router.attempts import one_engine
+from tercet.router.attempts import first_cause, one_engine
 from tercet.router.recovery import Recovery
 from tercet.scheduling import Scheduling
 from tercet.settings import FrontDoorConfig, RetryBudget
@@ -349,7 +349,10 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
         try:
             await run_program(answer, client)
             return None if sequence.ended else EngineError("the program ended before its sequence did")
-        except TercetError as error:
+        except Exception as failure:  # a user's program may raise anything
+            error = first_cause(failure)
+            if not isinstance(error, TercetError):
+                raise
             retry = None if isinstance(error, BadRequest) else built.recovery.next_attempt(sequence, error, tried_at)
             if retry is None:
                 return error
