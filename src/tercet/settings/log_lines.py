@@ -18,7 +18,18 @@ FIELDS = "tercet_fields"
 access_logger = logging.getLogger("tercet.access")
 EVENTS = "tercet.events"
 """The logger of :mod:`tercet.settings.log_events`."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SERIOUS_EVENT = re.compile(rf"(?:WARNING|ERROR) \S+ \S+ \[{re.escape(EVENTS)}\] (.*)")
+
+
+class TextLines(logging.Formatter):
+    """One line for each record, and a traceback's if it has one.
+
+    Control characters are written as escapes: what clients and engines have named must not look like other lines.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _in_one_line(super().formatMessage(record))
 
 
 class JsonLines(logging.Formatter):
@@ -40,6 +51,10 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+def _in_one_line(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def serious_event(line: str) -> str | None:
     """What a line of a log says, if it is an event from warnings on; None for all other lines. Of either form."""
     if line.startswith("{"):
@@ -48,7 +63,7 @@ def serious_event(line: str) -> str | None:
         except msgspec.MsgspecError:
             return None
         is_one = found.get("logger") == EVENTS and found.get("level") in ("warning", "error")
-        return str(found.get("message")) if is_one else None
+        return _in_one_line(str(found.get("message"))) if is_one else None
     matched = _SERIOUS_EVENT.match(line)
     return matched[1] if matched is not None else None
 
@@ -63,7 +78,7 @@ def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) ->
     if logger.handlers:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(FORMAT, TIME))
+    handler.setFormatter(JsonLines() if form == "json" else TextLines(FORMAT, TIME))
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -90,3 +90,22 @@ def test_serious_events_are_found_in_a_log_of_either_form(form: str) -> None:
         "engine_drained: decode-0 is emptied, and not picked: somebody [tercet.events] asked",
         "reload_refused: mine.py has changed and is not used: no: it is not good",
     ]
+
+
+FORGES = """
+from tercet.settings import log_events
+from tercet.settings.log_lines import access_logger, log_to_stderr
+
+log_to_stderr("info", "{form}", access=True)
+access_logger.info("GET %s", "/\\nERROR 11-23 12:00:00 [tercet.events] engine_lost: not so")
+log_events.REQUEST_FAILED.tell(seq_id="a\\x1b[2Jb\\u2028c", code="engine_error", reason="it is\\nso")
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_clients_name_looks_like_no_other_line(form: str) -> None:
+    script = FORGES.replace("{form}", form)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    accessed, failed = said.removesuffix("\n").split("\n")
+    assert serious_event(accessed) is None
+    assert serious_event(failed) == r"request_failed: a\x1b[2Jb\u2028c: engine_error: it is\nso"
