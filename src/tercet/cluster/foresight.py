@@ -29,7 +29,7 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
     free = _available() if available is None else available
-    if sum(weights + kv for weights, kv in needs) <= free:
+    if not needs or sum(weights + kv for weights, kv in needs) <= free:
         return
     weights, kv = max(needs)
     engines = f"{len(needs)} engines with" if len(needs) > 1 else "an engine with"

@@ -6,10 +6,12 @@ Engines would find out after half a minute, each with a page of errors.
 from __future__ import annotations
 
 import difflib
+import http.client
 import os
 import re
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def require_model(name: str) -> None:
     """
     path = Path(name)
     if path.is_dir():
-        if not any((path / description).is_file() for description in DESCRIPTIONS) and not [*path.glob("*.gguf")]:
+        if not _is_described(path) and not [*path.glob("*.gguf")]:
             raise BadRequest(f"model: {path} is no checkpoint: it has no {DESCRIPTIONS[0]}", "model")
     elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
         _require_at_hub(name)
@@ -47,8 +49,12 @@ def require_model(name: str) -> None:
 def cached_snapshot(name: str) -> Path | None:
     """Where the hub's cache has the files of a model, if it has any."""
     snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    found = [each for each in snapshots.glob("*") if (each / DESCRIPTIONS[0]).exists()] if snapshots.is_dir() else []
+    found = [each for each in snapshots.glob("*") if _is_described(each)]
     return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _is_described(checkpoint: Path) -> bool:
+    return any((checkpoint / description).is_file() for description in DESCRIPTIONS)
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -70,7 +76,7 @@ def _require_at_hub(name: str) -> None:
         if error.code in _MISSING:
             hint = "" if request.has_header("Authorization") else ", or none that it shows without HF_TOKEN"
             raise _unknown(name, f"it is no directory here, and {hub} has no such model{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         where = f"it is neither a directory here nor in {_hub_cache()}"
         raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
@@ -78,14 +84,16 @@ def _require_at_hub(name: str) -> None:
 
 def _token() -> dict[str, str]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    file = home / "token"
-    token = os.environ.get("HF_TOKEN") or (file.read_text().strip() if file.is_file() else "")
+    token = os.environ.get("HF_TOKEN", "")
+    with suppress(OSError):
+        token = token or (home / "token").read_text()
+    token = "".join(token.split())  # with a line's end in it a complaint about the header would say it
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _unknown(name: str, why: str) -> BadRequest:
     cached = [each.name.removeprefix("models--").replace("--", "/") for each in _hub_cache().glob("models--*")]
-    here = [each.name for each in Path().glob("*") if (each / DESCRIPTIONS[0]).is_file()]
+    here = [each.name for each in Path().glob("*") if _is_described(each)]
     close = difflib.get_close_matches(name, [BUILT_IN, *cached, *here], 1)
     meant = f"; did you mean {close[0]}?" if close else f"; the built-in one is {BUILT_IN}"
     return BadRequest(f"model: there is no {name!r}: {why}{meant}", "model")

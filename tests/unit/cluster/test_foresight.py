@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,37 @@ def test_a_checkpoint_here_or_in_the_cache_is_found_without_asking_anybody(tmp_p
     assert hub == []
 
 
+def test_a_cached_checkpoint_may_have_a_description_of_mistrals(tmp_path: Path, hub: list[str]) -> None:
+    found = in_cache(tmp_path, "org/params")
+    (found / "config.json").rename(found / "params.json")
+    require_model("org/params")
+    assert hub == []
+
+
+@pytest.mark.parametrize("token", ["hf_secret\n", "hf_sec\nret"])
+def test_a_line_end_in_a_token_is_left_out(token: str, monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
+    """In the header it would be refused, with a complaint that says the token."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    require_model("org/known")
+    assert hub == ["/api/models/org/known"]
+
+
+def test_a_server_that_speaks_no_http_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(BadRequest, match="does not answer"):
+            require_model("org/known")
+
+
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadRequest, match=r"empty is no checkpoint: it has no config\.json"):
@@ -125,6 +157,10 @@ def spec(model: Path, *extra_args: str, cores: tuple[int, ...] = (0,), kv: int =
         name="e", model=str(model), served_model_name="m", host="127.0.0.1", port=1, cores=cores, kv_cache_gib=kv,
         dtype=dtype or None, extra_args=extra_args,
     )  # fmt: skip
+
+
+def test_engines_without_needs_of_their_own_always_fit(tmp_path: Path) -> None:
+    require_memory([spec(tmp_path, cores=())], -1)
 
 
 def test_weights_and_kv_of_all_engines_have_to_fit(tmp_path: Path) -> None:
