@@ -16,6 +16,8 @@ from tercet.protocol import BadRequest
 
 # Of fleets that have ended.
 KEPT = 20
+# By which the times of a process and of a file may differ.
+_SLACK_SECONDS = 60.0
 _NAME = re.compile(r"\d{8}-\d{6}-(\d+)")
 
 
@@ -44,7 +46,15 @@ def remove_old(logs: Path) -> None:
     ended = [
         each
         for each in (sorted(logs.iterdir()) if logs.is_dir() else ())
-        if (name := _NAME.fullmatch(each.name)) and not psutil.pid_exists(int(name[1])) and each not in in_use
+        if (name := _NAME.fullmatch(each.name)) and each not in in_use and not _may_write(int(name[1]), each)
     ]
     for old in ended[: -KEPT + 1]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _may_write(pid: int, logs: Path) -> bool:
+    """Whether the process of this id may be the one that began these logs: in containers all have the same ids."""
+    try:
+        return psutil.Process(pid).create_time() <= logs.stat().st_mtime + _SLACK_SECONDS
+    except (psutil.NoSuchProcess, OSError):
+        return False

@@ -77,6 +77,15 @@ def test_logs_of_fleets_that_run_and_what_is_called_otherwise_stay(logs: Path) -
     assert len(list(logs.iterdir())) == KEPT - 1 + 3
 
 
+def test_logs_of_an_ended_process_go_though_another_one_has_its_id(logs: Path) -> None:
+    old = logs / f"20251123-120000-{os.getpid()}"  # as in containers, where each fleet is process 1
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    places = ended(logs, KEPT - 1)
+    log_directories.remove_old(logs)
+    assert sorted(logs.iterdir()) == places
+
+
 def test_a_place_of_ones_own_is_left_alone(logs: Path, tmp_path: Path) -> None:
     places = ended(logs, KEPT + 5)
     assert log_directory(str(tmp_path / "mine")) == tmp_path / "mine"
