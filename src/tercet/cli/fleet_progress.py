@@ -42,10 +42,11 @@ class FleetProgress:
         self.close()
 
     def close(self) -> None:
-        """Nothing is loading any more; may be called twice."""
+        """The start is over, and what follows is said in lines; may be called twice."""
         self._ticking.cancel()
         if self._live is not None:
             self._live.stop()
+            self._live = None
 
     def __call__(self, name: str, state: str) -> None:
         """One process reached a state."""

@@ -48,3 +48,16 @@ async def test_on_a_terminal_a_table_shows_them_until_they_are_ready(monkeypatch
     assert "0 s" in row
     assert "prefill-0: ready in 31 s (weights 3 s)" in shown
     assert "loading" not in shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_a_start_anew_is_said_in_lines(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = said_on(monkeypatch, is_terminal=is_terminal)
+    async with FleetProgress() as progress:
+        progress.close()
+        progress("decode-0", "loading")
+        progress("decode-0", "loading: weights")
+        progress("decode-0", "ready in 9 s")
+    assert [line[line.index("decode-0") :] for line in out.getvalue().splitlines() if "decode-0" in line] == [
+        "decode-0: loading", "decode-0: weights (0 s)", "decode-0: ready in 9 s",
+    ]  # fmt: skip
