@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from tercet.cli.given_names import PARTS, flags_of, given_as
 from tercet.cli.terminal import say
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, own_start
@@ -27,13 +28,16 @@ from tercet.settings import declared, decode_settings, encode_settings, read_yam
 LOOK_SECONDS = 0.2
 # Beside loading: a first conversion of the model.
 START_SECONDS = READY_SECONDS + 300.0
+# The exit code of a fleet whose settings cannot be used.
+REFUSED = 2
 COMMAND = "from tercet.cli.detached import main; main()"
 
 
 def detach(config: UpConfig) -> None:
     """Start a fleet in the background and return when it is ready, having said how to stop it.
 
-    Raises :class:`~tercet.protocol.TercetError` if it does not become ready; Ctrl-C until then stops it.
+    Raises :class:`~tercet.protocol.TercetError` if it does not become ready, and then
+    :class:`~tercet.protocol.BadRequest` for what it refused; Ctrl-C until then stops it.
     """
     if config.port:
         require_free(config.host, config.port)
@@ -78,7 +82,8 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
             while line := said.readline():
                 say(line.decode(errors="replace").rstrip("\n"))
             if ended:
-                raise EngineError(f"the fleet did not start; log: {log}")
+                error = BadRequest if process.returncode == REFUSED else EngineError
+                raise error(f"the fleet did not start; log: {log}")
             for fleet in detached_fleets():
                 if fleet.pid == process.pid:
                     return fleet
@@ -97,7 +102,8 @@ def main() -> None:
 def _serve(config: UpConfig) -> None:
     from tercet.cli.up import run_fleet
 
-    run_fleet(config, lambda fleet: _announce(config, fleet))
+    with given_as({**PARTS, **flags_of(UpConfig)}):
+        run_fleet(config, lambda fleet: _announce(config, fleet))
 
 
 async def _announce(config: UpConfig, fleet: RunningFleet) -> None:

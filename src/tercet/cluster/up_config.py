@@ -58,6 +58,7 @@ class UpConfig(FrontDoorConfig, frozen=True):
             raise BadRequest("options: go with simulate", "options")
         if self.engine_args and self.simulate is not None:
             raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
+        self.require_stream_ports_beside(self.port)
         check_flags(self.engine_args, "engine-args")
         check_flags(self.vllm_args, "router-args")
 

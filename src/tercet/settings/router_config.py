@@ -219,6 +219,11 @@ class FrontDoorConfig(Settings, frozen=True):
         if self.stream_port + self.workers - 1 > 65535:
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
 
+    def require_stream_ports_beside(self, port: int) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` if one of them is the ``port`` for clients."""
+        if self.stream_port and self.stream_port <= port < self.stream_port + self.workers:
+            raise BadRequest(f"stream-port: clients come to the port {port}; choose another one", "stream-port")
+
     @property
     def public_name(self) -> str:
         """The model's name in the OpenAI API."""
@@ -267,6 +272,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines)
+        self.require_stream_ports_beside(self.port)
 
 
 def require_unlike(engines: Sequence[EngineAddress]) -> None:

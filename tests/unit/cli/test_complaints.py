@@ -96,6 +96,8 @@ WRONG = [
     ("up --program mine.py:p --program-arg share=lots", "--program-arg: mine.py:p: share=lots: "),
     ("up --program mine.py:p --program-arg shar=1", "--program-arg: mine.py:p has no parameter 'shar'; it takes share"),
     ("up --stream-port 65535 --workers 3", "--stream-port: "),
+    ("up --port 8000 --stream-port 7999 --workers 2", "--stream-port: clients come to the port 8000"),
+    ("router --engine http://h:1 --port 8000 --stream-port 8000", "--stream-port: clients come to the port 8000"),
     ("engine --option a=b", "--option: goes with --simulate"),
     ("engine --simulate nothing", "--simulate: there is no 'nothing'"),
     ("engine --simulate llama-3.1-8b-h100-tp1 --print", "--print: "),

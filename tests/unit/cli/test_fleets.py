@@ -208,6 +208,15 @@ def test_a_fleet_in_the_background_is_told_from_others_by_its_port_and_stopped(t
     assert (code, said) == (1, "tercet: no fleet of `tercet up --detach` runs here\n")
 
 
+def test_a_fleet_that_is_refused_in_the_background_ends_with_2_and_names_the_flag(
+    tmp_path: Path, up: list[Run]
+) -> None:
+    too_much = ("--model", str(tmp_path), "--port", "0", "--kv-cache-gib", "1000000")
+    code, said = tercet(tmp_path, "answers", up, "up", *too_much, "--detach")
+    assert code == 2
+    assert said.startswith("tercet: --kv-cache-gib: 2 engines")
+
+
 def test_a_fleet_in_the_background_that_was_killed_leaves_nothing(tmp_path: Path, up: list[Run]) -> None:
     assert tercet(tmp_path, "answers", up, "up", "--model", str(tmp_path), "--port", "0", "--detach")[0] == 0
     (process,) = processes_of(tmp_path / "cache")
