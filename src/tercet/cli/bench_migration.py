@@ -16,6 +16,7 @@ from tercet.bench.moving_figure import plot_pauses
 from tercet.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
 from tercet.bench.results import machine, where_and_when
 from tercet.cli.bench_options import names_in, numbers_in
+from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.settings import MoveSettings
 
@@ -56,7 +57,8 @@ def migration(
         require_drawing(plot, "--plot")
     require_folder(result_filename, "--result-filename")
     prompts, chosen = numbers_in("--lengths", lengths), names_in("--ways", ways, WAYS)
-    settings = MoveSettings(stages=stages, tail=tail, portion=portion, share=share)
+    with given_as({"move-share": "--share"}):
+        settings = MoveSettings(stages=stages, tail=tail, portion=portion, share=share)
     costs = list[MoveCost]()
 
     async def measure() -> None:
