@@ -69,7 +69,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         after = known.with_program(self.program.plan)
         if self.scheduling is not None:
             after = after.with_scheduling(self.scheduling.file)
-        return msgspec.structs.replace(after, members=self.members)
+        return msgspec.structs.replace(after, members=self.members, reason="")
 
     def because(self, reason: str, before: FleetState) -> FleetState:
         """This state, which was made of the one ``before`` for that reason, if it is another one at all."""

@@ -72,6 +72,12 @@ def test_programs_are_numbered_and_the_ones_before_are_known() -> None:
     assert (state.program.number, state.before) == (3, ProgramInUse(2, Plan(program="auto")))
 
 
+def test_a_state_that_was_put_back_is_not_for_the_reason_of_the_last_change() -> None:
+    known = msgspec.structs.replace(FIRST.with_draining("p", True), version=3).because("somebody asked", FIRST)
+    assert FIRST.following(known).members == FIRST.members
+    assert FIRST.following(known).reason == ""
+
+
 def test_the_first_promise_stands() -> None:
     first = FIRST.with_promise(Promise(("m",), 100))
     assert first.with_promise(Promise(("other",), 1)) is first
