@@ -51,14 +51,15 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
     programs.changed(files_of(service.wanted))
     plugins.changed(fleet.scheduling.files)
     while True:
+        # Other workers see the same change: the first one's, which may be in use here already, is everybody's.
+        before = shared.state
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):
-            # Other workers see the same change: the first one's is everybody's.
-            used = shared.use_program(service.wanted, _reason(files), shared.state.program.number)
+            used = shared.use_program(service.wanted, _reason(files), before.program.number)
             await _use(files, used, shared.tells)
-        in_use = shared.state.scheduling
-        if in_use is not None and (files := plugins.changed(fleet.scheduling.files)):
-            await _use(files, shared.use_scheduling(in_use.file, _reason(files)), shared.tells)
+        if before.scheduling is not None and (files := plugins.changed(fleet.scheduling.files)):
+            in_use = before.scheduling
+            await _use(files, shared.use_scheduling(in_use.file, _reason(files), in_use.number), shared.tells)
 
 
 async def _use(files: Sequence[Path], using: Awaitable[object], tells: bool) -> None:

@@ -223,11 +223,13 @@ class SharedState:
 
         return await self.change(change, reason, loaded)
 
-    async def use_scheduling(self, file: str, reason: str = ASKED) -> Sequence[str]:
-        """Go by a scheduling file, as it is now."""
+    async def use_scheduling(self, file: str, reason: str = ASKED, unless_after: int | None = None) -> Sequence[str]:
+        """Go by a scheduling file, as it is now; ``unless_after`` as of :meth:`use_program`."""
         scheduling, loaded = await load_scheduling_file(file), Loaded()
 
         def change(state: FleetState) -> FleetState:
+            if unless_after is not None and state.scheduling is not None and state.scheduling.number > unless_after:
+                return state
             after = state.with_scheduling(file)
             if after.scheduling is not None:
                 loaded.scheduling[after.scheduling.number] = scheduling

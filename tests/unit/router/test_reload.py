@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tercet.programs import load_program
+from tercet.router import reload
+from tercet.router.metrics import Metrics
 from tercet.router.reload import FileWatch, files_of, reload_on_change
 from tercet.router.routing import Plan, Rule, Share
 
 from .conftest import Door
+from .test_shared_state import joined
 
 SCHEDULING = """
 plugins: [{{type: queue-scorer}}, {{type: "mine.py:Mine"}}]
@@ -58,6 +61,31 @@ async def test_a_changed_file_is_used(door: Door, file: Path) -> None:
         file.write_text(TEXT.format(number))
         await until(lambda before=before: routing.current.number > before)
         assert (await door.ask())[1] == [number]
+
+
+async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
+    door: Door, file: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[Path]] = []
+
+    class Watch(FileWatch):
+        def changed(self, files: Iterable[Path]) -> list[Path]:
+            looks.append(super().changed(files))
+            return looks[-1]
+
+    monkeypatch.setattr(reload, "FileWatch", Watch)
+    async with joined(door, metrics) as other:
+        watching = asyncio.ensure_future(reload_on_change(other.shared, every=0.5))
+        await until(lambda: len(looks) == 2)  # the first look at programs and at plugins
+        before = door.service.routing.current.number
+        file.write_text(TEXT.format(22))
+        await until(lambda: other.service.routing.current.number == before + 1)
+        await until(lambda: [file] in looks)
+        seen = len(looks)
+        await until(lambda: len(looks) > seen)  # what it found has been dealt with
+        watching.cancel()
+        await asyncio.wait({watching})
+        assert door.shared.state.program.number == other.shared.state.program.number == before + 1
 
 
 async def test_a_broken_file_changes_nothing_until_it_is_mended(
