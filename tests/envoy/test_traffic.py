@@ -20,13 +20,19 @@ async def served(at: Gateway) -> dict[str, float]:
     return {kind: found.get(f'tercet_picker_served_total{{endpoint="{kind}"}}', 0.0) for kind in kinds}
 
 
+async def first_serves_more(at: Gateway, than: float) -> None:
+    """Return once the first endpoint has: the picker counts an exchange when it is over, which no client is told."""
+    async with asyncio.timeout(30):
+        while (await served(at))["first"] <= than:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_completion(shared: Gateway) -> None:
     before = await served(shared)
     status, answer = await shared.complete()
     assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
-    after = await served(shared)
-    assert after["first"] == before["first"] + 1
-    assert after["other"] == before["other"]
+    await first_serves_more(shared, before["first"])
+    assert (await served(shared))["other"] == before["other"]
 
 
 async def test_a_long_stream_comes_token_by_token(shared: Gateway) -> None:
@@ -81,7 +87,7 @@ async def test_a_client_does_not_choose_the_endpoint(shared: Gateway) -> None:
     headers = {"x-gateway-destination-endpoint": "192.0.2.1:1", "x-prefiller-host-port": "192.0.2.1:1"}
     status, _ = await shared.complete(headers=headers)
     assert status == 200
-    assert (await served(shared))["first"] == before["first"] + 1
+    await first_serves_more(shared, before["first"])
 
 
 async def test_a_burst_is_spread(shared: Gateway) -> None:
