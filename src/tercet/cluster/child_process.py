@@ -167,16 +167,20 @@ class Process:
 
 
 def shared_memory_of(group: int) -> set[Path]:
-    """Files of shared memory that processes of this group have mapped."""
+    """Files of shared memory that processes of this group have mapped.
+
+    By their inodes: glibc makes a semaphore's file under another name than it has in the end.
+    """
     import psutil
 
-    found: set[Path] = set()
+    mapped: set[int] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
             if os.getpgid(process.pid) == group:
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-                found |= {Path(line[line.index(SHARED_MEMORY) :]) for line in maps if SHARED_MEMORY in line}
-    return {path for path in found if not path.name.endswith(" (deleted)")}
+                mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
+    with os.scandir(SHARED_MEMORY) as files:
+        return {Path(file.path) for file in files if file.inode() in mapped}
 
 
 def _any_alive(group: int) -> bool:
