@@ -152,7 +152,7 @@ def test_a_killed_receiver_fails_the_send(backend: str, stage: str) -> None:
         with rank_process(settings(backend), LAYERS, BLOCKS, BYTES) as child:
             send = Send(ours, child.addresses, child.call("grant", ALL), whole(region))
             _reach(child, send, stage)
-        assert child.addresses[0] in failed(send)
+        assert "the connection to the receiver" in failed(send)
         settle(lambda: not any(ours.counters()[name] for name in ("sends_active", "sessions_out")))
         assert ours.counters()["sessions_lost"] == 1
         before.require_back()
