@@ -116,7 +116,9 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()  # the guard passes it on to the group
             try:
-                await asyncio.wait_for(process.wait(), self._grace)
+                # wait_for would lose a cancellation that comes as the process ends (CPython 3.11).
+                async with asyncio.timeout(self._grace):
+                    await process.wait()
             except TimeoutError:
                 self._signal_group(signal.SIGKILL)
                 await process.wait()
