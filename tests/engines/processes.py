@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -53,6 +55,16 @@ def send_signal(processes: Sequence[psutil.Process], number: int) -> None:
             os.kill(process.pid, number)
         except ProcessLookupError:
             continue
+
+
+@contextmanager
+def stopped(processes: list[psutil.Process]) -> Generator[None]:
+    """While entered, they stand still."""
+    send_signal(processes, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(processes, signal.SIGCONT)
 
 
 class EnginePlace:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import urllib.request
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-import psutil
 import pytest
 
 from .conftest import Fleet, get_json
 from .long_runs import FULL
 from .moving import answer_of, ask, until
-from .processes import part_of, send_signal
+from .processes import part_of, stopped
 from .prompts import complete, prompt_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -84,15 +82,6 @@ def front_door_is_idle(fleet: Fleet) -> bool:
     return all(each["reachable"] and not each["in_flight"] for each in engines)
 
 
-@contextmanager
-def standing_still(processes: list[psutil.Process]) -> Generator[None]:
-    send_signal(processes, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send_signal(processes, signal.SIGCONT)
-
-
 async def last_move(fleet: Fleet) -> int:
     _, record = await ask(fleet, "GET", "/moves")
     return max((move["number"] for move in record), default=0)
@@ -110,9 +99,9 @@ async def test_sequences_leave_a_stopped_core_with_their_kv(fleet: Fleet) -> Non
     calm = [await complete(fleet.url, prompt, HERE, **LONG) for prompt in prompts]
     before = bypassed(fleet)
     last = await last_move(fleet)
-    stopped = part_of(fleet.places[SOURCE].url, "core")
+    source = part_of(fleet.places[SOURCE].url, "core")
     async with generating(fleet, prompts) as asked:
-        with standing_still(stopped):
+        with stopped(source):
             moves = await move_all(fleet)
             answers = await asyncio.gather(*asked)
     assert [answer_of(answer) for answer in answers] == [answer_of(answer) for answer in calm]
@@ -128,9 +117,9 @@ async def test_a_policy_moves_them_before_the_engine_is_given_up(fleet: Fleet) -
     prompt = prompt_of(300, seed=79)
     calm = await complete(fleet.url, prompt, HERE, **LONG)
     last = await last_move(fleet)
-    stopped = part_of(fleet.places[SOURCE].url, "worker")  # a core waits for its workers, and answers nobody meanwhile
+    source = part_of(fleet.places[SOURCE].url, "worker")  # a core waits for its workers, and answers nobody meanwhile
     async with generating(fleet, [prompt]) as asked:
-        with standing_still(stopped):
+        with stopped(source):
             answers = await asyncio.gather(*asked)
     assert answer_of(answers[0]) == answer_of(calm)
     moved = await moved_since(fleet, last)
@@ -143,9 +132,9 @@ async def test_with_its_agent_stopped_too_all_is_computed_anew(fleet: Fleet) -> 
     prompt = prompt_of(300, seed=80)
     calm = await complete(fleet.url, prompt, HERE, **LONG)
     place = fleet.places[SOURCE].url
-    stopped = [*part_of(place, "core"), *part_of(place, "agent")]
+    source = [*part_of(place, "core"), *part_of(place, "agent")]
     async with generating(fleet, [prompt]) as asked:
-        with standing_still(stopped):
+        with stopped(source):
             moves = await move_all(fleet)
             answers = await asyncio.gather(*asked)
     assert answer_of(answers[0]) == answer_of(calm)
@@ -180,10 +169,10 @@ async def test_a_core_that_goes_on_in_the_middle_of_a_send_spoils_nothing(
     """Whatever comes of the move, the answers are those of a calm run, and what was held is given back."""
     choose = random.Random(seed)
     before = bypassed(fleet)
-    stopped = part_of(fleet.places[SOURCE].url, "core")
+    source = part_of(fleet.places[SOURCE].url, "core")
     async with generating(fleet, LARGE) as asked:
         await asyncio.sleep(choose.uniform(0, 0.2))
-        with standing_still(stopped):
+        with stopped(source):
             moving = asyncio.create_task(move_all(fleet))
             if seed % 3:  # about when the engine loses patience with its core
                 await asyncio.sleep(choose.uniform(0.95, 1.25))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import uuid
-from collections.abc import Generator
-from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from tercet.chaos.fault_schedule import ProcessKind
@@ -17,21 +13,12 @@ from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus, Request
 
 from .conftest import settled
-from .processes import part_of, send_signal
+from .processes import part_of, stopped
 from .prompts import prompt_of
 
 # What a status may take on a machine where others compute, and how long news of a stall may take.
 ANSWERS_WITHIN = 1.0
 NOTICED_WITHIN = 30.0
-
-
-@contextmanager
-def stopped(processes: list[psutil.Process]) -> Generator[None]:
-    send_signal(processes, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send_signal(processes, signal.SIGCONT)
 
 
 async def quick_status(engine: HttpEngine) -> EngineStatus:

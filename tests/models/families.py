@@ -47,6 +47,12 @@ def _layers(*kinds: str) -> list[str]:
 WINDOWED = "all blocks of the full layers, the window's of the others"
 STATE = "Tercet moves the KV of full and of sliding-window attention"
 LATENT = "vLLM computes no tokens of an MLA model behind KV that is there already"
+# What DeepSeek's generations have in common.
+LATENT_EXPERTS: dict[str, Any] = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 ALTERNATING = _layers("sliding", "full", "sliding", "full")
 
 FAMILIES: dict[str, Family] = {
@@ -96,19 +102,7 @@ FAMILIES: dict[str, Family] = {
         _of(
             "DeepseekV2",
             q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=64,
-            v_head_dim=32,
-            head_dim=64,
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
+            **LATENT_EXPERTS,
         ),
         "all blocks, of latent KV",
         refusal=LATENT,
@@ -118,19 +112,7 @@ FAMILIES: dict[str, Family] = {
         _of(
             "DeepseekV3",
             q_lora_rank=32,
-            kv_lora_rank=512,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=64,
-            v_head_dim=32,
-            head_dim=64,
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
+            **LATENT_EXPERTS,
         ),
         "all blocks, of latent KV",
         refusal=LATENT,

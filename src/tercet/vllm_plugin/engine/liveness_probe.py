@@ -185,4 +185,6 @@ class _Part:
             if not current.done():
                 current.set_result(None)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), PROBE_SECONDS)
+                # wait_for would lose a cancellation that comes as somebody asks (CPython 3.11).
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._wanted.wait()
