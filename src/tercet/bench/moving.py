@@ -1,8 +1,11 @@
 """What a move of a running sequence costs its client and its neighbours, beside two other ways to another engine.
 
 ``live`` is :func:`tercet.migration.migrate`. ``blocking`` stops at the source first, then sends all KV and goes on;
-``recompute`` stops at the source and has the destination compute everything anew. ``stay`` moves nothing: what is found
-of it is the noise of the others' figures.
+``recompute`` stops at the source and has the destination compute everything anew.
+
+Two controls move nothing. ``stay`` leaves the sequence at the source: what is found of it is the noise of the others'
+figures. ``there`` has it at the destination from the beginning, so that both engines' batches are at any time as they
+are after a move: a step's time depends on its batch, and not in proportion.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ MOVED_AFTER = 24
 TOKENS_AFTER = 24
 STAYS_FOR = 4.0
 """Steps, at most, in which nothing happens to a sequence that is not moved; half of it at least."""
+THERE = "there"
 BYSTANDERS = 2
 """Sequences of either engine that stay where they are, so that both decode all the time, as engines do."""
 # Token ids of any vocabulary that is not tiny.
@@ -191,7 +195,8 @@ async def _hand_over(watched: Watched, generation: Generation, following: Output
     await watched.until(before + 2)
 
 
-WAYS: dict[str, Way] = {"live": live, "blocking": blocking, "recompute": recompute, "stay": stay}
+MOVES: dict[str, Way] = {"live": live, "blocking": blocking, "recompute": recompute}
+WAYS: dict[str, Way] = MOVES | {"stay": stay, THERE: stay}
 
 
 async def measure_moves(
@@ -230,7 +235,7 @@ async def _fleet(source: str, destination: str) -> AsyncGenerator[EngineFleet]:
 
 async def measure_move(fleet: EngineFleet, name: str, length: int, settings: MoveSettings, seed: int) -> MoveCost:
     """One move, in the way of that name, between the engines called source and destination."""
-    watched = Watched(fleet, length, MOVED_AFTER + 2 * TOKENS_AFTER, seed)
+    watched = Watched(fleet, length, MOVED_AFTER + 2 * TOKENS_AFTER, seed, DESTINATION if name == THERE else SOURCE)
     bystanders = [
         Watched(fleet, 64, 1500, seed + 1_000_000 * number, side)
         for number, side in enumerate((SOURCE, DESTINATION) * BYSTANDERS, 1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tercet.bench.digits import three_digits
-from tercet.bench.moving import DESTINATION, SOURCE, WAYS, BystanderGaps, MoveCost, Side
+from tercet.bench.moving import DESTINATION, MOVES, SOURCE, THERE, WAYS, BystanderGaps, MoveCost, Side
 
 PAUSES = ["way", "tokens", "moves", "pause, ms", "in steps", "step, ms", "stages", "MB"]
 NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "afterwards", "95%"]
 RESAMPLES = 2000
+
+Beside = tuple[Sequence[float], Sequence[float]]
+"""Steps beside a move, and those that they are compared with; seconds."""
 
 
 class Slowdown(NamedTuple):
@@ -41,42 +45,56 @@ def pause_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
 
 
 def neighbour_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
-    """Rows below :data:`NEIGHBOURS`: a way and an engine, over all lengths."""
+    """Rows below :data:`NEIGHBOURS`: a way and an engine, over all lengths.
+
+    Steps until the cut-over are compared with those before the same move; those after a move with those of the control
+    ``there``, as they are of the same batches. The controls' own batches stay as they are.
+    """
     for way in WAYS:
         moves = [cost for cost in costs if cost.way == way]
         if not moves:
             continue
         for side in (SOURCE, DESTINATION):
-            steps = sum(len(gaps.during) for gaps in _of(moves, side))
-            during = slowdown(moves, side, lambda gaps: gaps.during)
-            after = slowdown(moves, side, lambda gaps: gaps.after)
-            yield [way, f"the {side}", str(steps), *_told(during), *_told(after)]
+            found = [_of(cost, side) for cost in moves]
+            during = slowdown([(gaps.during, gaps.before) for gaps in found])
+            after = slowdown(
+                list(_after_a_move(moves, costs, side)) if way in MOVES else [(g.after, g.before) for g in found]
+            )
+            yield [way, f"the {side}", str(sum(len(gaps.during) for gaps in found)), *_told(during), *_told(after)]
 
 
-def slowdown(
-    moves: Sequence[MoveCost], side: Side, then: Callable[[BystanderGaps], Sequence[float]]
-) -> Slowdown | None:
-    """Steps of an engine at that time over those before each move; None if there are none.
+def slowdown(each: Sequence[Beside]) -> Slowdown | None:
+    """Steps beside moves over those that they are compared with; None if there is nothing to compare.
 
     Moves are resampled, and not steps: those beside one move have more in common.
     """
-    found = [gaps for gaps in _of(moves, side) if gaps.before]
-    if not any(then(gaps) for gaps in found):
+    # Whatever the lengths of the others: seconds that steps took, and those that as many took otherwise.
+    found = [(sum(steps), len(steps) * statistics.fmean(others)) for steps, others in each if others]
+    if not any(expected for _, expected in found):
         return None
-    # Steps beside a move are compared with those before the same one, whatever the lengths of the others.
-    each = [(sum(then(gaps)), len(then(gaps)) * statistics.fmean(gaps.before)) for gaps in found]
-    chance = random.Random(len(each))
-    resampled = sorted(_ratio(chance.choices(each, k=len(each))) for _ in range(RESAMPLES))
-    return Slowdown(_ratio(each), resampled[int(RESAMPLES * 0.025)], resampled[int(RESAMPLES * 0.975)])
+    chance = random.Random(len(found))
+    resampled = sorted(_ratio(chance.choices(found, k=len(found))) for _ in range(RESAMPLES))
+    return Slowdown(_ratio(found), resampled[int(RESAMPLES * 0.025)], resampled[int(RESAMPLES * 0.975)])
 
 
-def _of(moves: Sequence[MoveCost], side: Side) -> list[BystanderGaps]:
-    return [gaps for cost in moves for gaps in cost.bystanders if gaps.engine == side]
+def _after_a_move(moves: Sequence[MoveCost], costs: Sequence[MoveCost], side: Side) -> Iterator[Beside]:
+    """Each move's steps, and those of the control of the same round and length."""
+    controls = defaultdict[int, deque[MoveCost]](deque)
+    for cost in costs:
+        if cost.way == THERE:
+            controls[cost.length].append(cost)
+    for cost in moves:
+        if controls[cost.length]:
+            yield _of(cost, side).after, _of(controls[cost.length].popleft(), side).after
+
+
+def _of(cost: MoveCost, side: Side) -> BystanderGaps:
+    return next(gaps for gaps in cost.bystanders if gaps.engine == side)
 
 
 def _ratio(each: Sequence[tuple[float, float]]) -> float:
-    """Seconds that the steps took over those that they would have taken before; 1 if there were none."""
-    expected = sum(before for _, before in each)
+    """Seconds that steps took over those expected; 1 if there were none."""
+    expected = sum(otherwise for _, otherwise in each)
     return sum(took for took, _ in each) / expected if expected else 1.0
 
 

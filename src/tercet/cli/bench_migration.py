@@ -47,8 +47,9 @@ def migration(
     Prompts of 8,000 tokens need engines with `--max-model-len 8192`. Ctrl-C reports what has been measured so far.
 
     `pause` is the longest gap between two tokens around the move, less the median gap before it; cells are medians.
-    Other sequences stay on both engines: the second table has by how much their decode steps grew on average, from the
-    beginning of a move to its cut-over, and after that, against those before. `stay` moves nothing: the noise of both.
+    Other sequences stay on both engines: the second table has by how much their decode steps grew on average: from the
+    beginning of a move to its cut-over, against those before; and after that, against those of `there`, which has the
+    sequence at the destination from the beginning. `stay` moves nothing: the noise of both.
 
     Example: `tercet bench migration http://127.0.0.1:8001 http://127.0.0.1:8002`
     """
@@ -77,7 +78,7 @@ def migration(
         note("interrupted; this is what was measured until then")
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
     say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute all anew")
-    show_table("beside them, in multiples of the steps before", NEIGHBOURS, neighbour_rows(costs))
+    show_table("steps beside them, in multiples of those without a move", NEIGHBOURS, neighbour_rows(costs))
     if result_filename is not None:
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
         write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")

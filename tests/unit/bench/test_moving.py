@@ -6,10 +6,9 @@ import asyncio
 import statistics
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tercet.bench.moving import DESTINATION, MOVED_AFTER, SOURCE, WAYS, BystanderGaps, MoveCost, measure_move
+from tercet.bench.moving import DESTINATION, MOVED_AFTER, MOVES, SOURCE, WAYS, BystanderGaps, MoveCost, measure_move
 from tercet.bench.moving_figure import plot_pauses
 from tercet.bench.moving_report import neighbour_rows, pause_rows, slowdown
 from tercet.cli.app import _run
@@ -57,10 +56,11 @@ def test_bystanders_of_both_engines_are_watched_before_during_and_after() -> Non
             assert [gaps.engine for gaps in found.bystanders] == [SOURCE, DESTINATION]
             for gaps in found.bystanders:
                 alone, with_it = STEP + PER_TOKEN, STEP + 2 * PER_TOKEN
-                before, after = (with_it, alone) if gaps.engine == SOURCE else (alone, with_it)
+                here = DESTINATION if way == "there" else SOURCE
+                before, after = (with_it, alone) if gaps.engine == here else (alone, with_it)
                 assert statistics.median(gaps.before) == pytest.approx(before)
                 assert len(gaps.before) >= MOVED_AFTER - 2
-                assert statistics.median(gaps.after) == pytest.approx(before if way == "stay" else after)
+                assert statistics.median(gaps.after) == pytest.approx(after if way in MOVES else before)
                 assert gaps.during
                 if way == "recompute" and gaps.engine == DESTINATION:
                     assert max(gaps.during) >= 500 * PER_TOKEN
@@ -68,24 +68,42 @@ def test_bystanders_of_both_engines_are_watched_before_during_and_after() -> Non
     run_virtual(check())
 
 
-def cost_of(way: str, length: int, pause: float, before: float, during: float) -> MoveCost:
-    gaps = tuple(BystanderGaps(side, [before] * 5, [during] * 2, [before]) for side in (SOURCE, DESTINATION))
+def cost_of(way: str, length: int, pause: float, before: float, during: float, after: float = 0.04) -> MoveCost:
+    gaps = tuple(BystanderGaps(side, [before] * 5, [during] * 2, [after]) for side in (SOURCE, DESTINATION))
     return MoveCost(way, length, pause, 0.04, (Stage(0, length, length * 1000, 0.01, "host"),), gaps)
 
 
 def test_steps_are_compared_with_those_before_the_same_move_and_moves_are_resampled() -> None:
     alike = [cost_of("live", 256, 0.05, 0.04, 0.044), cost_of("live", 8000, 0.05, 0.08, 0.088)]
-    same = slowdown(alike, SOURCE, lambda gaps: gaps.during)
-    assert same == pytest.approx((1.1, 1.1, 1.1))
+    assert slowdown([during(cost) for cost in alike]) == pytest.approx((1.1, 1.1, 1.1))
     unlike = [*alike, cost_of("live", 256, 0.05, 0.04, 0.08)]
-    found = slowdown(unlike, SOURCE, lambda gaps: gaps.during)
+    found = slowdown([during(cost) for cost in unlike])
     assert found is not None
     assert found.low == pytest.approx(1.1)
     assert found.low < found.ratio < found.high <= 2.0
-    nothing = BystanderGaps(SOURCE, [0.04], [], [])
-    assert (
-        slowdown([msgspec.structs.replace(alike[0], bystanders=(nothing,))], SOURCE, lambda gaps: gaps.during) is None
-    )
+    assert slowdown([([], [0.04])]) is None
+    assert slowdown([([0.04], [])]) is None
+
+
+def during(cost: MoveCost) -> tuple[list[float], list[float]]:
+    return cost.bystanders[0].during, cost.bystanders[0].before
+
+
+def test_steps_after_a_move_are_compared_with_those_of_the_control_of_the_same_round_and_length() -> None:
+    costs = [
+        cost
+        for noise in (1.0, 3.0)
+        for cost in (
+            cost_of("live", 256, 0.05, 0.05, 0.05, 0.044 * noise),
+            cost_of("live", 512, 0.05, 0.05, 0.05, 0.088 * noise),
+            cost_of("there", 512, 0.05, 0.05, 0.05, 0.08 * noise),
+            cost_of("there", 256, 0.05, 0.05, 0.05, 0.04 * noise),
+        )
+    ]
+    rows = {(row[0], row[1]): row[-2:] for row in neighbour_rows(costs)}
+    assert rows["live", "the source"] == ["x 1.10", "1.10 to 1.10"]
+    without = {(row[0], row[1]): row[-2:] for row in neighbour_rows([c for c in costs if c.way == "live"])}
+    assert without["live", "the source"] == ["-", "-"]
 
 
 def test_tables_and_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
