@@ -17,6 +17,7 @@ from tercet.cli.chaos import chaos
 from tercet.cli.chat import chat
 from tercet.cli.demo import demo
 from tercet.cli.detached import down
+from tercet.cli.doctor import doctor
 from tercet.cli.epp import epp
 from tercet.cli.fleet_commands import engines, scheduling
 from tercet.cli.moves import moves
@@ -40,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, down, status, chat, engine, router, epp, rescheduler, demo, chaos):
+for command in (up, down, status, chat, engine, router, epp, rescheduler, demo, chaos, doctor):
     app.command()(command)
 for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)

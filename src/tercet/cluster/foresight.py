@@ -28,7 +28,7 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
     ``available`` are the bytes that are free; if not given, those of this machine and this control group.
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
-    free = _available() if available is None else available
+    free = available_memory() if available is None else available
     if not needs or sum(weights + kv for weights, kv in needs) <= free:
         return
     weights, kv = max(needs)
@@ -74,7 +74,7 @@ def _weights(checkpoint: Path, dtype: str | None) -> int:
     return size * wanted // had if known and wanted and had else size
 
 
-def _available() -> int:
+def available_memory() -> int:
     """Bytes that new processes can get here."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit

@@ -1,11 +1,12 @@
 """Every place where Tercet reaches into vLLM, and whether the vLLM that is installed still looks as it must there.
 
-``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match. Engines and front
-doors require their side of it at start.
+``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match; with ``--json`` it
+prints what does not match, by side. Engines and front doors require their side of it at start.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,10 +74,20 @@ def require_hooks(side: Side) -> None:
     found = vllm_version()
     if not is_supported(side, found):
         raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions(side)}")
-    unmet = [f"{hook.name}: {unmet}" for hook in hooks_of(side) for unmet in hook.check()]
-    if unmet:
+    if unmet := _unmet(side):
         lines = "\n  ".join(unmet)
         raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions(side)}\n  {lines}")
+
+
+def _unmet(side: Side) -> list[str]:
+    return [f"{hook.name}: {unmet}" for hook in hooks_of(side) for unmet in hook.check()]
+
+
+def unmet_by_side() -> dict[Side, list[str]]:
+    """What each side needs and the installed vLLM, which may have any version, has not."""
+    found = vllm_version()
+    versions = {side: [] if is_supported(side, found) else [f"vLLM {found}: {_versions(side)}"] for side in SIDES}
+    return {side: [*versions[side], *_unmet(side)] for side in SIDES}
 
 
 def is_supported(side: Side, found: str) -> bool:
@@ -109,4 +120,7 @@ def main(sides: Sequence[Side] = SIDES) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--json"]:
+        print(json.dumps(unmet_by_side()))
+        sys.exit()
     sys.exit(main())

@@ -1,0 +1,55 @@
+"""``tercet doctor``: what this machine can do, what each missing part costs, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tercet.cli.terminal import note, say
+from tercet.cluster.findings import Finding, findings_of
+from tercet.cluster.machine import look_at_machine
+
+MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Findings, and the facts behind them, as JSON.")] = False,
+) -> None:
+    """Say what this machine can do for engines and front doors, what each missing part costs, and what to do.
+
+    It looks at vLLM and each place where Tercet reaches into it, devices, cores, memory, ways for KV, limits and ports.
+    It starts nothing, and takes as long as importing vLLM. The exit code is 0 if engines can be started here, also
+    where something costs, and 1 if they cannot.
+
+    Examples:
+    - `tercet doctor`
+    - `tercet doctor --json`
+    """
+    if not as_json:
+        note("looking at this machine; importing vLLM takes some seconds")
+    machine = look_at_machine()
+    findings = findings_of(machine)
+    if as_json:
+        found = {"findings": msgspec.to_builtins(findings), "machine": msgspec.to_builtins(machine)}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for line in in_words(findings):
+            say(line)
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def in_words(findings: Sequence[Finding]) -> Iterator[str]:
+    """Findings as lines: what is broken last, where one looks first."""
+    width = max(len(finding.part) for finding in findings)
+    for state in MARKS:
+        for finding in (each for each in findings if each.state == state):
+            yield f"{MARKS[state]}  {finding.part:{width}}  {finding.found}"
+            if finding.costs:
+                yield f"{'':{len(MARKS[state])}}  {'':{width}}  costs: {finding.costs}"
+            if finding.do:
+                yield f"{'':{len(MARKS[state])}}  {'':{width}}  do: {finding.do}"

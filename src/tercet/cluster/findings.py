@@ -1,0 +1,186 @@
+"""What a machine's parts mean for Tercet: what works, what a missing part costs, and what to do. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from tercet.cluster.compute import COMPUTE_WITH_BFLOAT16
+from tercet.cluster.machine import Machine
+
+GIB = 1 << 30
+# vLLM's processes talk through rings in shared memory; PyTorch and NCCL use it, too.
+LEAST_SHARED_MEMORY = GIB
+LEAST_OPEN_FILES = 4096
+# Two CPU engines with the built-in model and a GiB of KV each, and a front door.
+LEAST_MEMORY = 8 * GIB
+
+State = Literal["ok", "costs", "broken"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One part. ``costs`` says what its state costs, and ``do`` what would change that; empty where all is well.
+
+    ``broken``: engines cannot be started. ``costs``: they can, with less than this machine could do.
+    """
+
+    part: str
+    state: State
+    found: str
+    costs: str = ""
+    do: str = ""
+
+
+def findings_of(machine: Machine) -> list[Finding]:
+    """Everything worth a line, in the order in which one would set a machine up."""
+    return [
+        *_vllm(machine),
+        *_compute(machine),
+        *_transports(machine),
+        *_limits(machine),
+    ]
+
+
+def _vllm(machine: Machine) -> Iterator[Finding]:
+    if not machine.vllm:
+        do = "pip install 'tercet[cpu]' or 'tercet[cuda]'"
+        yield Finding("vLLM", "broken", "not installed", "no engine, and no front door", do)
+        return
+    build = "the CPU build" if machine.vllm_for_cpu else "the build for accelerators"
+    if machine.vllm_for_cpu and machine.devices:
+        yield Finding(
+            "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, the devices below stand idle",
+            "install vLLM's CUDA build, in an environment of its own: pip install 'tercet[cuda]'",
+        )  # fmt: skip
+    elif not machine.vllm_for_cpu and not machine.devices:
+        yield Finding(
+            "vLLM", "broken", f"{machine.vllm}, {build}", "it finds no device to compute on",
+            "pip install 'tercet[cpu]', or let this process see a device: nvidia-smi, CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    else:
+        yield Finding("vLLM", "ok", f"{machine.vllm}, {build}")
+    hooks = machine.hooks
+    if hooks.error:
+        yield Finding("hooks", "broken", hooks.error, "no engine, and no front door", "install vLLM anew")
+        return
+    sides = (("engines", hooks.engine, "no engine starts"), ("front doors", hooks.frontend, "no front door starts"))
+    for side, unmet, costs in sides:
+        if unmet:
+            do = "install a version of vLLM that Tercet knows; python -m tercet.vllm_plugin.hooks has the whole table"
+            yield Finding(f"hooks of {side}", "broken", "; ".join(unmet), costs, do)
+        else:
+            yield Finding(f"hooks of {side}", "ok", "all that Tercet relies on is there")
+
+
+def _compute(machine: Machine) -> Iterator[Finding]:
+    for device in machine.devices:
+        found = f"{device.name}, {_gib(device.free)} of {_gib(device.memory)} free"
+        if device.memory and device.free < device.memory // 2:
+            do = "nvidia-smi shows who has it; engines take what is free"
+            yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
+        else:
+            yield Finding(f"device {device.handle}", "ok", found)
+    if machine.devices and not machine.compiler:
+        yield Finding(
+            "C compiler", "costs", "none", "kernels that are compiled at first use (Triton's) fail",
+            "apt-get install gcc, or set CC",
+        )  # fmt: skip
+    for name in machine.other_accelerators:
+        yield Finding(
+            name, "costs", "its device file is there", "Tercet starts no engines on it", "start vLLM's own server on it"
+        )
+    if machine.devices:
+        return
+    flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    if machine.cores < 2:
+        yield Finding(
+            "cores", "costs", cores, "two engines share it, and all of their steps are slow", "more cores, or --both 1"
+        )
+    elif flags and not flags & COMPUTE_WITH_BFLOAT16:
+        yield Finding(
+            "cores", "costs", f"{cores}, no instructions for bfloat16", "engines compute in float32, KV takes twice",
+            "nothing: --dtype bfloat16 would be many times as slow",
+        )  # fmt: skip
+    else:
+        yield Finding("cores", "ok", cores)
+    enough = machine.memory >= LEAST_MEMORY
+    found = f"{_gib(machine.memory)} free"
+    if enough:
+        yield Finding("memory", "ok", found)
+    else:
+        costs = f"two engines with the built-in model want {_gib(LEAST_MEMORY)}"
+        yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
+
+
+def _transports(machine: Machine) -> Iterator[Finding]:
+    net = machine.namespaces.get("net", "unknown")
+    if machine.sealed_files:
+        found = f"memory files can be shared; network namespace {net}"
+        yield Finding("KV, one machine (host)", "ok", f"{found}, in which peers must be, too, as the same user")
+    else:
+        yield Finding(
+            "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
+            "no engine starts: KV of CPU engines, and every engine's send table, lie in such files",
+            "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
+        )  # fmt: skip
+    libraries = [name for name, there in machine.libraries.items() if there]
+    install = "scripts/install-transport-extras"
+    if not machine.rdma:
+        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs nothing{_beside(libraries)}")
+    for device in machine.rdma:
+        part = f"RDMA device {device.name}"
+        if not device.active:
+            costs, do = "KV between machines goes over tcp", "bring its port up: ibstat, or ask whoever runs the fabric"
+            yield Finding(part, "costs", "no port is active", costs, do)
+        elif not device.usable:
+            costs = "KV between machines goes over tcp"
+            yield Finding(part, "costs", "not for this user", costs, "give the container /dev/infiniband")
+        elif not libraries:
+            costs = "KV between machines goes over tcp, at a fraction of the link"
+            yield Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, f"run {install}")
+        else:
+            yield Finding(part, "ok", f"active{_beside(libraries)}")
+    if machine.rdma and machine.memlock is not None and machine.memlock < machine.memory:
+        yield Finding(
+            "locked memory", "costs", f"at most {_gib(machine.memlock)}", "KV cannot be registered for RDMA",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity for systemd",
+        )  # fmt: skip
+    if libraries and not machine.reads_processes:
+        scope = "" if machine.ptrace_scope is None else f" (ptrace_scope {machine.ptrace_scope})"
+        yield Finding(
+            "reading other processes", "costs", f"not allowed{scope}",
+            "NIXL copies twice between processes of one machine; Tercet's own transports do not need it",
+            "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0",
+        )  # fmt: skip
+
+
+def _beside(libraries: list[str]) -> str:
+    return f"; {', '.join(libraries)} installed" if libraries else ""
+
+
+def _limits(machine: Machine) -> Iterator[Finding]:
+    if machine.shared_memory < LEAST_SHARED_MEMORY:
+        yield Finding(
+            "/dev/shm", "costs", f"{_gib(machine.shared_memory)} free",
+            "engines with several ranks, or large prompts with images, may stop with a bus error",
+            "docker run --shm-size 8g, or --ipc host; in Kubernetes an emptyDir with medium Memory at /dev/shm",
+        )  # fmt: skip
+    else:
+        yield Finding("/dev/shm", "ok", f"{_gib(machine.shared_memory)} free")
+    if machine.open_files is not None and machine.open_files < LEAST_OPEN_FILES:
+        yield Finding(
+            "open files", "costs", f"at most {machine.open_files}", "a front door refuses clients beyond that",
+            f"ulimit -n {LEAST_OPEN_FILES * 16}; LimitNOFILE for systemd",
+        )  # fmt: skip
+    for port in machine.ports_taken:
+        whose = "the front door" if port == 8000 else "a single engine"
+        yield Finding(
+            f"port {port}", "costs", "something listens there", f"{whose} cannot have it, which is its default",
+            "choose another --port, or tercet down",
+        )  # fmt: skip
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

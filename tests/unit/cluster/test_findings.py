@@ -1,0 +1,122 @@
+"""What `tercet doctor` makes of a machine: what costs what, what is broken, and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from tercet.cli import doctor as command
+from tercet.cli.app import exit_code_of
+from tercet.cli.doctor import doctor, in_words
+from tercet.cluster.devices import Device
+from tercet.cluster.findings import Finding, findings_of
+from tercet.cluster.machine import HookReport, InfinibandDevice, Machine, look_at_machine
+
+GIB = 1 << 30
+WELL = Machine(
+    cores=16,
+    cpu_flags=("avx512f",),
+    memory=64 * GIB,
+    devices=(),
+    other_accelerators=(),
+    rdma=(),
+    shared_memory=32 * GIB,
+    memlock=None,
+    open_files=1 << 20,
+    vllm="0.32.0",
+    vllm_for_cpu=True,
+    hooks=HookReport(),
+    libraries={"nixl": True, "mooncake": False},
+    sealed_files=True,
+    namespaces={"net": "net:[1]"},
+    ptrace_scope=1,
+    reads_processes=True,
+    compiler=True,
+    ports_taken=(),
+)
+GPU = Device("0", "H100", 80 * GIB, 79 * GIB)
+ON_GPU = msgspec.structs.replace(WELL, devices=(GPU,), vllm_for_cpu=False)
+
+
+def worst(machine: Machine) -> dict[str, Finding]:
+    return {each.part: each for each in findings_of(machine) if each.state != "ok"}
+
+
+@pytest.mark.parametrize("machine", [WELL, ON_GPU])
+def test_a_machine_that_has_all_it_needs_costs_nothing(machine: Machine) -> None:
+    assert worst(machine) == {}
+
+
+RDMA = (InfinibandDevice("mlx5_0", active=True, usable=True),)
+
+
+@pytest.mark.parametrize(
+    ("machine", "change", "part", "state"),
+    [
+        (WELL, {"vllm": ""}, "vLLM", "broken"),
+        (WELL, {"vllm_for_cpu": False}, "vLLM", "broken"),
+        (ON_GPU, {"vllm_for_cpu": True}, "vLLM", "costs"),
+        (WELL, {"hooks": HookReport(engine=("block pool: gone",))}, "hooks of engines", "broken"),
+        (WELL, {"hooks": HookReport(frontend=("client: gone",))}, "hooks of front doors", "broken"),
+        (WELL, {"hooks": HookReport(error="cannot be imported")}, "hooks", "broken"),
+        (ON_GPU, {"devices": (msgspec.structs.replace(GPU, free=GIB),)}, "device 0", "costs"),
+        (ON_GPU, {"compiler": False}, "C compiler", "costs"),
+        (WELL, {"other_accelerators": ("AMD (ROCm)",)}, "AMD (ROCm)", "costs"),
+        (WELL, {"cores": 1}, "cores", "costs"),
+        (WELL, {"cpu_flags": ("avx2",)}, "cores", "costs"),
+        (WELL, {"memory": GIB}, "memory", "costs"),
+        (WELL, {"sealed_files": False}, "KV, one machine (host)", "broken"),
+        (WELL, {"rdma": (InfinibandDevice("mlx5_0", active=False, usable=True),)}, "RDMA device mlx5_0", "costs"),
+        (WELL, {"rdma": (InfinibandDevice("mlx5_0", active=True, usable=False),)}, "RDMA device mlx5_0", "costs"),
+        (WELL, {"rdma": RDMA, "libraries": {"nixl": False, "mooncake": False}}, "RDMA device mlx5_0", "costs"),
+        (WELL, {"rdma": RDMA, "memlock": 64 << 10}, "locked memory", "costs"),
+        (WELL, {"reads_processes": False}, "reading other processes", "costs"),
+        (WELL, {"shared_memory": 64 << 20}, "/dev/shm", "costs"),
+        (WELL, {"open_files": 1024}, "open files", "costs"),
+        (WELL, {"ports_taken": (8000,)}, "port 8000", "costs"),
+    ],
+)  # fmt: skip
+def test_each_missing_part_says_what_it_costs_and_what_to_do(
+    machine: Machine, change: dict[str, object], part: str, state: str
+) -> None:
+    found = worst(msgspec.structs.replace(machine, **change))
+    assert list(found) == [part]
+    assert found[part].state == state
+    assert found[part].costs
+    assert found[part].do
+
+
+def test_limits_for_rdma_do_not_matter_without_it() -> None:
+    assert worst(msgspec.structs.replace(WELL, memlock=64 << 10)) == {}
+    assert worst(msgspec.structs.replace(WELL, reads_processes=False, libraries={})) == {}
+
+
+def test_what_is_broken_stands_last() -> None:
+    lines = list(in_words(findings_of(msgspec.structs.replace(WELL, sealed_files=False, cores=1))))
+    assert [line.split()[0] for line in lines if not line.startswith(" ")][-2:] == ["costs", "broken"]
+
+
+@pytest.mark.parametrize(("vllm", "code"), [("0.32.0", 0), ("", 1)])
+def test_the_exit_code_is_for_scripts(
+    vllm: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "look_at_machine", lambda: msgspec.structs.replace(WELL, vllm=vllm))
+    try:
+        found = exit_code_of(lambda: doctor(as_json=True))
+    except command.typer.Exit as ended:
+        found = ended.exit_code
+    assert found == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["machine"]["vllm"] == vllm
+    assert {each["state"] for each in printed["findings"]} <= {"ok", "broken"}
+
+
+def test_this_machine_can_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.cluster.machine._hooks", HookReport)
+    machine = look_at_machine()
+    assert machine.cores > 0
+    assert machine.memory > 0
+    assert machine.sealed_files
+    assert "net" in machine.namespaces
