@@ -18,7 +18,8 @@ from tercet.protocol import Engine, KVEvents, TercetError
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.fleet")
-ASK_AGAIN_SECONDS = 5.0
+ASK_AGAIN_SECONDS, ASK_SETTLED_SECONDS = 5.0, 60.0
+"""Between questions where an engine publishes: until it has said so, and after that, while it is not started anew."""
 REPLAY_SECONDS = 5.0
 # As vLLM's publisher: what it may queue for a subscriber that is slow. Past that batches are lost, and asked for again.
 MOST_UNREAD = 100_000
@@ -26,23 +27,28 @@ NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
-async def follow_cache(name: str, url: str, engine: Engine, knowledge: FleetKnowledge) -> None:
+async def follow_cache(
+    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, anew: asyncio.Event | None = None
+) -> None:
     """Keep ``knowledge`` of the engine's cache up to date while it publishes KV events, until cancelled.
 
-    Where it publishes is part of its status, which is asked for every few seconds: after a restart it is another place.
+    Where it publishes is part of its status, which is asked for now and then: after a restart it is another place.
+    ``anew`` is set by whoever meets another start of it.
     """
+    anew = anew or asyncio.Event()
     following: asyncio.Task[None] | None = None
     current: KVEvents | None = None
     try:
         while True:
-            found = await _published(engine, current)
+            anew.clear()
+            found, settled = await _published(engine, current)
             if found != current or (following is not None and following.done()):
                 await _end(following)
                 current, following = found, None
                 knowledge.cleared(name)
                 if found is not None:
                     following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            await _wait(anew, ASK_SETTLED_SECONDS if settled else ASK_AGAIN_SECONDS, following)
     finally:
         await _end(following)
 
@@ -61,11 +67,25 @@ def at(events: KVEvents, url: str) -> KVEvents:
     return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
 
 
-async def _published(engine: Engine, before: KVEvents | None) -> KVEvents | None:
+async def _published(engine: Engine, before: KVEvents | None) -> tuple[KVEvents | None, bool]:
+    """Where it publishes, and whether it has said so now."""
     try:
-        return (await engine.status()).kv_events
+        return (await engine.status()).kv_events, True
     except TercetError:
-        return before  # it may be back soon, with its cache; another epoch says if it lost that
+        return before, False  # it may be back soon, with its cache; another epoch says if it lost that
+
+
+async def _wait(anew: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
+    """Until the engine is asked again; one whose events have broken off is followed anew sooner."""
+    waits = asyncio.create_task(anew.wait())
+    try:
+        await asyncio.wait(
+            {waits} if following is None else {waits, following}, timeout=seconds, return_when="FIRST_COMPLETED"
+        )
+    finally:
+        waits.cancel()
+    if following is not None and following.done():
+        await asyncio.sleep(ASK_AGAIN_SECONDS)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

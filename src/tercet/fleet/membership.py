@@ -41,12 +41,17 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, started_anew = partial(fleet.report, name), partial(fleet.started_anew, name)
+        report, anew = partial(fleet.report, name), asyncio.Event()
+
+        def started_anew() -> None:
+            fleet.started_anew(name)
+            anew.set()
+
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
         async with HttpEngine(
             name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up
         ) as engine:
-            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge))
+            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
             try:
                 yield engine
             finally:

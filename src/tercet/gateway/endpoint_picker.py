@@ -13,7 +13,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
-from tercet.gateway.rendering import Renderer
+from tercet.gateway.rendering import Renderer, Tokens
 from tercet.gateway.reported_load import UNKNOWN_ROOM, ReportedLoad
 from tercet.protocol import EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
 from tercet.settings import Limits, PickerConfig
@@ -66,15 +66,18 @@ class EndpointPicker:
         is too much to do.
         """
         if not call.generates:
-            return self._choose(call, among)
+            return self._choose(call, (), among)
         priority, sheddable = self._priority(call)
         self._require_candidates(among)
         if sheddable and self._gate.saturated:
             self._metrics.refused.labels("shed").inc()
             raise Saturated("the fleet is saturated, and this request may be dropped")
+        began = time.perf_counter()
+        prompt = await self._renderer.tokens(call)
+        rendering = time.perf_counter() - began
         left = asyncio.get_running_loop().create_future
         async with self._gate.place(priority, left, call.fairness_id):
-            return self._choose(call, among)
+            return self._choose(call, prompt, among, rendering)
 
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:
         """Lower comes in first; and whether the request is dropped rather than kept waiting."""
@@ -84,10 +87,13 @@ class EndpointPicker:
 
     # ---- deciding --------------------------------------------------------------------------------------------
 
-    def _choose(self, call: OpenAICall, among: Collection[str] | None) -> Endpoints:
-        began = time.perf_counter()
+    def _choose(
+        self, call: OpenAICall, prompt: Tokens, among: Collection[str] | None, rendering: float = 0.0
+    ) -> Endpoints:
+        """The pick itself; making the ``prompt`` took ``rendering`` seconds."""
+        began = time.perf_counter() - rendering
         names = self._named(among)
-        request = self._request(call)
+        request = _request(call, prompt)
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
         decode = decoding[0]
         prefilling = self._prefilling(request, decode, cached, names) if request.prompt else None
@@ -110,18 +116,6 @@ class EndpointPicker:
         except (EngineUnreachable, RoleUnavailable):
             return None
         return member if member is not decode else None
-
-    def _request(self, call: OpenAICall) -> Request:
-        body, limit = call.body, call.max_tokens
-        return Request(
-            seq_id=call.headers.get("x-request-id") or uuid.uuid4().hex,
-            prompt=self._renderer.tokens(call) if call.generates else (),
-            sampling_params={} if limit is None else {"max_tokens": limit},
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            headers=call.headers,
-            user=body.user,
-        )
 
     # ---- who may be picked -----------------------------------------------------------------------------------
 
@@ -167,6 +161,19 @@ class EndpointPicker:
         """An engine has reported: if it has room, somebody who waits may come in."""
         if self._room_on(name):
             self._gate.look()
+
+
+def _request(call: OpenAICall, prompt: Tokens) -> Request:
+    body, limit = call.body, call.max_tokens
+    return Request(
+        seq_id=call.headers.get("x-request-id") or uuid.uuid4().hex,
+        prompt=prompt,
+        sampling_params={} if limit is None else {"max_tokens": limit},
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        headers=call.headers,
+        user=body.user,
+    )
 
 
 def address_of(url: str) -> str:

@@ -3,18 +3,20 @@
 Envoy says in its first message how it sends bodies. With ``FULL_DUPLEX_STREAMED`` nothing is answered before the body's
 end; then the headers' answer comes, with the endpoints, and the body goes back as it came. With ``BUFFERED`` the
 headers are answered at once and the endpoints come with the body's answer. Where no body is shown before the headers
-have to go on (``NONE``, ``STREAMED``), headers alone decide. Answers of engines are left as they are.
+have to go on (``NONE``, ``STREAMED``), headers alone decide. Answers of engines are left as they are. A proxy that only
+lets others watch (``observability_mode``) sends its request where it likes, and wants no answer: nothing is picked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.openai_call import OpenAICall, call_of
+from tercet.gateway.openai_call import MOST_READ, OpenAICall, call_of, call_unread
 from tercet.gateway.protos import (
     BodyMutation,
     BodyResponse,
@@ -68,6 +70,7 @@ class Exchange:
         self.answer_began = False
         self._max_bytes = max_bytes
         self._mode: int | None = None
+        self._answer_mode: int = ProcessingMode.NONE
         self._headers: Mapping[str, str] | None = None
         self._chunks: list[bytes] = []
         self._size = 0
@@ -83,13 +86,16 @@ class Exchange:
 
         Raises :class:`ExchangeBroken`, and :class:`~tercet.protocol.TercetError` for a request that is refused.
         """
+        if message.observability_mode:
+            return ()
         if self._mode is None:
-            self._mode = message.protocol_config.request_body_mode if message.HasField("protocol_config") else _DUPLEX
+            said = message.protocol_config
+            self._mode = said.request_body_mode if message.HasField("protocol_config") else _DUPLEX
+            self._answer_mode = said.response_body_mode
         kind = message.WhichOneof("request")
         if kind is None:
             raise ExchangeBroken("a message without a part of a request or a response")
-        replies = getattr(self, f"_{kind}")(message)
-        return () if message.observability_mode else replies
+        return getattr(self, f"_{kind}")(message)
 
     def _request_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         if self._headers is not None:
@@ -133,8 +139,12 @@ class Exchange:
 
     def _complete(self, headers: Mapping[str, str]) -> None:
         self._is_whole = True
-        whole = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self.call = call_of(headers, None if self._mode == ProcessingMode.BUFFERED_PARTIAL else whole)
+        if self._mode == ProcessingMode.BUFFERED_PARTIAL:
+            self.call = call_of(headers, None)
+        elif self._size <= MOST_READ:
+            self.call = call_of(headers, self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks))
+        else:
+            self.call = call_unread(headers, self._chunks, self._size)
 
     def _response_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         self.answer_began = True
@@ -145,9 +155,9 @@ class Exchange:
 
     def _response_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         """Not asked for; Envoy waits for an answer where its configuration says so, and the body stays as it is."""
-        if message.protocol_config.response_body_mode == _DUPLEX:
+        if self._answer_mode == _DUPLEX:
             body = message.response_body
-            return _streamed("response_body", [body.body], body.end_of_stream)
+            return list(_streamed("response_body", [body.body], body.end_of_stream))
         return [ProcessingResponse(response_body=BodyResponse(response=CommonResponse()))]
 
     def _response_trailers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
@@ -158,8 +168,8 @@ class Exchange:
 
     # ---- what it is told -------------------------------------------------------------------------------------
 
-    def picked(self, endpoints: Endpoints) -> Sequence[ProcessingResponse]:
-        """The call goes to these endpoints."""
+    def picked(self, endpoints: Endpoints) -> Iterable[ProcessingResponse]:
+        """The call goes to these endpoints; the answers are made one by one, as they are sent."""
         self._endpoints, self.call = endpoints, None
         chunks, self._chunks = self._chunks, []  # the stream goes on until an engine answers, and needs them no more
         common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
@@ -171,10 +181,8 @@ class Exchange:
             first = ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
         if self._at_headers or self._mode != _DUPLEX:
             return [first]
-        replies = [first, *_streamed("request_body", chunks, not self._trailers_follow)]
-        if self._trailers_follow:
-            replies.append(ProcessingResponse(request_trailers=TrailersResponse()))
-        return replies
+        last = [ProcessingResponse(request_trailers=TrailersResponse())] if self._trailers_follow else []
+        return chain([first], _streamed("request_body", chunks, not self._trailers_follow), last)
 
     def _mutation(self, endpoints: Endpoints) -> HeaderMutation:
         told = {DESTINATION: ",".join(endpoints.decode)}
@@ -216,15 +224,12 @@ def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
     ]
 
 
-def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> list[ProcessingResponse]:
+def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
     """A body as it goes on: in pieces that Envoy takes, of which the last one says so if the body ``ends``."""
-    pieces = [
-        chunk[start : start + LONGEST_CHUNK] for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)
-    ] or [b""]
-    return [
-        ProcessingResponse(**{part: _piece(piece, ends and place == len(pieces))})
-        for place, piece in enumerate(pieces, 1)
-    ]
+    places = [(chunk, start) for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)] or [(b"", 0)]
+    for number, (chunk, start) in enumerate(places, 1):
+        piece = _piece(chunk[start : start + LONGEST_CHUNK], ends and number == len(places))
+        yield ProcessingResponse(**{part: piece})
 
 
 def _piece(content: bytes, last: bool) -> BodyResponse:

@@ -11,6 +11,8 @@ from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+MOST_READ = 1024 * 1024
+"""Bytes of a body that is read; of a longer one the beginning stands for its prompt. While it is read others wait."""
 Text = str | Sequence[Any] | None
 OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
@@ -39,12 +41,16 @@ _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
 
 class OpenAICall(msgspec.Struct, frozen=True):
-    """One request: ``path`` without its query, ``headers`` in lower case, and what its body says; ``size`` in bytes."""
+    """One request: ``path`` without its query, ``headers`` in lower case, and what its body says; ``size`` in bytes.
+
+    ``opening`` is the beginning of a body that was not read since it is too long.
+    """
 
     path: str
     headers: Mapping[str, str]
     body: OpenAIBody = NOTHING
     size: int = 0
+    opening: bytes = b""
 
     @property
     def generates(self) -> bool:
@@ -76,10 +82,25 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
 
     Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would take.
     """
-    path = headers.get(":path", "").partition("?")[0]
+    path = _path(headers)
     if body is None or path not in GENERATING or headers.get(":method") != "POST":
         return OpenAICall(path, headers, size=0 if body is None else len(body))
     try:
         return OpenAICall(path, headers, _decode(body), len(body))
     except UNREADABLE as error:
         raise BadRequest(f"the request's body is not one of {path}: {error}") from error
+
+
+def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
+    """A call whose body, of ``size`` bytes, is longer than what is read."""
+    opening, missing = list[bytes](), MOST_READ
+    for chunk in chunks:
+        if missing <= 0:
+            break
+        opening.append(chunk[:missing])
+        missing -= len(chunk)
+    return OpenAICall(_path(headers), headers, size=size, opening=b"".join(opening))
+
+
+def _path(headers: Mapping[str, str]) -> str:
+    return headers.get(":path", "").partition("?")[0]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import signal
-from collections.abc import AsyncGenerator
+import sys
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -20,6 +23,7 @@ from tercet.client import engine_tls
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, MemberState, connecting
 from tercet.gateway.endpoint_picker import EndpointPicker
+from tercet.gateway.model_renderer import ModelRenderer
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.gateway.protos import (
     HealthCheckResponse,
@@ -27,7 +31,7 @@ from tercet.gateway.protos import (
     add_HealthServicer_to_server,
     health,
 )
-from tercet.gateway.rendering import ByCharacters, ModelRenderer, Renderer
+from tercet.gateway.rendering import ByCharacters, Renderer
 from tercet.gateway.service import EndpointPickerService
 from tercet.protocol import BadRequest, ShuttingDown
 from tercet.scheduling import Scheduling, load_scheduling
@@ -40,14 +44,25 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
 # Beside a body that was buffered there are headers and metadata in a message.
 BESIDE_BODY = 1024 * 1024
+READY_SECONDS = 10.0
+"""Without an answer of any engine, until it says that it is ready: what it knows by then is what there is."""
+LOOK_SECONDS = 0.1
+SWITCH_SECONDS = 0.001
+"""How long requests wait for a thread that prepares another one's prompt in Python."""
 LAST_SECONDS = 1.0
 """For streams that are open when it ends; what Envoy still waits for then it treats as a failure of the picker."""
 
 
 def serve(config: PickerConfig) -> None:
     """Run the picker until SIGINT or SIGTERM; a second signal ends it at once."""
+    import uvloop
+
     log_to_stderr(config.log_level, config.log_format)
-    asyncio.run(_serve(config))
+    # A segment is tokenized by the thread that was asked to, at its own priority, and not by one per core.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
+    uvloop.run(_serve(config))
 
 
 async def _serve(config: PickerConfig) -> None:
@@ -101,7 +116,7 @@ def renderer_of(config: PickerConfig) -> Renderer:
     """By the model that is named, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
     if config.render_model is None:
         return ByCharacters()
-    return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget)
+    return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget, config.render_cache_bytes)
 
 
 @dataclass
@@ -112,11 +127,12 @@ class PickerServer:
     metrics_port: int
     picker: EndpointPicker
     _health: health.HealthServicer
+    _starting: asyncio.Task[None]
 
     async def drain(self, seconds: float, hurried: asyncio.Event) -> None:
         """Be not ready for so many seconds, so that Envoy asks others, and still pick; or until ``hurried`` is set."""
-        for name in READY_NAMES:
-            await self._health.set(name, HealthCheckResponse.NOT_SERVING)
+        self._starting.cancel()
+        await _say(self._health, READY_NAMES, HealthCheckResponse.NOT_SERVING)
         try:
             async with asyncio.timeout(seconds):
                 await hurried.wait()
@@ -130,7 +146,8 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port that is taken."""
     metrics = PickerMetrics()
     metrics.registry.register(PoolCollector(fleet, config.pool))
-    picker = EndpointPicker(fleet, renderer_of(config), metrics, config)
+    renderer = renderer_of(config)
+    picker = EndpointPicker(fleet, renderer, metrics, config)
     server = grpc.aio.server(
         options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), ("grpc.so_reuseport", 0)]
     )
@@ -138,14 +155,33 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     told = health.HealthServicer()
     add_HealthServicer_to_server(told, server)
     port = _listen(server, config)
-    for name in (LIVENESS, *READY_NAMES):
-        await told.set(name, HealthCheckResponse.SERVING)
+    await _say(told, [LIVENESS], HealthCheckResponse.SERVING)
+    await _say(told, READY_NAMES, HealthCheckResponse.NOT_SERVING)
     async with _metrics_server(metrics, config) as metrics_port:
         await server.start()
+        starting = asyncio.create_task(_until_ready(fleet, told), name="readiness")
         try:
-            yield PickerServer(port, metrics_port, picker, told)
+            yield PickerServer(port, metrics_port, picker, told, starting)
         finally:
+            starting.cancel()
             await server.stop(LAST_SECONDS)
+            renderer.close()
+
+
+async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
+    """Say that it is ready once an engine has answered; later, when none does, its own 503 says so."""
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            while not fleet.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
+                await asyncio.sleep(LOOK_SECONDS)
+    except TimeoutError:
+        logger.warning("no engine has answered within %g s; requests get 503 until one does", READY_SECONDS)
+    await _say(told, READY_NAMES, HealthCheckResponse.SERVING)
+
+
+async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -> None:
+    for name in names:
+        await told.set(name, status)
 
 
 def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:

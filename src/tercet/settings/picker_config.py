@@ -45,6 +45,10 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     render_budget: Annotated[
         AtLeastOne, Setting("Of one request, characters to tokenize that were not seen lately; the rest is estimated.")
     ] = 16_384
+    render_cache_bytes: Annotated[
+        AtLeastOne,
+        Setting("Memory for parts of prompts that were tokenized, at most.", unit="bytes", default="128 MiB"),
+    ] = msgspec.field(default=128 * 2**20, name="render-cache")
     fallbacks: Annotated[
         Annotated[int, Meta(ge=0, le=16)], Setting("Further endpoints that Envoy may try when the first one fails.")
     ] = 2

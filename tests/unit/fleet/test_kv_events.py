@@ -218,6 +218,12 @@ class Engine:
     def __init__(self, found: KVEvents | None) -> None:
         self.found = found
         self.down = False
+        self.anew = asyncio.Event()
+
+    def restart(self, found: KVEvents | None) -> None:
+        """Another start of it has been met."""
+        self.found, self.down = found, False
+        self.anew.set()
 
     async def status(self) -> Any:
         if self.down:
@@ -227,7 +233,7 @@ class Engine:
 
 @asynccontextmanager
 async def followed(engine: Engine, knowledge: FleetKnowledge) -> AsyncGenerator[None]:
-    task = asyncio.create_task(follow_cache("e", "http://127.0.0.1:1", engine, knowledge))  # type: ignore[arg-type]
+    task = asyncio.create_task(follow_cache("e", "http://127.0.0.1:1", engine, knowledge, engine.anew))  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -274,9 +280,9 @@ async def test_a_restart_forgets_and_follows_the_new_one() -> None:
         await until(lambda: cached(knowledge) == 2)
         engine.down = True
         await old.close()
-        engine.found, engine.down = new.address, False
+        engine.restart(new.address)
         await until(lambda: cached(knowledge) == 1)
-        engine.found = None
+        engine.restart(None)
         await until(lambda: cached(knowledge) == 0)
     await new.close()
 

@@ -27,12 +27,12 @@ from tercet.gateway.protos import (
     ProcessingRequest,
     ProtocolConfiguration,
 )
-from tercet.gateway.server import READY_NAMES
+from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
 
 from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide
-from .pickers import IDLE, Served, addresses, serving
+from .pickers import IDLE, Served, addresses, config_for, fleet_for, serving
 
 BUSY = structs.replace(IDLE, waiting=99)
 BODY = json.dumps({"model": "m", "prompt": "y" * 4000}).encode()
@@ -55,6 +55,20 @@ async def test_the_prefill_engine_is_named(mode: int) -> None:
         alone = await envoy.request(b'{"prompt": "short"}', mode, headers={PREFILLER: "192.0.2.1:1"})
         assert PREFILLER not in alone.headers
         assert PREFILLER in alone.removed
+
+
+@pytest.mark.parametrize("body", [BODY, b"{"])
+async def test_who_only_watches_is_not_answered(body: bytes) -> None:
+    """In observability mode the proxy sends the request where it likes: nothing is picked, and nothing said."""
+    async with asked("both") as (envoy, served):
+        async with envoy.stream(DUPLEX) as stream:
+            await stream.send(observability_mode=True, request_headers=HttpHeaders())
+            await stream.send(observability_mode=True, request_body=HttpBody(body=body, end_of_stream=True))
+            await stream.send(observability_mode=True, response_headers=HttpHeaders())
+            await stream.call.done_writing()
+            assert await stream.read() == ""
+            assert await stream.call.code() == grpc.StatusCode.OK
+        assert served.fleet.member("e0").in_flight == 0
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
@@ -159,6 +173,39 @@ async def test_a_body_is_let_go_of_when_it_has_been_picked_for() -> None:
     assert exchange._chunks == [BODY]
     assert exchange.picked(Endpoints(["10.0.0.1:8000"]))
     assert exchange._chunks == []
+
+
+async def test_a_picker_is_ready_once_an_engine_has_answered() -> None:
+    config = config_for(["both"])
+    fleet = fleet_for(config)
+    fleet.member("e0").reachable = False
+    async with picking(fleet, config) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        health = HealthStub(channel)
+
+        async def said(name: str) -> int:
+            return (await health.Check(HealthCheckRequest(service=name))).status
+
+        assert [await said(name) for name in READY_NAMES] == [HealthCheckResponse.NOT_SERVING] * 3
+        assert await said("liveness") == HealthCheckResponse.SERVING
+        fleet.member("e0").reachable = True
+        async with asyncio.timeout(5):
+            while await said("readiness") != HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        fleet.member("e0").reachable = False
+        assert [await said(name) for name in READY_NAMES] == [HealthCheckResponse.SERVING] * 3
+
+
+async def test_a_picker_without_engines_is_ready_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says 503 by itself; not ready, it would be passed over."""
+    monkeypatch.setattr("tercet.gateway.server.READY_SECONDS", 0.2)
+    config = config_for(["both"])
+    fleet = fleet_for(config)
+    fleet.member("e0").reachable = False
+    async with picking(fleet, config) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        async with asyncio.timeout(5):
+            while (await HealthStub(channel).Check(HealthCheckRequest(service=""))).status != 1:
+                await asyncio.sleep(0.01)
+        assert (await EnvoySide(channel).request(BODY)).status == 503
 
 
 async def test_a_picker_that_ends_is_alive_not_ready_and_still_picks() -> None:

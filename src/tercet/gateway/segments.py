@@ -1,0 +1,180 @@
+"""Text to tokens by segments that are remembered, so that a conversation costs only what is new of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenizers import Tokenizer
+
+from tercet.gateway.rendering import Tokens, stand_ins
+
+logger = logging.getLogger("tercet.gateway")
+SEGMENT = 2048
+"""Characters that are tokenized, and remembered, together."""
+AT_ONCE = 2 * SEGMENT
+"""New characters that are tokenized on the spot; for more, a thread does it while others are served."""
+MOST_PENDING = 64 * SEGMENT
+"""Characters that may wait for the thread; beyond that, prompts are estimated."""
+MOST_UNLEARNED = 2048 * SEGMENT
+"""Characters that wait to be tokenized when there is time; the oldest are forgotten first."""
+LEARNED_TOGETHER = 8
+COSTS = 320
+"""Bytes of a remembered segment beside its text and its tokens: the objects that hold them."""
+NICENESS = 10
+Segment = tuple[str, bool]
+"""A text, and whether special tokens are to be added."""
+
+
+class SegmentTokenizer:
+    """Tokens of texts, of each about ``budget`` new characters at once; the rest gets stand-ins, and is learned later.
+
+    Segments take at most ``most_bytes`` bytes; those that came up the longest ago are forgotten first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, budget: int, most_bytes: int) -> None:
+        self.bytes = 0
+        self._tokenizer = tokenizer
+        self._budget = budget
+        self._most_bytes = most_bytes
+        self._seen: OrderedDict[Segment, Tokens] = OrderedDict()
+        # One object for each token id, whatever number of segments has it: a token takes 8 bytes in each of them.
+        self._ids = list(range(tokenizer.get_vocab_size() + 1))
+        self._pending = 0
+        self._urgent = ThreadPoolExecutor(1, "tokens")
+        self._patient = ThreadPoolExecutor(1, "later-tokens", initializer=_be_nice)
+        self._unlearned: deque[Segment] = deque(maxlen=MOST_UNLEARNED // SEGMENT)
+        self._learning: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Nothing is learned any more."""
+        if self._learning is not None:
+            self._learning.cancel()
+        self._urgent.shutdown(wait=False, cancel_futures=True)
+        self._patient.shutdown(wait=False, cancel_futures=True)
+
+    async def tokens(self, text: str, add_special_tokens: bool) -> Tokens:
+        """The text's tokens."""
+        segments = list(_segments(text, add_special_tokens))
+        known = [self._recall(segment) for segment in segments]
+        new = [segment for segment, tokens in zip(segments, known, strict=True) if tokens is None]
+        if new:
+            now = self._affordable(new)
+            self._learn_later(new[len(now) :])
+            made = dict(zip(now, await self._encoded(now), strict=True)) if now else {}
+            known = [made.get(s) if tokens is None else tokens for s, tokens in zip(segments, known, strict=True)]
+        return _joined(segments, known)
+
+    def _affordable(self, new: Sequence[Segment]) -> Sequence[Segment]:
+        left = self._budget
+        for place, (text, _) in enumerate(new):
+            if left <= 0:
+                return new[:place]
+            left -= len(text)
+        return new
+
+    # ---- tokenizing ------------------------------------------------------------------------------------------
+
+    async def _encoded(self, segments: Sequence[Segment]) -> Sequence[Tokens | None]:
+        """Their tokens; None for those that there is no time for now."""
+        characters = sum(len(text) for text, _ in segments)
+        if characters <= AT_ONCE:
+            return self._remembered(segments, self._encode(segments))
+        if self._pending and self._pending + characters > MOST_PENDING:
+            self._learn_later(segments)
+            return [None] * len(segments)
+        self._pending += characters
+        try:
+            loop = asyncio.get_running_loop()
+            return self._remembered(segments, await loop.run_in_executor(self._urgent, self._encode, segments))
+        finally:
+            self._pending -= characters
+
+    def _encode(self, segments: Sequence[Segment]) -> list[list[int]]:
+        # A batch, even of one: only for batches does the tokenizer let other threads run.
+        texts = [text for text, special in segments if not special]
+        plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else ())
+        return [
+            (self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0] if special else next(plain)).ids
+            for text, special in segments
+        ]
+
+    def _learn_later(self, segments: Sequence[Segment]) -> None:
+        self._unlearned += segments
+        if self._unlearned and (self._learning is None or self._learning.done()):
+            self._learning = asyncio.create_task(self._learn(), name="learning segments")
+
+    async def _learn(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._unlearned:
+            some = [self._unlearned.popleft() for _ in range(min(LEARNED_TOGETHER, len(self._unlearned)))]
+            missing = [segment for segment in dict.fromkeys(some) if segment not in self._seen]
+            if missing:
+                try:
+                    self._remembered(missing, await loop.run_in_executor(self._patient, self._encode, missing))
+                except Exception:  # what a tokenizer raises is its own; those that ask get the same, and are estimated
+                    logger.exception("a part of a prompt cannot be tokenized")
+
+    # ---- remembering -----------------------------------------------------------------------------------------
+
+    def _recall(self, segment: Segment) -> Tokens | None:
+        tokens = self._seen.get(segment)
+        if tokens is not None:
+            self._seen.move_to_end(segment)
+        return tokens
+
+    def _remembered(self, segments: Sequence[Segment], encoded: Sequence[Sequence[int]]) -> Sequence[Tokens]:
+        made = [tuple(map(self._one, ids)) for ids in encoded]
+        for segment, tokens in zip(segments, made, strict=True):
+            if segment not in self._seen:
+                self._seen[segment] = tokens
+                self.bytes += _size(segment, tokens)
+        while self.bytes > self._most_bytes:
+            self.bytes -= _size(*self._seen.popitem(last=False))
+        return made
+
+    def _one(self, token: int) -> int:
+        return self._ids[token] if token < len(self._ids) else token
+
+
+def _size(segment: Segment, tokens: Tokens) -> int:
+    text = segment[0]
+    return COSTS + len(text) * (1 if text.isascii() else 4) + 8 * len(tokens)
+
+
+def _segments(text: str, add_special_tokens: bool) -> Iterator[Segment]:
+    start, first = 0, add_special_tokens
+    while start < len(text):
+        end = _segment_end(text, start)
+        yield text[start:end], first
+        start, first = end, False
+
+
+def _segment_end(text: str, start: int) -> int:
+    """Where a segment ends: before the last blank in it, where tokenizers cut anyhow. It depends on what is before."""
+    end = start + SEGMENT
+    if end >= len(text):
+        return len(text)
+    blank = text.rfind(" ", start + SEGMENT // 2, end)
+    return blank if blank > start else end
+
+
+def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Tokens:
+    """The tokens as far as all are known, and stand-ins for the rest."""
+    tokens: list[int] = []
+    for place, found in enumerate(known):
+        if found is None:
+            rest = "".join(text for text, _ in segments[place:])
+            return (*tokens, *stand_ins(rest.encode("utf-8", "surrogatepass")))
+        tokens += found
+    return tuple(tokens)
+
+
+def _be_nice() -> None:
+    """Of a thread: what others wait for goes first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
