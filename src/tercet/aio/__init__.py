@@ -1,6 +1,7 @@
 """What asynchronous code of every room needs, from the standard library alone."""
 
+from tercet.aio.task_groups import keep_cancellation_counts
 from tercet.aio.tasks import TaskSet, is_cancelled, repeat
 from tercet.aio.threads import run_in_thread
 
-__all__ = ["TaskSet", "is_cancelled", "repeat", "run_in_thread"]
+__all__ = ["TaskSet", "is_cancelled", "keep_cancellation_counts", "repeat", "run_in_thread"]

@@ -151,8 +151,9 @@ class Watched:
 
 async def live(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
     """Stages while the source decodes, then the cut-over."""
-    move = NotedMove(watched.sequence)
-    return Moved(await migrate(move, to, settings), move.cut_over_at)
+    move, stages = NotedMove(watched.sequence), list[Stage]()
+    await migrate(move, to, settings, stages)
+    return Moved(tuple(stages), move.cut_over_at)
 
 
 async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:

@@ -27,10 +27,13 @@ from tercet.cli.renamed_options import RENAMED
 from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sim import sim
 from tercet.cli.status import status
+from tercet.cli.terminal import NobodyReads, forget_stdout
 from tercet.cli.up import up
 from tercet.protocol import TercetError
 from tercet.settings.declaration import near
 
+# As click has it for what it prints by itself.
+NOBODY_READS = 1
 # The bases of what typer says about the command line; they come from the click that it brings, and have no public name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -78,7 +81,12 @@ def main() -> None:
 
 def _run(argv: list[str]) -> int:
     """Exit code of one command line, with its complaint on standard error."""
-    return exit_code_of(lambda: app(argv, prog_name="tercet", standalone_mode=False))
+    return exit_code_of(lambda: _with_all_written(app(argv, prog_name="tercet", standalone_mode=False)))
+
+
+def _with_all_written(code: int | None) -> int | None:
+    sys.stdout.flush()
+    return code
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
@@ -97,6 +105,9 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         return _complain(error.message, 2 if is_refused else 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except (NobodyReads, BrokenPipeError):
+        forget_stdout()
+        return NOBODY_READS
 
 
 def _nearest(error: Any) -> str:

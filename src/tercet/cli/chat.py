@@ -16,7 +16,7 @@ import typer
 
 from tercet.cli.fleet_commands import HERE, ApiKey, Url
 from tercet.cli.given_names import require_url
-from tercet.cli.terminal import note
+from tercet.cli.terminal import note, write
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.bearer import bearer
@@ -55,8 +55,8 @@ def chat(
         question = sys.stdin.read().strip()
         if not question:
             raise BadRequest("standard input: there is no question in it", "stdin")
-        asyncio.run(talk.ask(question, _show))
-        _show("\n")
+        asyncio.run(talk.ask(question, write))
+        write("\n")
 
 
 def _talk(talk: Chat) -> None:
@@ -70,7 +70,7 @@ def _talk(talk: Chat) -> None:
         try:
             question = input(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
-            _show("\n")
+            write("\n")
             return
         if question:
             _answer(talk, question)
@@ -79,18 +79,13 @@ def _talk(talk: Chat) -> None:
 def _answer(talk: Chat, question: str) -> None:
     """A failure ends the answer and not the chat."""
     try:
-        asyncio.run(talk.ask(question, _show))
+        asyncio.run(talk.ask(question, write))
     except KeyboardInterrupt:
         note("\n(ended)")
     except TercetError as error:
         note(f"\ntercet: {error.message}")
     else:
-        _show("\n")
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        write("\n")
 
 
 class Chat:

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from tercet.cli.given_names import PARTS, flags_of, given_as
-from tercet.cli.terminal import say
+from tercet.cli.terminal import announce
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, own_start
 from tercet.cluster.log_directories import log_directory
@@ -50,8 +50,8 @@ def detach(config: UpConfig) -> None:
         process.terminate()
         process.wait()
         raise
-    say(f"\nready at {fleet.url}, in the background; log: {log}")
-    say(f"  tercet status --url {fleet.url}\n  tercet down --port {fleet.port}")
+    announce(f"\nready at {fleet.url}, in the background; log: {log}")
+    announce(f"  tercet status --url {fleet.url}\n  tercet down --port {fleet.port}")
 
 
 def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -80,7 +80,7 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
         while time.monotonic() < deadline:
             ended = process.poll() is not None
             while line := said.readline():
-                say(line.decode(errors="replace").rstrip("\n"))
+                announce(line.decode(errors="replace").rstrip("\n"))
             if ended:
                 error = BadRequest if process.returncode == REFUSED else EngineError
                 raise error(f"the fleet did not start; log: {log}")
@@ -110,7 +110,7 @@ async def _announce(config: UpConfig, fleet: RunningFleet) -> None:
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
     with announced(DetachedFleet(os.getpid(), own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
-        await fleet.until_broken(lambda name, state: say(f"{name}: {state}"))
+        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
 
 
 def down(
@@ -140,7 +140,7 @@ def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[
 
 def _stop(fleet: DetachedFleet) -> None:
     """Raises :class:`~tercet.protocol.EngineError` if it takes too long."""
-    say(f"stopping {fleet.url}")
+    announce(f"stopping {fleet.url}")
     _signal(fleet)
     deadline = time.monotonic() + fleet.stop_seconds
     while fleet.runs:
@@ -149,10 +149,10 @@ def _stop(fleet: DetachedFleet) -> None:
         try:
             time.sleep(LOOK_SECONDS)
         except KeyboardInterrupt:
-            say("stopping at once: requests that still run end with an error")
+            announce("stopping at once: requests that still run end with an error")
             _signal(fleet)
     detached_fleets()  # takes away what one that was killed has left
-    say(f"stopped {fleet.url}")
+    announce(f"stopped {fleet.url}")
 
 
 def _signal(fleet: DetachedFleet) -> None:

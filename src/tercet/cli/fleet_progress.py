@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.live import Live
 from rich.table import Table
 
-from tercet.cli.terminal import console, say
+from tercet.cli.terminal import announce, console
 from tercet.cluster.running_fleet import LOADING
 
 # Without a terminal: how often what still loads is said.
@@ -54,20 +54,20 @@ class FleetProgress:
         word, _, stage = state.partition(": ")
         if word != LOADING:
             self._loading.pop(name, None)
-            say(f"  {name}: {state}")
+            announce(f"  {name}: {state}")
         elif stage:
             self._enter(name, stage, now)
         else:
             self._loading[name] = _Loading(now, "starting", now)
             if self._live is None:
-                say(f"  {name}: {state}")
+                announce(f"  {name}: {state}")
         self._draw()
 
     def _enter(self, name: str, stage: str, now: float) -> None:
         process = self._loading.setdefault(name, _Loading(now, stage, now))
         process.stage, process.since = stage, now
         if self._live is None:
-            say(f"  {name}: {stage} ({now - process.began:.0f} s)")
+            announce(f"  {name}: {stage} ({now - process.began:.0f} s)")
 
     def _draw(self) -> None:
         if self._live is None:
@@ -88,4 +88,4 @@ class FleetProgress:
             elif self._loading:
                 now = time.monotonic()
                 parts = [f"{name} ({each.stage}, {now - each.since:.0f} s)" for name, each in self._loading.items()]
-                say(f"  still loading: {', '.join(parts)}")
+                announce(f"  still loading: {', '.join(parts)}")

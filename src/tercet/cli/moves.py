@@ -79,9 +79,9 @@ def in_words(move: dict[str, Any]) -> str:
         f"{move['number']:5}  {move['seq_id']}  {move['source']} -> {move['destination']}  {move['reason']}  "
         f"{move['outcome']}"
     )
-    if move["error"]:
-        return f"{line}: {move['error']}"
-    pause = "" if move["pause"] is None else f", pause {move['pause'] * 1000:.0f} ms"
     stages = f"{len(move['stages'])} stage{'' if len(move['stages']) == 1 else 's'}"
-    size = f"{stages}, {move['bytes'] / 1e6:.1f} MB, {move['recomputed']} tokens computed anew"
-    return f"{line}  {move['tokens']} tokens, {size}{pause}"
+    size = f"{stages}, {move['bytes'] / 1e6:.1f} MB"
+    if move["error"]:
+        return f"{line}: {move['error']}" + (f"; sent until then: {size}" if move["stages"] else "")
+    pause = "" if move["pause"] is None else f", pause {move['pause'] * 1000:.0f} ms"
+    return f"{line}  {move['tokens']} tokens, {size}, {move['recomputed']} tokens computed anew{pause}"

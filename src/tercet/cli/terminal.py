@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +13,57 @@ from rich.table import Table
 
 from tercet.protocol import BadRequest
 
-console = Console(stderr=False, highlight=False, soft_wrap=True)
 PIPE_WIDTH = 140
 # Of first columns: those that hold numbers, as all other columns do.
 NUMBERS = ("rate", "chunk, KiB")
 
 
+class NobodyReads(Exception):
+    """Whoever read standard output has left, as ``head`` does: there is no reason to go on, and nothing to complain of.
+
+    No ``OSError``, so that it is not taken for one of the connection that an answer comes from.
+    """
+
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        raise NobodyReads
+
+
+console = _Terminal(stderr=False, highlight=False, soft_wrap=True)
+
+
+def write(text: str) -> None:
+    """Write to standard output, at once, also into a pipe. Raises :class:`NobodyReads`, as the others here do."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise NobodyReads from None
+
+
 def say(text: str) -> None:
-    """Print a line as it is: no markup, and at once, also into a pipe. A reader that is gone is no reason to stop."""
-    with contextlib.suppress(BrokenPipeError):
-        console.print(text, markup=False)
+    """Print a line as it is: no markup, and at once, also into a pipe."""
+    console.print(text, markup=False)
+    try:
         console.file.flush()
+    except BrokenPipeError:
+        raise NobodyReads from None
+
+
+def announce(text: str) -> None:
+    """Say what becomes of a fleet: that nobody reads it is no reason to stop one."""
+    try:
+        say(text)
+    except NobodyReads:
+        forget_stdout()
+
+
+def forget_stdout() -> None:
+    """What is left to write to standard output, and what is still to come, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def note(line: str) -> None:
@@ -38,7 +78,7 @@ def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]
         drawn.add_column(heading, justify="right" if index or heading in NUMBERS else "left")
     for row in rows:
         drawn.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(drawn)
+    _Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(drawn)
 
 
 def require_folder(path: Path | None, flag: str) -> None:

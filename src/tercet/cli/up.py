@@ -12,7 +12,7 @@ from pathlib import Path
 from tercet.cli.detached import detach
 from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.setting_flags import settings_command
-from tercet.cli.terminal import say
+from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model_hub import find_model
 from tercet.cluster.ports import require_free
@@ -34,7 +34,7 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     if config.port:
         require_free(config.host, config.port)
     # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.
-    model = find_model(config.model, lambda line: say(f"  model: {line}"))
+    model = find_model(config.model, lambda line: announce(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
 
 
@@ -45,10 +45,10 @@ async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awai
 
     def stop(number: int) -> None:
         if stopped_by and not hurry.is_set():
-            say("stopping at once: requests that still run end with an error")
+            announce("stopping at once: requests that still run end with an error")
             hurry.set()
         elif not stopped_by:
-            say("stopping")
+            announce("stopping")
             task.cancel()
         stopped_by.append(number)
 
@@ -98,10 +98,10 @@ def up(config: UpConfig) -> None:
 async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
     body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
     width = max(len(engine.name) for engine in fleet.engines)
-    say(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
+    announce(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
     for engine in fleet.engines:
-        say(f"  {engine.name:{width}}  {engine.role:7}  {engine.url}")
-    say(f"  logs: {fleet.log_dir}\n")
-    say(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
-    say("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
-    await fleet.until_broken(lambda name, state: say(f"{name}: {state}"))
+        announce(f"  {engine.name:{width}}  {engine.role:7}  {engine.url}")
+    announce(f"  logs: {fleet.log_dir}\n")
+    announce(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
+    announce("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
+    await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))

@@ -91,6 +91,14 @@ KV_TRANSFER_CONFIG: Mapping[str, str] = {
 # A verb waits for the step that is running, so on a CPU, where a step of 2048 tokens takes seconds, steps are short.
 CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
+# What Python says of vLLM's and PyTorch's own code, and of shared memory that its owner was killed over and that is
+# removed here; and what PyTorch's C++ says below an error.
+_QUIET: Mapping[str, str] = {
+    "PYTHONWARNINGS": ",".join((
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:multiprocessing.resource_tracker",
+    )),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}  # fmt: skip
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +148,9 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         options = [part for key, value in spec.options.items() for part in ("--option", f"{key}={value}")]
         command = [sys.executable, "-m", "tercet.cli", "engine", "--simulate", spec.simulate, "--name", spec.name]
         return [*command, *where, *options]
-    defaults = {"--dtype": spec.dtype or default_dtype(cpu=bool(spec.cores))}
+    defaults = {"--dtype": spec.dtype or default_dtype(cpu=bool(spec.cores)), "--uvicorn-log-level": "warning"}
+    if value_of(spec.extra_args, "--use-tqdm-on-load") is None:
+        defaults |= {"--no-use-tqdm-on-load": ""}  # a bar is no line of a log
     if spec.cores:
         defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
     if spec.built_in:
@@ -229,6 +239,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     env = {"VLLM_PLUGINS": "tercet", ENGINE_NAME_VARIABLE: spec.name, "VLLM_NO_USAGE_STATS": "1"}
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
+    env |= {name: value for name, value in _QUIET.items() if name not in inherited}
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)

@@ -57,32 +57,34 @@ class Movable(Protocol):
         ...
 
 
-async def migrate(sequence: Movable, to: Engine, settings: MoveSettings) -> tuple[Stage, ...]:
-    """Move a sequence to another engine; returns what was sent. One that waits is moved without KV.
+async def migrate(sequence: Movable, to: Engine, settings: MoveSettings, stages: list[Stage]) -> None:
+    """Move a sequence to another engine. ``stages`` gets what is sent, as it arrives, whatever becomes of the move.
+
+    One that waits is moved without KV.
 
     Whatever ends this before the cut-over, cancellation included, leaves the sequence where it is and nothing behind at
     the destination. Raises :class:`~tercet.protocol.TercetError`.
     """
     if not sequence.computed:
         await sequence.cut_over(to, 0)
-        return ()
+        return
     context = sequence.context()
     async with to.prep_recv(context) as space:
-        sent = [await _send(sequence, context, space, settings)]
-        while sequence.computed - space.end > settings.tail and len(sent) < settings.stages:
+        await _send(sequence, context, space, settings, stages)
+        while sequence.computed - space.end > settings.tail and len(stages) < settings.stages:
             context = sequence.context()
             space = await to.extend_recv(space, context)
-            sent.append(await _send(sequence, context, space, settings))
+            await _send(sequence, context, space, settings, stages)
         await sequence.cut_over(to, space.end)
-    return tuple(sent)
 
 
-async def _send(sequence: Movable, context: Request, space: Reservation, settings: MoveSettings) -> Stage:
-    stage = Stage(space.matched_len, space.matched_len)
-    while stage.end < space.end:
-        end = min(stage.end + settings.portion, space.end)
-        sent = await sequence.engine.remote_send(context, space, stage.end, end)
-        stage = stage.and_then(sent)
+async def _send(
+    sequence: Movable, context: Request, space: Reservation, settings: MoveSettings, stages: list[Stage]
+) -> None:
+    stages.append(Stage(space.matched_len, space.matched_len))
+    while stages[-1].end < space.end:
+        end = min(stages[-1].end + settings.portion, space.end)
+        sent = await sequence.engine.remote_send(context, space, stages[-1].end, end)
+        stages[-1] = stages[-1].and_then(sent)
         if end < space.end:
             await asyncio.sleep(sent.seconds / settings.share - sent.seconds)
-    return stage

@@ -7,7 +7,7 @@ from tercet.programs.cache_bypass import cache_bypass
 from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
-from tercet.programs.loading import BUILT_IN, Program, load_program
+from tercet.programs.loading import BUILT_IN, Program, load_program, name_of
 from tercet.programs.migrate_context import migrate_context
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "disaggregated",
     "load_program",
     "migrate_context",
+    "name_of",
     "outputs_of",
     "run_program",
 ]

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tercet.aio import keep_cancellation_counts
 from tercet.programs.answer import Answer
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
@@ -37,10 +38,17 @@ def load_program(name: str, args: Mapping[str, str] | None = None) -> Program:
     ``file.py:function``. Raises
     :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a parameter.
     """
+    keep_cancellation_counts()
     function = BUILT_IN.get(name) or _from_file(name)
     if not inspect.isasyncgenfunction(function):
         raise BadRequest(f"program: {name} is not an async generator (async def with yield)", "program")
     return partial(function, **_convert(name, function, args or {}))
+
+
+def name_of(program: Program) -> str:
+    """What a built-in program is called; empty for any other."""
+    function = program.func if isinstance(program, partial) else program
+    return next((name for name, each in BUILT_IN.items() if each is function), "")
 
 
 def _from_file(name: str) -> Callable[..., Answer]:

@@ -13,6 +13,9 @@ from tercet.fleet import RunningSequence
 from tercet.programs import Answer, run_program
 from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request, TercetError
 
+# The program that goes on where another one failed.
+ONE_ENGINE = "data_parallel"
+
 
 class ProgramFault(Exception):
     """A program broke the rules for programs."""
@@ -97,6 +100,11 @@ def first_cause(error: BaseException) -> BaseException:
         return error
     causes = [first_cause(each) for each in error.exceptions]
     return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
+
+
+def is_fallback(sequence: RunningSequence, program: str) -> bool:
+    """Whether the attempt that begins takes another way than ``program``, for the first time: no mere retry."""
+    return sequence.attempt == 1 and program != ONE_ENGINE
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:

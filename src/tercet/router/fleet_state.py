@@ -39,10 +39,19 @@ class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
 
 
+class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the change to that version did: an event of the log, its fields, and who asked, or which file changed."""
+
+    version: int
+    event: str
+    fields: dict[str, str | int]
+    reason: str
+
+
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Members, programs and scheduling. ``before`` are the programs to which front doors return from failing ones.
 
-    ``reason`` is why the last change was made: who asked for it, or which file has changed.
+    ``changes`` are the last ones, oldest first, for front doors that find several at once.
     """
 
     version: int = 1
@@ -51,7 +60,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
     promise: Promise | None = None
-    reason: str = ""
+    changes: tuple[MadeChange, ...] = ()
 
     @classmethod
     def of(cls, config: RouterConfig) -> FleetState:
@@ -69,11 +78,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         after = known.with_program(self.program.plan)
         if self.scheduling is not None:
             after = after.with_scheduling(self.scheduling.file)
-        return msgspec.structs.replace(after, members=self.members, reason="")
-
-    def because(self, reason: str, before: FleetState) -> FleetState:
-        """This state, which was made of the one ``before`` for that reason, if it is another one at all."""
-        return self if self is before else msgspec.structs.replace(self, reason=reason)
+        return msgspec.structs.replace(after, members=self.members)
 
     def with_program(self, plan: Plan) -> FleetState:
         """Requests from now on are served under ``plan``."""

@@ -32,9 +32,10 @@ class MoveRecord(msgspec.Struct):
     """One move, from its beginning on. Times are in seconds, ``at`` is a Unix time.
 
     ``pause`` is how long the client waited between the last token from the source and the first from the destination;
-    None if there was no token before. ``recomputed`` counts the positions that no stage had brought. ``outcome`` is
-    ``ended`` if the sequence was over first, ``failed`` if it stays where it was, or went on as after any failure, and
-    ``dropped`` if it was proposed and could not begin; ``code`` is then that of the ``error``.
+    None if there was no token before. ``stages`` are what arrived, also of a move that failed, and ``recomputed``
+    counts the positions that none of them had brought. ``outcome`` is ``ended`` if the sequence was over first,
+    ``failed`` if it stays where it was, or went on as after any failure, and ``dropped`` if it was proposed and could
+    not begin; ``code`` is then that of the ``error``.
     """
 
     number: int
@@ -151,10 +152,11 @@ class Moves:
         move = self._recorded(sequence, moving.engine.name, to.name, reason, moving.computed)
         self._moving.add(sequence)
         started = moving.engine.costs.clock()
+        stages: list[Stage] = []
         try:
             with self.metrics.move():
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
-                    move.stages = await migrate(moving, to, self.settings)
+                    await migrate(moving, to, self.settings, stages)
             sequence.moves += 1
             move.outcome, move.recomputed, move.pause = "moved", moving.recomputed, moving.pause
         except TimeoutError:
@@ -170,6 +172,7 @@ class Moves:
             raise
         finally:
             self._moving.discard(sequence)
+            move.stages = tuple(stages)
             move.seconds = moving.engine.costs.clock() - started
             moving.engine.note(_traced(move), started)
             self._over(move)
@@ -197,9 +200,13 @@ def _traced(move: MoveRecord) -> TraceEvent:
 
 
 def _tell(move: MoveRecord) -> None:
-    how = f"{len(move.stages)} stages, {move.bytes} bytes, {move.recomputed} tokens computed anew"
+    sent = f"{len(move.stages)} stages, {move.bytes} bytes"
     pause = "" if move.pause is None else f", pause {move.pause * 1000:.0f} ms"
+    if move.outcome == "moved":
+        result = f"{sent}, {move.recomputed} tokens computed anew{pause}"
+    else:
+        result = f"{move.error}; sent until then: {sent}" if move.stages else move.error
     MOVE.tell(
         seq_id=move.seq_id, engine=move.source, to=move.destination, reason=move.reason, outcome=move.outcome,
-        code=move.code, result=f"{how}{pause}" if move.outcome == "moved" else move.error,
+        code=move.code, result=result,
     )  # fmt: skip

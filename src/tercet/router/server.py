@@ -59,7 +59,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     ):
         service = Service(
             fleet, config.program, config.program_args, Metrics(), config.return_after, config.retries,
-            config.request_timeout_s, config.wait_for_engine_s, config.moves,
+            config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
         )  # fmt: skip
         with state_path(config) as path:
             tells = shared is None or not shared.index
@@ -98,6 +98,9 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 
 
 def _import_vllm() -> None:
+    from tercet.vllm_plugin.log_noise import errors_only
+
+    errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     from tercet.vllm_plugin.frontend.openai_server import import_vllm
 
     import_vllm()

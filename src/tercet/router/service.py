@@ -24,7 +24,7 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.router.attempts import Attempts, BrokenOff, ProgramFault, one_engine
+from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
 from tercet.router.proposals import Proposals
@@ -32,7 +32,6 @@ from tercet.router.recovery import Recovery
 from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
 from tercet.settings import MoveSettings, RetryBudget, log_events
 
-ONE_ENGINE = "data_parallel"
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0
 RETURN_AFTER = 5
@@ -46,7 +45,8 @@ class Service:
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
     is ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again, and
-    for so long attempts that no engine took cost it nothing.
+    for so long attempts that no engine took cost it nothing. ``tells_faults``: traces, which clients get, have what
+    programs raised; otherwise the log alone has it.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Service:
         request_timeout: float | None = None,
         wait_for_engine: float = 0.0,
         moves: MoveSettings = MOVES,
+        tells_faults: bool = False,
     ) -> None:
         self.fleet = fleet
         self._clock = fleet.costs.clock
@@ -69,6 +70,7 @@ class Service:
         self._retries = retries
         self._request_timeout = request_timeout
         self._wait_for_engine = wait_for_engine
+        self._tells_faults = tells_faults
         self._recovery = Recovery(fleet, wait_for_engine, self._clock)
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
@@ -146,7 +148,7 @@ class Service:
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence, tried_at)
                 if retry is None:
-                    attempts.finish(_last_output(chosen, failure))
+                    attempts.finish(_last_output(chosen, failure, request.seq_id))
                     return
                 trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
                 await self._recovery.wait(retry)
@@ -201,15 +203,16 @@ class Service:
         """Count and log that a sequence is tried again, and on which way; returns what its trace says of it."""
         engine, cause = fleet.at_fault(error)
         code, tokens, seq_id = _code(chosen, error), len(sequence.tokens), sequence.request.seq_id
+        traced = _words(cause) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
         self.metrics.retried(code, sequence.answered)
         said = {"seq_id": seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(cause)}
-        if sequence.attempt > 1 or chosen.name == ONE_ENGINE:
+        if not is_fallback(sequence, chosen.name):
             log_events.RETRY.tell(program=ONE_ENGINE, **said)
-            return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {_words(cause)}")
+            return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")
         sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
         self.metrics.fallbacks.labels(chosen.name, code).inc()
         log_events.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
-        return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {_words(cause)}")
+        return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {traced}")
 
     def _choose(self, request: Request, model: str) -> Chosen:
         if request.sampling_params.get("prompt_logprobs") is not None:
@@ -258,16 +261,22 @@ def _code(chosen: Chosen, error: BaseException) -> str:
     return error.code if isinstance(error, TercetError) and not _is_own_fault(chosen, error) else ProgramFailed.code
 
 
-def _last_output(chosen: Chosen, error: BaseException) -> Output:
+def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
     """What a sequence ends with when nothing more is tried; raises what there is no output for."""
     if isinstance(error, BrokenOff):
         return error.output
     if isinstance(error, TercetError) and not _is_own_fault(chosen, error):
         raise error
-    raise ProgramFailed(f"the program {chosen.name} failed: {_words(error)}") from error
+    raise ProgramFailed(f"the program {chosen.name} failed at {seq_id}: {_words_to_clients(error)}") from error
+
+
+def _words_to_clients(error: BaseException) -> str:
+    """What is said of a program's own fault to those who are not its operators: nothing of what it raised."""
+    return str(error) if isinstance(error, ProgramFault) else "the front door's log says why"
 
 
 def _words(error: BaseException) -> str:
+    """Why, for the log."""
     if isinstance(error, ProgramFault):
         return str(error)
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"

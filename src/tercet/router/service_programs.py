@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from tercet.fleet import Trace
-from tercet.protocol import Request, TercetError, Usage
+from tercet.protocol import ProgramFailed, Request, TercetError, Usage
 from tercet.router.service import Service
 from tercet.settings.log_events import REQUEST_FAILED
 from tercet.vllm_plugin.frontend.request_context import RequestContext
@@ -24,7 +24,13 @@ class ServicePrograms:
         """A sequence has ended in an error; one of the client's own making is no news to anybody else."""
         self._service.metrics.errors.labels(error.code).inc()
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=error.message)
+            REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=_with_cause(error))
+
+
+def _with_cause(error: TercetError) -> str:
+    """Why, with what a client is not told of its program."""
+    cause = error.__cause__ if isinstance(error, ProgramFailed) else None
+    return error.message if cause is None else f"{error.message} ({type(cause).__name__}: {cause})"
 
 
 class TracedRun:

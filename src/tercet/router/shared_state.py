@@ -23,7 +23,7 @@ from tercet.router.recovery import LOOK_SECONDS
 from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shutdown import Shutdown
-from tercet.router.state_changes import changes
+from tercet.router.state_changes import because, changes_with_reasons
 from tercet.scheduling import Scheduling, load_scheduling
 from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress, log_events
@@ -165,8 +165,8 @@ class SharedState:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         await self._apply_members(state, from_scratch)
         if self.tells:
-            for event, fields in changes(self.state, state):
-                event.tell(**fields, reason=state.reason or f"{self._file.path} says so")
+            for (event, fields), reason in changes_with_reasons(self.state, state, f"{self._file.path} says so"):
+                event.tell(**fields, reason=reason)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
         self._report()
@@ -247,7 +247,7 @@ class SharedState:
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None
     ) -> Sequence[str]:
         """Another state, made of the newest one; ``loaded`` is what it needs and has been loaded already."""
-        state = await self._update(lambda state: change(state).because(reason, state))
+        state = await self._update(lambda state: because(reason, state, change(state)))
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 

@@ -1,21 +1,44 @@
-"""What is different from one state of a fleet to the next, as events of the log."""
+"""What is different from one state of a fleet to the next, as events of the log, each with its own reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from tercet.fleet.membership import MemberState
-from tercet.router.fleet_state import FleetState, ProgramInUse
+from tercet.router.fleet_state import FleetState, MadeChange, ProgramInUse
 from tercet.settings import log_events as events
 from tercet.settings.log_events import LogEvent
+
+REMEMBERED = 32
 
 
 class Change(NamedTuple):
     """An event, and its fields but for the reason."""
 
     event: LogEvent
-    fields: dict[str, object]
+    fields: dict[str, str | int]
+
+
+def because(reason: str, before: FleetState, after: FleetState) -> FleetState:
+    """``after``, which was made of ``before`` for that reason, if it is another state at all."""
+    if after is before:
+        return after
+    made = [MadeChange(before.version + 1, each.event.name, each.fields, reason) for each in changes(before, after)]
+    return msgspec.structs.replace(after, changes=(*before.changes, *made)[-REMEMBERED:])
+
+
+def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) -> Sequence[tuple[Change, str]]:
+    """What has been changed since ``before``, in order, and why: ``otherwise`` where nobody has said so.
+
+    What was changed and changed back is in there twice.
+    """
+    made = [each for each in after.changes if each.version > before.version]
+    told = [(Change(_CHANGES[each.event], each.fields), each.reason) for each in made if each.event in _CHANGES]
+    known = [change for change, _ in told]
+    return [*told, *((change, otherwise) for change in changes(before, after) if change not in known)]
 
 
 def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
@@ -38,7 +61,7 @@ def _is_same(before: MemberState, after: MemberState) -> bool:
 
 def _of_member(before: MemberState | None, after: MemberState) -> Iterator[Change]:
     address = after.address
-    engine: dict[str, object] = {"engine": address.name}
+    engine: dict[str, str | int] = {"engine": address.name}
     if before is None:
         yield Change(events.ENGINE_ADDED, {**engine, "url": address.url, "role": address.role})
     elif before.address.role != address.role:
@@ -53,3 +76,12 @@ def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:
         if used is not None and used.number > before.number:
             names = dict.fromkeys(arm.label for arm in used.plan.arms)
             yield Change(events.PROGRAM_CHANGED, {"version": used.number, "program": ", ".join(names)})
+
+
+_CHANGES = {
+    each.name: each
+    for each in (
+        events.ENGINE_ADDED, events.ENGINE_REMOVED, events.ENGINE_ROLE, events.ENGINE_DRAINED, events.ENGINE_UNDRAINED,
+        events.PROGRAM_CHANGED, events.SCHEDULING_CHANGED,
+    )
+}  # fmt: skip

@@ -155,7 +155,11 @@ class FrontDoorConfig(Settings, frozen=True):
         NotNegative, Setting("Failures of a program in a row before the one before it is used again; 0: never.")
     ] = 5
     dev: Annotated[
-        bool, Setting("Load the program, or the scheduling file, anew when its file changes.", default="off")
+        bool,
+        Setting(
+            "Load the program, or the scheduling file, anew when its file changes; traces tell what a program raised.",
+            default="off",
+        ),
     ] = False
     log_format: Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")] = "text"
     access_log: Annotated[

@@ -16,8 +16,10 @@ def register() -> None:
     from tercet.settings.log_lines import log_to_stderr
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
+    from tercet.vllm_plugin.log_noise import without_noise
 
     without_leak_reports()
+    without_noise()
     log_to_stderr(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
         require_hooks("engine")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tercet.vllm_plugin.log_noise import without_noise
 from tercet.vllm_plugin.standby import StandbyContext, stand_by
 
 PLAIN = "vllm.entrypoints.openai.api_server"
@@ -41,6 +42,7 @@ def main() -> None:
     """Become the server of an engine with one worker."""
     wanted = read_once(os.environ, _openmp())
     if wanted.items() <= os.environ.items():
+        without_noise()
         _share_one_import()
         runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
     else:

@@ -63,7 +63,7 @@ def test_an_engine_that_is_drained_is_emptied(tmp_path: Path) -> None:
     point = uneven(str(fleet)).point(RATE)
     assert point.summary.failed == 0
     assert point.moves.outcomes["drain moved"] > 5
-    assert point.fallbacks == 0
+    assert point.retries == 0
 
 
 def test_what_runs_on_a_frozen_engine_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_runs_on_a_frozen_engine_goes_on_elsewhere(tmp_path: Path) -> None:
     fleet.write_text("engines: [{role: both, count: 4}]\nfaults: [{engine: both-0, at: 3, down: 30, kind: freeze}]\n")
     point = uneven(str(fleet)).point(RATE)
     assert point.summary.failed == 0
-    assert point.fallbacks > 0
+    assert point.retries > 0
 
 
 def test_settings_of_moves_are_axes_of_a_sweep() -> None:

@@ -13,6 +13,9 @@ import pytest
 
 from tercet.cli import app
 from tercet.cli import chat as chat_module
+from tercet.cli.app import NOBODY_READS
+
+from .closed_output import with_nobody_reading
 
 Captured = pytest.CaptureFixture[str]
 
@@ -99,6 +102,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
     monkeypatch.setattr("builtins.input", read)
 
 
+def test_a_reader_that_leaves_ends_the_answer_quietly(door: Door) -> None:
+    ended = with_nobody_reading(["chat", "--url", door.url], "hello\n")
+    assert (ended.returncode, ended.stderr) == (NOBODY_READS, "")
+
+
 def test_a_question_through_a_pipe(door: Door, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     piped(monkeypatch, "hello\n")
     assert app._run(["chat", "--url", door.url, "--max-tokens", "5", "--system", "be short"]) == 0
@@ -162,7 +170,7 @@ def test_ctrl_c_ends_the_answer_and_a_second_one_the_chat(door: Door, monkeypatc
         if text == "Good " and shown.count(text) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_module, "_show", show)
+    monkeypatch.setattr(chat_module, "write", show)
     typed(monkeypatch, "hello", "go on", KeyboardInterrupt)
     assert app._run(["chat", "--url", door.url]) == 0
     assert [message["content"] for message in door.asked[1]["messages"]] == ["hello", "Good ", "go on"]

@@ -13,9 +13,12 @@ import pytest
 
 from tercet import __version__
 from tercet.cli import app
+from tercet.cli.terminal import NobodyReads, announce, say
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import key_values
 from tercet.settings.router_config import engine_address
+
+from .closed_output import with_nobody_reading
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,23 @@ def test_as_a_process_too() -> None:
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert re.fullmatch(r"tercet: .*--port.*\n", ended.stderr)
+
+
+@pytest.mark.parametrize("line", ["--version", "profile list", "profile show llama-3.1-8b-h100-tp1"])
+def test_a_reader_that_has_left_is_nothing_to_complain_of(line: str) -> None:
+    ended = with_nobody_reading(line.split())
+    assert (ended.returncode, ended.stderr) == (app.NOBODY_READS, "")
+
+
+def test_nobody_who_reads_is_no_reason_to_stop_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        with pytest.raises(NobodyReads):
+            say("to somebody")
+        announce("ready")
+        say("to nobody, from now on")
 
 
 def test_what_fails_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

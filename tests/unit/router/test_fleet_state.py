@@ -21,6 +21,7 @@ from tercet.router import fleet_state
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan, Share
+from tercet.router.state_changes import REMEMBERED, because, changes_with_reasons
 from tercet.settings import EngineAddress, RouterConfig
 
 FIRST = FleetState(
@@ -73,9 +74,26 @@ def test_programs_are_numbered_and_the_ones_before_are_known() -> None:
 
 
 def test_a_state_that_was_put_back_is_not_for_the_reason_of_the_last_change() -> None:
-    known = msgspec.structs.replace(FIRST.with_draining("p", True), version=3).because("somebody asked", FIRST)
-    assert FIRST.following(known).members == FIRST.members
-    assert FIRST.following(known).reason == ""
+    changed = because("somebody asked", FIRST, FIRST.with_draining("p", True))
+    known = msgspec.structs.replace(changed, version=FIRST.version + 1)
+    back = msgspec.structs.replace(FIRST.following(known), version=known.version + 1)
+    assert back.members == FIRST.members
+    assert [(each.event.name, reason) for each, reason in changes_with_reasons(FIRST, known, "it says so")] == [
+        ("engine_drained", "somebody asked")
+    ]
+    assert [(each.event.name, reason) for each, reason in changes_with_reasons(known, back, "it says so")] == [
+        ("engine_undrained", "it says so"),
+        ("program_changed", "it says so"),
+    ]
+
+
+def test_the_reasons_of_the_last_changes_are_kept() -> None:
+    state = FIRST
+    for number in range(100):
+        after = because(str(number), state, state.with_draining("p", not number % 2))
+        state = msgspec.structs.replace(after, version=state.version + 1)
+    assert [each.reason for each in state.changes] == [str(number) for number in range(100 - REMEMBERED, 100)]
+    assert because("nothing", state, state) is state
 
 
 def test_the_first_promise_stands() -> None:

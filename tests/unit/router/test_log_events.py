@@ -13,11 +13,15 @@ import pytest
 
 from tercet.fleet import Trace
 from tercet.fleet.trace import TraceEvent
-from tercet.protocol import EngineUnreachable, NoSpace, Output, Request, TercetError
+from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
+from tercet.router.fleet_state import FleetState, StateFile
 from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change
 from tercet.router.routing import Plan
-from tercet.settings import log_events
+from tercet.router.service import Service
+from tercet.router.service_programs import ServicePrograms
+from tercet.router.state_changes import because
+from tercet.settings import RetryBudget, log_events
 from tercet.settings.log_events import LogEvent
 from tercet.settings.log_lines import EVENTS, FIELDS
 
@@ -41,6 +45,11 @@ async def fleets(request, fleet):
     async with asyncio.TaskGroup() as group:
         group.create_task(full())
         await asyncio.sleep(60)
+    yield
+
+async def fleets_at_the_end(request, fleet):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(full())
     yield
 
 async def own(request, fleet):
@@ -121,6 +130,29 @@ async def test_each_change_is_one_line_with_who_asked(door: Door, programs: str,
     ]
     assert told(log_events.ENGINE_ROLE)[0] | {"role": "both", "before": "decode"} == told(log_events.ENGINE_ROLE)[0]
     assert told(log_events.PROGRAM_CHANGED)[0]["version"] == 2
+
+
+async def test_changes_that_are_found_at_once_have_each_its_own_reason(
+    door: Door, metrics: Metrics, programs: str, told: Told
+) -> None:
+    async with joined(door, metrics):
+        door.shared.tells = False
+        path = door.directory / "state.json"
+        StateFile(path).update(because_of("one", lambda state: state.with_draining("d", True)), door.shared.state)
+        StateFile(path).update(because_of("two", lambda state: state.with_draining("d", False)), door.shared.state)
+        StateFile(path).update(because_of("three", lambda state: state.with_role("p", "both")), door.shared.state)
+        StateFile(path).update(lambda state: state.with_draining("p", True), door.shared.state)  # by hand
+        await until(lambda: len(told()) == 4)
+    assert [(each["event"], each["engine"], each["reason"]) for each in told()] == [
+        ("engine_drained", "d", "one"),
+        ("engine_undrained", "d", "two"),
+        ("engine_role", "p", "three"),
+        ("engine_drained", "p", f"{path} says so"),
+    ]
+
+
+def because_of(reason: str, change: Callable[[FleetState], FleetState]) -> Callable[[FleetState], FleetState]:
+    return lambda state: because(reason, state, change(state))
 
 
 async def test_what_is_refused_changes_nothing_and_is_no_event(door: Door, told: Told) -> None:
@@ -250,7 +282,9 @@ async def test_each_further_attempt_is_a_line_too(door: Door, told: Told) -> Non
     assert counted("tercet_fallbacks_total", program="data_parallel", code="no_space") == 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("fleets", "no_space"), ("own", "program_failed")])
+@pytest.mark.parametrize(
+    ("name", "code"), [("fleets", "no_space"), ("fleets_at_the_end", "no_space"), ("own", "program_failed")]
+)
 async def test_the_cause_in_a_group_of_tasks_is_the_cause(
     door: Door, tmp_path: Path, name: str, code: str, told: Told
 ) -> None:
@@ -258,7 +292,32 @@ async def test_the_cause_in_a_group_of_tasks_is_the_cause(
     await door.use(Plan(program=f"{tmp_path / 'grouped.py'}:{name}"))
     await served(door)
     (line,) = told(log_events.FALLBACK)
-    assert (line["code"], line["reason"]) == (code, "no room" if name == "fleets" else "ValueError: a mistake")
+    assert (line["code"], line["reason"]) == (code, "ValueError: a mistake" if name == "own" else "no room")
+
+
+@pytest.mark.parametrize("dev", [False, True])
+async def test_what_a_program_raised_is_for_the_log_and_for_clients_of_those_who_develop(
+    door: Door, metrics: Metrics, programs: str, told: Told, dev: bool
+) -> None:
+    door.service = Service(
+        door.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=1), tells_faults=dev
+    )  # fmt: skip
+    trace, _ = await served(door)
+    (event,) = [event for event in trace.events if event.verb == "fallback"]
+    assert event.reason == f"{trace.program}: " + ("ValueError: oh no" if dev else "the front door's log says why")
+    assert [each["reason"] for each in told(log_events.FALLBACK)] == ["ValueError: oh no"]
+
+
+async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
+    door: Door, metrics: Metrics, programs: str, told: Told
+) -> None:
+    door.service = Service(door.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=0))
+    with pytest.raises(ProgramFailed) as failed:
+        await served(door)
+    assert failed.value.message == f"the program {programs}:raises failed at s1: the front door's log says why"
+    ServicePrograms(door.service).failed("s1", failed.value)
+    (line,) = told(log_events.REQUEST_FAILED)
+    assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"
 
 
 async def test_a_program_that_fails_again_and_again_is_one_traceback(

@@ -8,6 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from tercet.fleet import RunningSequence, Trace
@@ -22,6 +23,7 @@ from tercet.protocol import (
     Request,
     Sent,
     TercetError,
+    TransferFailed,
     UnknownEngine,
 )
 from tercet.router.followers import Followers
@@ -30,7 +32,7 @@ from tercet.router.rescheduler import Rescheduler
 from tercet.router.routing import Plan
 from tercet.settings import MoveSettings, RescheduleSettings
 
-from .conftest import Door, Engine
+from .conftest import Door, Engine, counted
 
 PROMPT = tuple(range(100))
 TOKENS = 40
@@ -139,6 +141,30 @@ async def test_stages_go_on_while_the_source_decodes(door: Door, monkeypatch: py
         move = await door.service.moves.move(sequence, "p", "test")
         assert [stage.end for stage in move.stages] == [len(PROMPT) + HOLD - 1 + sent for sent in (0, 8, 14)]
         assert move.recomputed == 3
+
+
+async def test_what_was_sent_until_a_move_failed_is_on_record(
+    door: Door, monkeypatch: pytest.MonkeyPatch, metrics: Metrics
+) -> None:
+    source = door.engine("d")
+    send, calls = source.remote_send, 0
+
+    async def second_portion_is_lost(*args: Any) -> Sent:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise TransferFailed("lost")
+        return msgspec.structs.replace(await send(*args), bytes=64)
+
+    monkeypatch.setattr(source, "remote_send", second_portion_is_lost)
+    before = counted("tercet_moved_bytes_total")
+    async with running(door) as (_, sequence):
+        door.service.moves.settings = MoveSettings(portion=64)
+        with pytest.raises(TransferFailed):
+            await door.service.moves.move(sequence, "p", "test")
+    (move,) = door.service.moves.since(0)
+    assert (move.outcome, [(stage.begin, stage.end) for stage in move.stages], move.bytes) == ("failed", [(0, 64)], 64)
+    assert counted("tercet_moved_bytes_total") == before + 64
 
 
 async def test_the_number_of_stages_is_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

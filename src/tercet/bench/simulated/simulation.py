@@ -30,7 +30,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One run: ``rate`` in requests per second, the figures that ``tercet bench`` has, and what the engines did.
 
     ``rate`` is None for a trace at its own times.
-    ``fallbacks`` counts requests that one engine served after their program had failed, ``busy`` is the share of the
+    ``fallbacks`` counts requests that one engine served after another program had failed, ``retries`` every attempt
+    after a failure, those included; the front door's metrics count so. ``busy`` is the share of the
     engines' time in which a step ran, and ``counts`` are sums over all engines. ``imbalance`` is None if there was no
     time to see any.
     """
@@ -38,6 +39,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None
     summary: Summary
     fallbacks: int
+    retries: int
     busy: float
     counts: dict[str, int]
     moves: MoveTotals
@@ -71,7 +73,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
-        engines: dict[str, float] = {"busy": point.busy, "fallbacks": point.fallbacks, **point.counts}
+        engines: dict[str, float] = {"busy": point.busy, "fallbacks": point.fallbacks, "retries": point.retries}
+        engines |= point.counts
         engines |= point.moves.flat() | (point.imbalance.flat() if point.imbalance is not None else {})
         return Point(
             label=self.label,
@@ -86,8 +89,8 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     """One run's figures."""
     summary = summarize(outcome.samples(), slo)
     return SimulatedPoint(
-        rate=rate, summary=summary, fallbacks=outcome.fallbacks, busy=outcome.busy, counts=outcome.counts,
-        moves=outcome.moves, imbalance=outcome.imbalance,
+        rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
+        counts=outcome.counts, moves=outcome.moves, imbalance=outcome.imbalance,
     )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from tercet.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
-from tercet.programs import Program, run_program
+from tercet.programs import Program, name_of, run_program
 from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
-from tercet.router.attempts import first_cause, one_engine
+from tercet.router.attempts import first_cause, is_fallback, one_engine
 from tercet.router.recovery import Recovery
 from tercet.scheduling import Scheduling
 from tercet.settings import FrontDoorConfig, RetryBudget
@@ -59,6 +59,7 @@ class Outcome:
     failures: Counter[str] = field(default_factory=Counter[str])
     first_error: TercetError | None = None
     fallbacks: int = 0
+    retries: int = 0
     busy: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
@@ -356,7 +357,8 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
             retry = None if isinstance(error, BadRequest) else built.recovery.next_attempt(sequence, error, tried_at)
             if retry is None:
                 return error
-        outcome.fallbacks += sequence.attempt == 1
+        outcome.retries += 1
+        outcome.fallbacks += is_fallback(sequence, name_of(program))
         await built.recovery.wait(retry)
         answer, tried_at = one_engine(retry.request, fleet, retry.output), loop.time()
 

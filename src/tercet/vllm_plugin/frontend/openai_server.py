@@ -12,7 +12,6 @@ import asyncio
 import gc
 import importlib
 import inspect
-import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +30,6 @@ from tercet.vllm_plugin.leak_reports import without_leak_reports
 
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
-VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,6 @@ def import_vllm() -> None:
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before anything of it is used.
     """
     without_leak_reports()
-    # vLLM's own lines are about an engine that is none here, and about routes. Its logger is set up later than it logs.
-    logging.getLogger("vllm").setLevel(os.environ.setdefault(VLLM_LEVEL, "ERROR").upper())
     require_hooks("frontend")
     # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

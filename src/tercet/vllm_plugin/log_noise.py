@@ -1,0 +1,59 @@
+"""Lines of vLLM's log that tell an operator of Tercet's engines nothing, and from which nothing is to be done."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
+# By vLLM's loggers, which are called as its modules, with how the messages begin. A name or a beginning that a version
+# of vLLM does not have hides nothing.
+NOISE: Mapping[str, Sequence[str]] = {
+    # Of Triton on CPUs, which is not used there.
+    "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    # What follows from `--enforce-eager`, which Tercet gives to engines on CPUs.
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.config.compilation": ("Enabled custom fusions",),
+    "vllm.config.kernel": ("Final IR op priority",),
+    # Tercet's own doing: which interface of vLLM a plugin uses, and that it is found.
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": ("Initializing KVConnectorBase_V1",),
+    "vllm.v1.engine.input_processor": ("Passing raw prompts to InputProcessor",),
+    "vllm.plugins": ("Available plugins for group", "- %s -> %s", "Loading plugin", "Loaded endpoint plugin"),
+    # Fifty lines of what is in the API's documentation.
+    "vllm.entrypoints.launchers.launcher": ("Available routes are", "Route: "),
+    "vllm.entrypoints.scale_out.factories": ("Scale-out endpoints are disabled",),
+}
+
+
+class Without(logging.Filter):
+    """Passes on what does not begin in one of these ways."""
+
+    def __init__(self, beginnings: Sequence[str]) -> None:
+        super().__init__()
+        self._beginnings = tuple(beginnings)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._beginnings)
+
+
+def without_noise() -> None:
+    """Hide :data:`NOISE` in this process, unless somebody asks vLLM for its debug lines; before or after its import.
+
+    By filters of loggers: vLLM makes its handler anew whenever it sets up its log.
+    """
+    if os.environ.get(VLLM_LEVEL, "").upper() == "DEBUG":
+        return
+    for name, beginnings in NOISE.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, Without) for each in logger.filters):
+            logger.addFilter(Without(beginnings))
+
+
+def errors_only() -> None:
+    """Have vLLM say nothing below an error here, before it is imported: it says things before it sets up its log.
+
+    Its own variable decides, if somebody has set it.
+    """
+    logging.getLogger("vllm").setLevel(os.environ.setdefault(VLLM_LEVEL, "ERROR").upper())
