@@ -10,6 +10,7 @@ from pathlib import Path
 from scripts.reference.command_pages import commands_page
 from scripts.reference.environment_page import environment_page
 from scripts.reference.http_page import http_page
+from scripts.reference.llm_d_page import llm_d_page
 from scripts.reference.metrics_page import metrics_page
 from scripts.reference.settings_pages import files_page, settings_page
 
@@ -26,6 +27,7 @@ def pages() -> Mapping[str, str]:
         "environment.md": environment_page(),
         "http.md": http_page(),
         "metrics.md": metrics_page(),
+        "llm-d.md": llm_d_page(),
     }
     return {name: f"{NOTICE}\n\n{text.strip()}\n" for name, text in made.items()}
 

@@ -46,8 +46,9 @@ class EndpointPicker:
         self._metrics = metrics
         self._most = 1 + config.fallbacks
         self._objectives = {name: int(priority) for name, priority in config.objectives.items()}
-        self._max_waiting = config.max_waiting_per_engine
-        self._max_kv_usage = config.max_kv_usage
+        told = fleet.scheduling.saturation
+        self._max_waiting = config.max_waiting_per_engine if told is None else told.queue_depth_threshold
+        self._max_kv_usage = config.max_kv_usage if told is None else told.kv_cache_util_threshold
         self._load = ReportedLoad(fleet, clock)
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
         self._gate = Gate(limits, fleet, metrics, clock, self._room)
@@ -96,7 +97,8 @@ class EndpointPicker:
         request = _request(call, prompt)
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
         decode = decoding[0]
-        prefilling = self._prefilling(request, decode, cached, names) if request.prompt else None
+        may_split = request.prompt and self._fleet.scheduling.splits
+        prefilling = self._prefilling(request, decode, cached, names) if may_split else None
         if call.generates:
             self._load.picked(decode, request.num_tokens)
             if prefilling is not None:

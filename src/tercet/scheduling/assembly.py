@@ -19,7 +19,7 @@ from tercet.protocol import BadRequest
 from tercet.scheduling.llm_d import translated
 from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
-from tercet.scheduling.profiles import SCHEDULED, Handler, Scheduling, SchedulingProfile, of_one_profile
+from tercet.scheduling.profiles import SCHEDULED, Handler, Saturation, Scheduling, SchedulingProfile, of_one_profile
 from tercet.scheduling.registry import plugin_class
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
@@ -56,12 +56,16 @@ class ProfileConfig(_Strict, frozen=True):
 
 
 class SchedulingConfig(_Strict, frozen=True):
-    """The whole file. ``api_version`` and ``kind`` may be there and change nothing."""
+    """The whole file. ``api_version`` and ``kind`` may be there and change nothing.
+
+    ``saturation_detector`` says when an engine has no room for more, to an endpoint picker.
+    """
 
     plugins: tuple[PluginEntry, ...]
     scheduling_profiles: Annotated[tuple[ProfileConfig, ...], Meta(min_length=1)]
     api_version: str | None = None
     kind: Literal["EndpointPickerConfig"] | None = None
+    saturation_detector: Saturation | None = None
 
 
 def convert(content: object, to: type[T], at: str) -> T:
@@ -93,7 +97,7 @@ def load_scheduling(path: Path) -> Scheduling:
         profiles[given.name] = _profile(given, plugins, at)
     own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
     files = (path, *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file))
-    return replace(_scheduling(plugins, profiles), files=files)
+    return replace(_scheduling(plugins, profiles), files=files, saturation=config.saturation_detector)
 
 
 def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
-from tercet.scheduling.plugin import Booleans, Decision, Engines, Filter
+from tercet.scheduling.plugin import Booleans, Decision, Engines, Filter, Floats
 
 
 class PrefillFilter(Filter, frozen=True):
@@ -40,14 +41,30 @@ class ByLabel(Filter, frozen=True):
         return [value in valid if (value := e.labels.get(label)) is not None else without for e in engines]
 
 
-class ByLabelSelector(Filter, frozen=True):
-    """Keeps engines that have every label of ``match_labels`` with exactly that value."""
+class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A requirement on one label, as in Kubernetes."""
 
-    match_labels: Annotated[Mapping[str, str], Meta(min_length=1)]
+    key: Annotated[str, Meta(min_length=1)]
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: frozenset[str] = frozenset()
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether it is met."""
+        value = labels.get(self.key)
+        if self.operator in ("In", "Exists"):
+            return value is not None and (self.operator == "Exists" or value in self.values)
+        return value is None or (self.operator == "NotIn" and value not in self.values)
+
+
+class ByLabelSelector(Filter, frozen=True):
+    """Keeps engines that have each of ``match_labels`` with exactly that value, and meet all ``match_expressions``."""
+
+    match_labels: Mapping[str, str] = {}
+    match_expressions: tuple[LabelExpression, ...] = ()
 
     def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
-        wanted = self.match_labels.items()
-        return [wanted <= engine.labels.items() for engine in engines]
+        wanted, rules = self.match_labels.items(), self.match_expressions
+        return [wanted <= e.labels.items() and all(rule.holds(e.labels) for rule in rules) for e in engines]
 
 
 class HealthFilter(Filter, frozen=True):
@@ -79,3 +96,34 @@ class SaturationFilter(Filter, frozen=True):
         if self.allows_unknown:
             return ~((queue > self.queue_depth_threshold) | (kv > self.kv_cache_util_threshold))
         return (queue <= self.queue_depth_threshold) & (kv <= self.kv_cache_util_threshold)
+
+
+class UtilizationCondition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The most that an engine may have of something."""
+
+    metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
+    max_value: Annotated[float, Meta(ge=0)]
+
+
+class UtilizationFilter(Filter, frozen=True):
+    """Keeps engines that meet all ``conditions``, and those of which nothing recent is known.
+
+    If none does, all of them with ``fallback_on_empty``, else the pick fails.
+    """
+
+    conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1)]
+    fallback_on_empty: bool = False
+
+    def keep(self, decision: Decision, engines: Engines) -> Booleans:
+        keep = np.ones(len(engines), dtype=np.bool_)
+        for condition in self.conditions:
+            keep &= ~(_measured(condition.metric, engines) > condition.max_value)
+        return keep if keep.any() or not self.fallback_on_empty else ~keep
+
+
+def _measured(metric: str, engines: Engines) -> Floats:
+    if metric == "active-requests":
+        return engines.in_flight
+    if metric == "running-requests":
+        return engines.running
+    return engines.waiting if metric == "waiting-queue" else engines.kv_usage

@@ -1,6 +1,7 @@
 """An ``EndpointPickerConfig`` of llm-d as a scheduling file of ours: what is called otherwise, or needs no plugin.
 
-What is passed over is said, one line each: nothing of it changes which engine is picked, or how is said there.
+What is passed over is said, one line each: nothing of it changes which engine is picked, or how is said there. What
+would change it, and is not there, is refused with the reason. :mod:`.llm_d_plugins` has the tables.
 """
 
 from __future__ import annotations
@@ -8,78 +9,199 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from tercet.protocol import BadRequest
+from tercet.scheduling.llm_d_plugins import (
+    DEFAULTS,
+    PARAMETERS,
+    PASSED_OVER,
+    REFUSED,
+    RENAMED,
+    RENAMED_TYPES,
+    SECTIONS,
+)
+
 API_GROUPS = ("inference.networking.", "llm-d.ai/")
-FLEET = "the fleet does that by itself"
-# Plugins that produce data or write headers; here the fleet keeps the data, and the picker writes the headers.
-NO_PLUGINS: Mapping[str, str] = {
-    "approx-prefix-cache-producer": FLEET,
-    "core-metrics-extractor": FLEET,
-    "disagg-headers-handler": "the endpoint picker names the prefill engine by itself",
-    "endpoint-notification-source": FLEET,
-    "metrics-data-source": FLEET,
-    "openai-parser": "the endpoint picker reads OpenAI requests by itself",
-    "prefill-header-handler": "the endpoint picker names the prefill engine by itself",
-    "token-producer": "tokens are made as --render-model says",
-    "tokenizer": "tokens are made as --render-model says",
-}
-NO_SECTIONS: Mapping[str, str] = {"data": FLEET, "dataLayer": FLEET}
-KV_EVENTS = "block sizes and hashes are what engines say in their KV events"
-NO_PARAMETERS: Mapping[tuple[str, str], str] = {
-    ("prefix-cache-scorer", "autoTune"): "blocks have the size that blockSize says",
-    ("precise-prefix-cache-scorer", "indexerConfig"): KV_EVENTS,
-    ("precise-prefix-cache-scorer", "kvEventsConfig"): KV_EVENTS,
-    ("precise-prefix-cache-scorer", "tokenProcessorConfig"): KV_EVENTS,
-    **{
-        (kind, "maxNumOfEndpoints"): "--fallbacks says how many endpoints are named"
-        for kind in ("max-score-picker", "random-picker", "weighted-random-picker")
-    },
-}
-RENAMED: Mapping[tuple[str, str], str] = {("prefix-cache-scorer", "blockSizeTokens"): "blockSize"}
-# What a parameter is in llm-d that is another one here if it is not given.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {"prefill-filter": {"allowsBoth": False}}
+APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
+SHORTEST_BLOCK = 64
+"""Tokens: llm-d takes smaller blocks of this producer for that."""
+DETECTOR = "utilization-detector"
 
 
 def translated(content: Any) -> tuple[Any, list[str]]:
-    """The file's content in our words, and what was passed over; as it is, if it is none of llm-d's."""
+    """The file's content in our words, and what was passed over; as it is, if it is none of llm-d's.
+
+    Raises :class:`~tercet.protocol.BadRequest` for what would change picks and is not there.
+    """
     told = _mapping(content)
     if not _is_of_llm_d(told):
         return content, []
-    passed_over: list[str] = []
-    sections = {key: value for key, value in told.items() if not _noted(passed_over, key, NO_SECTIONS.get(key))}
-    gone: set[str] = set()
-    plugins: list[Any] = []
-    for entry in _list(told["plugins"]):
-        plugin = _mapping(entry)
-        kind = str(plugin.get("type"))
-        if _noted(passed_over, kind, NO_PLUGINS.get(kind)):
-            gone.add(str(plugin.get("name") or kind))
-        else:
-            plugins.append(_plugin(plugin, kind, passed_over) if plugin else entry)
-    profiles = [_without(profile, gone) for profile in _list(told["schedulingProfiles"])]
-    return {**sections, "plugins": plugins, "schedulingProfiles": profiles}, passed_over
+    return _Translation(told).result()
 
 
 def _is_of_llm_d(told: Mapping[str, Any]) -> bool:
-    lists = isinstance(told.get("plugins"), list) and isinstance(told.get("schedulingProfiles"), list)
+    profiles = told.get("schedulingProfiles")
+    lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
     return lists and str(told.get("apiVersion")).startswith(API_GROUPS)
 
 
-def _noted(passed_over: list[str], what: str, why: str | None) -> bool:
-    if why is not None:
-        passed_over.append(f"{what}: {why}")
-    return why is not None
+class _Translation:
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+        self.notes: list[str] = []
+        self.entries = {_name(entry): _mapping(entry) for entry in _list(told["plugins"])}
+
+    def result(self) -> tuple[Any, list[str]]:
+        sections = {key: value for key, value in self.told.items() if not self.noted(key, SECTIONS.get(key))}
+        saturation = self.saturation()
+        plugins = [self.plugin(entry, index) for index, entry in enumerate(_list(self.told["plugins"]))]
+        kept = [plugin for plugin in plugins if plugin is not None]
+        profiles = self.profiles({_name(plugin) for plugin in kept})
+        content = {**sections, "plugins": kept, "schedulingProfiles": profiles}
+        content.pop("saturationDetector", None)
+        if saturation is not None:
+            content["saturationDetector"] = saturation
+        return _without_stage(content), self.notes
+
+    def noted(self, what: str, why: str | None) -> bool:
+        """Whether it is passed over."""
+        if why is not None:
+            self.notes.append(f"{what}: {why}")
+        return why is not None
+
+    # ---- plugins ---------------------------------------------------------------------------------------------
+
+    def plugin(self, entry: Any, index: int) -> Any:
+        """The plugin in our words; None if none is needed."""
+        given = _mapping(entry)
+        kind = str(given.get("type"))
+        if kind in REFUSED:
+            raise BadRequest(
+                f"plugins[{index}].type: {kind} of llm-d is not there: {REFUSED[kind]}", f"plugins[{index}].type"
+            )
+        if self.noted(kind, PASSED_OVER.get(kind)):
+            return None
+        parameters = _mapping(given.get("parameters"))
+        if not given or (not parameters and given.get("parameters")):
+            return entry  # what is wrong with it is said where it is read
+        name = _name(given)
+        kind = RENAMED_TYPES.get(kind, kind)
+        if kind == "prefix-cache-scorer":
+            kind, parameters = self.prefix_scorer(parameters)
+        elif kind == "disagg-profile-handler":
+            parameters = _handler(parameters, given.get("type") == "pd-profile-handler", index)
+        elif kind == "session-affinity-scorer":
+            parameters = _session(parameters, index)
+        kept = {
+            RENAMED.get((kind, key), key): value
+            for key, value in parameters.items()
+            if not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
+        }
+        return {**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}
+
+    def prefix_scorer(self, parameters: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """The scorer, with what its producer says; that of what engines say they hold is another one here."""
+        own = {key: value for key, value in parameters.items() if key != "prefixMatchInfoProducerName"}
+        producer = self.entries.get(str(parameters.get("prefixMatchInfoProducerName", APPROXIMATE)), {})
+        if producer.get("type") == PRECISE:
+            return "precise-prefix-cache-scorer", own
+        given = dict(_mapping(producer.get("parameters")))
+        if given.pop("autoTune", None) is not None:
+            self.notes.append(f"{APPROXIMATE}.autoTune: blocks have the size that blockSizeTokens says")
+        characters = given.pop("blockSize", None)
+        block = given.pop("blockSizeTokens", characters // 4 if isinstance(characters, int) else None)
+        size = max(SHORTEST_BLOCK, block) if isinstance(block, int) else SHORTEST_BLOCK
+        most = given.pop("maxPrefixTokensToMatch", None)
+        if isinstance(most, int) and most > 0:
+            given["maxPrefixBlocksToMatch"] = max(1, most // size)
+        return "prefix-cache-scorer", {**({} if block is None else {"blockSize": size}), **given, **own}
+
+    # ---- sections --------------------------------------------------------------------------------------------
+
+    def saturation(self) -> Mapping[str, Any] | None:
+        """When an engine has no room: the section itself, or the plugin that it names."""
+        flow = _mapping(self.told.get("flowControl"))
+        section = dict(_mapping(flow.get("saturationDetector") or self.told.get("saturationDetector")))
+        named = str(section.pop("pluginRef", DETECTOR))
+        detector = self.entries.get(named, {})
+        section.update(_mapping(detector.get("parameters")))
+        if detector.get("type", DETECTOR) != DETECTOR or not (section or detector):
+            return None  # another detector is refused as a plugin
+        return {
+            k: v
+            for k, v in section.items()
+            if not self.noted(f"saturationDetector.{k}", PARAMETERS.get(("saturationDetector", k)))
+        }
+
+    def profiles(self, names: set[str]) -> list[Any]:
+        """The profiles, without plugins that are none here; one of all plugins if the file has none."""
+        gone = set(self.entries) - names
+        given = self.told.get("schedulingProfiles")
+        if not given:
+            used = [name for name in self.entries if name in names and not self.is_handler(name)]
+            return [{"name": "default", "plugins": [{"pluginRef": name} for name in used]}]
+        return [_without(profile, gone) for profile in _list(given)]
+
+    def is_handler(self, name: str) -> bool:
+        return str(self.entries[name].get("type")).endswith(("-handler", "-decider"))
 
 
-def _plugin(plugin: Mapping[str, Any], kind: str, passed_over: list[str]) -> Any:
-    given = _mapping(plugin.get("parameters"))
-    if not given and plugin.get("parameters"):
-        return plugin  # what is wrong with it is said where it is read
-    kept = {
-        RENAMED.get((kind, key), key): value
-        for key, value in given.items()
-        if not _noted(passed_over, f"{kind}.{key}", NO_PARAMETERS.get((kind, key)))
-    }
-    return {**plugin, "parameters": {**DEFAULTS.get(kind, {}), **kept}}
+def _handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> Mapping[str, Any]:
+    """A profile handler's parameters; in its older form they are flat."""
+    at = f"plugins[{index}].parameters"
+    flat = dict(parameters)
+    if flat.pop("primaryPort", 0):
+        raise BadRequest(f"{at}.primaryPort: {REFUSED['data-parallel-profile-handler']}", f"{at}.primaryPort")
+    if flat.get("stageOrder") == "prefill-first":
+        raise BadRequest(
+            f"{at}.stageOrder: the decode engine is picked first, prefill-first is not there", f"{at}.stageOrder"
+        )
+    profiles, deciders = dict(_mapping(flat.get("profiles"))), dict(_mapping(flat.get("deciders")))
+    for old, section, new in (
+        ("decodeProfile", profiles, "decode"),
+        ("prefillProfile", profiles, "prefill"),
+        ("encodeProfile", profiles, "encode"),
+        ("deciderPluginName", deciders, "prefill"),
+        ("prefillDeciderPluginName", deciders, "prefill"),
+        ("encodeDeciderPluginName", deciders, "encode"),
+    ):
+        if value := flat.pop(old, None):
+            section[new] = value
+    profiles.pop("encode", None)  # without a decider it is never used
+    if deciders.get("encode"):
+        raise BadRequest(f"{at}.deciders.encode: {REFUSED['encode-filter']}", f"{at}.deciders.encode")
+    if is_old:
+        deciders.setdefault("prefill", "prefix-based-pd-decider")
+        for unused in ("prefixPluginType", "prefixPluginName", "prefixMatchInfoProducerName"):
+            flat.pop(unused, None)
+    return {**flat, "profiles": profiles, "deciders": deciders}
+
+
+def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where no decider is named, llm-d never has another engine prefill: then the decode profile is the only one."""
+    handlers = [p for p in _list(content["plugins"]) if _mapping(p).get("type") == "disagg-profile-handler"]
+    if len(handlers) != 1:
+        return content
+    told = _mapping(handlers[0]["parameters"])
+    if _mapping(told.get("deciders")).get("prefill") or set(told) != {"profiles", "deciders"}:
+        return content  # what is wrong with others is said where it is read
+    decode = str(_mapping(told["profiles"]).get("decode", "decode"))
+    single = {"type": "single-profile-handler", "name": _name(handlers[0])}
+    plugins = [single if plugin is handlers[0] else plugin for plugin in content["plugins"]]
+    profiles = [profile for profile in content["schedulingProfiles"] if _mapping(profile).get("name") == decode]
+    return {**content, "plugins": plugins, "schedulingProfiles": profiles}
+
+
+def _session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Where the session's name is read from; of several places the first."""
+    at = f"plugins[{index}].parameters"
+    kept = dict(parameters)
+    by_id = kept.pop("strategy", "encoded_endpoint_header") == "session_id"
+    token, named = _mapping(kept.pop("encodedEndpointHeaderConfig", None)), _mapping(kept.pop("sessionIdConfig", None))
+    sources = _list(named.get("sources") or [{"header": "x-session-id"}])
+    header = _mapping(sources[0]).get("header") if by_id else token.get("header")
+    if by_id and not header:
+        raise BadRequest(f"{at}.sessionIdConfig: sessions are named by a header or by `user`", f"{at}.sessionIdConfig")
+    return {**kept, **({"header": str(header).lower()} if header else {})}
 
 
 def _without(profile: Any, gone: set[str]) -> Any:
@@ -88,6 +210,11 @@ def _without(profile: Any, gone: set[str]) -> Any:
     if not isinstance(told.get("plugins"), list):
         return profile
     return {**told, "plugins": [use for use in _list(told["plugins"]) if _mapping(use).get("pluginRef") not in gone]}
+
+
+def _name(entry: Any) -> str:
+    told = _mapping(entry)
+    return str(told.get("name") or told.get("type"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

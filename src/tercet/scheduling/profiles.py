@@ -106,12 +106,19 @@ class SchedulingProfile:
         return total
 
 
+class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """From how many waiting requests on, and above which share of its KV cache in use, an engine has no room."""
+
+    queue_depth_threshold: Annotated[int, Meta(ge=1)] = 5
+    kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+
+
 @dataclass(frozen=True)
 class Scheduling:
     """How a fleet picks engines.
 
     ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill. ``files`` are the
-    file that all of it was read from, and those of the user's own plugins.
+    file that all of it was read from, and those of the user's own plugins. ``saturation`` is what it says of room.
     """
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
@@ -119,10 +126,16 @@ class Scheduling:
     deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
     decider: Decider = field(default_factory=AlwaysDisaggregate)
     files: Sequence[Path] = ()
+    saturation: Saturation | None = None
 
     def profile(self, by: str, role: Role) -> SchedulingProfile | None:
         """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""
         return self.profiles.get(self.by_role.get(role, "") if by == SCHEDULED else by)
+
+    @property
+    def splits(self) -> bool:
+        """Whether it has a profile of its own for engines that prefill for others."""
+        return self.by_role.get("prefill", "") not in ("", self.by_role.get("decode"))
 
     def decider_called(self, name: str | None) -> Decider:
         """The decider of that name, or the handler's for None. Raises :class:`~tercet.protocol.BadRequest`."""

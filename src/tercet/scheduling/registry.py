@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "session-affinity-scorer": scorers.SessionAffinityScorer,
     "single-profile-handler": profiles.SingleProfileHandler,
     "token-load-scorer": scorers.TokenLoadScorer,
+    "utilization-filter": filters.UtilizationFilter,
     "weighted-random-picker": pickers.WeightedRandomPicker,
 }
 

@@ -64,11 +64,20 @@ def _fewest_first(counts: Floats) -> Floats:
 
 
 class ActiveRequestScorer(Scorer, frozen=True):
-    """1 for an engine on which nothing runs, 0 for the candidate with the most sequences, in proportion between."""
+    """0 for the candidate with the most sequences, up to ``max_busy_score`` for fewer, in proportion.
+
+    1 for an engine with at most ``idle_threshold`` of them.
+    """
+
+    idle_threshold: Annotated[int, Meta(ge=0)] = 0
+    max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
-        most = engines.in_flight.max()
-        return 1.0 - engines.in_flight / most if most else np.ones(len(engines))
+        counts = engines.in_flight
+        most = counts.max()
+        if most <= self.idle_threshold:
+            return np.ones(len(engines))
+        return np.where(counts <= self.idle_threshold, 1.0, (1.0 - counts / most) * self.max_busy_score)
 
 
 class TokenLoadScorer(Scorer, frozen=True):
@@ -83,7 +92,25 @@ class TokenLoadScorer(Scorer, frozen=True):
         return 1.0 - np.fmax(engines.tokens, engines.in_flight_tokens) / self.queue_threshold_tokens
 
 
-class PrefixCacheScorer(Scorer, frozen=True):
+class MatchScorer(Scorer, frozen=True):
+    """The share of the prompt that an engine has; with ``match_length_weight``, in part how much that is.
+
+    Length counts by its square, since attention does: 1 from ``match_length_scale_tokens`` tokens on.
+    """
+
+    match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    match_length_scale_tokens: Annotated[int, Meta(ge=1)] = 8192
+
+    def weighed(self, blocks: Integers, of: int, block_size: int) -> Floats:
+        """The score of ``blocks`` out of ``of``."""
+        share: Floats = blocks / of
+        if not self.match_length_weight:
+            return share
+        length = np.minimum(blocks * (block_size / self.match_length_scale_tokens), 1.0) ** 2
+        return self.match_length_weight * length + (1 - self.match_length_weight) * share
+
+
+class PrefixCacheScorer(MatchScorer, frozen=True):
     """The share of the prompt that was routed to an engine before: a guess, from routing history alone.
 
     Prompts are cut into blocks of ``block_size`` tokens; only the first ``max_prefix_blocks_to_match`` count, and per
@@ -100,7 +127,7 @@ class PrefixCacheScorer(Scorer, frozen=True):
             return np.zeros(len(engines))
         matched = decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).matched(hashes)
         decision.note_match(matched * self.block_size)
-        return matched[engines.rows] / len(hashes)
+        return self.weighed(matched[engines.rows], len(hashes), self.block_size)
 
     def picked(self, decision: Decision, row: int) -> None:
         """The prompt's blocks will be on the engine that was picked."""
@@ -109,7 +136,7 @@ class PrefixCacheScorer(Scorer, frozen=True):
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
 
 
-class PrecisePrefixCacheScorer(Scorer, frozen=True):
+class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
     """The share of the prompt's full blocks that an engine says it holds, through its KV events."""
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
@@ -119,7 +146,7 @@ class PrecisePrefixCacheScorer(Scorer, frozen=True):
             if hashes:
                 matched: Integers = index.matched(hashes)
                 decision.note_match(matched * block_size)
-                shares = np.maximum(shares, matched[engines.rows] / len(hashes))
+                shares = np.maximum(shares, self.weighed(matched[engines.rows], len(hashes), block_size))
         return shares
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,25 @@ async def test_without_a_decode_engine_the_policy_decides() -> None:
         await picked(serving, call())
     with pytest.raises(Exception, match="no engine of the role decode answers"):
         await picked(refusing, call())
+
+
+SATURATION = "{type: utilization-detector, parameters: {queueDepthThreshold: 2}}"
+
+
+async def test_a_file_of_llm_d_with_one_profile_never_splits_and_says_when_there_is_room(tmp_path: Path) -> None:
+    file = tmp_path / "epp.yaml"
+    file.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+        f"plugins: [{{type: queue-scorer}}, {{type: single-profile-handler}}, {SATURATION}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]\n"
+    )
+    house = House("both", "both", scheduling=str(file), max_queued=0)
+    (found,) = await picked(house, call("x" * 4000))
+    assert found.prefill == ""
+    for name in ("e0", "e1"):
+        house.report(name, waiting=2)
+    with pytest.raises(Saturated):
+        await picked(house, call())
 
 
 # ---- who may be picked ---------------------------------------------------------------------------------------

@@ -68,7 +68,9 @@ def test_a_file_in_llm_ds_form(tmp_path: Path) -> None:
         (PrefixCacheScorer, 2.5),
         (NoHitLRUScorer, 1.0),  # needs what the other found, and so runs after it
     ]
-    assert decode.scorers[0][0] == PrefixCacheScorer(block_size=16, lru_capacity_per_server=100)
+    assert decode.scorers[0][0] == PrefixCacheScorer(
+        block_size=16, max_prefix_blocks_to_match=2048, lru_capacity_per_server=100
+    )
     assert isinstance(decode.picker, MaxScorePicker)
     assert isinstance(prefill.picker, WeightedRandomPicker)
     assert prefill.scorers[0][0] == LoadAwareScorer(threshold=10)
@@ -87,7 +89,10 @@ def test_one_profile_serves_every_role(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(BUILT_IN))
 def test_every_built_in_plugin_can_be_named(tmp_path: Path, kind: str) -> None:
-    needed = {"by-label": "{label: zone}", "by-label-selector": "{matchLabels: {zone: x}}"}.get(kind, "{}")
+    needed = {
+        "by-label": "{label: zone}",
+        "utilization-filter": "{conditions: [{metric: waiting-queue, maxValue: 3}]}",
+    }.get(kind, "{}")
     text = f"plugins: [{{type: {kind}, parameters: {needed}}}]\nschedulingProfiles: [{{name: prefill}}]"
     if kind == "disagg-profile-handler":
         text = text.replace("{name: prefill}", "{name: prefill}, {name: decode}")

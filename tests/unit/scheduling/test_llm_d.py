@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
-from tercet.scheduling.filters import PrefillFilter
+from tercet.scheduling.filters import ByLabelSelector, LabelExpression, PrefillFilter
 from tercet.scheduling.llm_d import translated
-from tercet.scheduling.profiles import PrefixBasedDecider
-from tercet.scheduling.scorers import PrefixCacheScorer
+from tercet.scheduling.llm_d_plugins import PARAMETERS, PASSED_OVER, READ, REFUSED, RENAMED_TYPES
+from tercet.scheduling.profiles import AlwaysDisaggregate, PrefixBasedDecider, Saturation, Scheduling
+from tercet.scheduling.registry import BUILT_IN
+from tercet.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
 
 HEAD = "apiVersion: inference.networking.x-k8s.io/v1alpha1\nkind: EndpointPickerConfig\n"
 PD = """
@@ -68,7 +72,8 @@ def test_prefill_and_decode(tmp_path: Path) -> None:
     assert found.decider == PrefixBasedDecider(non_cached_tokens=20)
     prefill = found.profiles["prefill"]
     assert prefill.filters == [PrefillFilter(allows_both=False)]
-    assert prefill.scorers == [(PrefixCacheScorer(block_size=32, lru_capacity_per_server=5000), 3.0)]
+    cache = PrefixCacheScorer(block_size=32, max_prefix_blocks_to_match=2048, lru_capacity_per_server=5000)
+    assert prefill.scorers == [(cache, 3.0)]
 
 
 def test_what_is_passed_over_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,3 +101,208 @@ def test_what_is_not_known_is_refused(tmp_path: Path, text: str, field: str) -> 
 @pytest.mark.parametrize("content", [None, [], {}, {"apiVersion": "llm-d.ai/v1", "plugins": 3}, {"apiVersion": 7}])
 def test_what_is_no_such_file_is_left_alone(content: object) -> None:
     assert translated(content) == (content, [])
+
+
+# ---- files of the forms that llm-d publishes -----------------------------------------------------------------
+
+
+def made_of(directory: Path, *plugins: Any, profiles: Any = None, **sections: Any) -> Scheduling:
+    """A file with these plugins, types or mappings, all of which the only profile uses if none are given."""
+    entries = [{"type": plugin} if isinstance(plugin, str) else plugin for plugin in plugins]
+    content: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": entries}
+    if profiles is not None:
+        content["schedulingProfiles"] = [
+            {"name": name, "plugins": [{"pluginRef": ref, **({"weight": w} if w else {})} for ref, w in uses.items()]}
+            for name, uses in profiles.items()
+        ]
+    return load_scheduling(written(directory, json.dumps({**content, **sections})))
+
+
+def scorers(found: Scheduling, profile: str = "default") -> list[tuple[str, float]]:
+    return [(type(scorer).__name__, weight) for scorer, weight in found.profiles[profile].scorers]
+
+
+HANDLER = {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}}}
+DECIDER = {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16}}
+SOURCES = {"sources": [{"pluginRef": "metrics-data-source", "extractors": [{"pluginRef": "core-metrics-extractor"}]}]}
+
+
+def test_the_default_of_its_charts(tmp_path: Path) -> None:
+    found = made_of(
+        tmp_path,
+        "queue-scorer",
+        "kv-cache-utilization-scorer",
+        "prefix-cache-scorer",
+        {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": "/metrics"}},
+        "core-metrics-extractor",
+        "openai-parser",
+        profiles={"default": {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3}},
+        requestHandler={"parsers": [{"pluginRef": "openai-parser"}]},
+        dataLayer=SOURCES,
+    )
+    assert scorers(found) == [("QueueScorer", 2), ("KVCacheUtilizationScorer", 2), ("PrefixCacheScorer", 3)]
+    assert found.by_role["decode"] == "default"
+
+
+def test_a_file_without_profiles_uses_what_it_has(tmp_path: Path) -> None:
+    found = made_of(tmp_path, "queue-scorer", "decode-filter", "random-picker", "single-profile-handler")
+    profile = found.profiles["default"]
+    assert (len(profile.filters), scorers(found), type(profile.picker).__name__) == (
+        1,
+        [("QueueScorer", 1)],
+        "RandomPicker",
+    )
+
+
+def test_what_engines_say_they_hold(tmp_path: Path) -> None:
+    found = made_of(
+        tmp_path,
+        {"type": "token-producer", "parameters": {"modelName": "m", "vllm": {"url": "http://localhost:8000"}}},
+        {"type": "precise-prefix-cache-producer", "parameters": {"tokenProcessorConfig": {"blockSize": 64}}},
+        {
+            "type": "prefix-cache-scorer",
+            "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer", "matchLengthWeight": 0.5},
+        },
+        {"type": "no-hit-lru-scorer", "parameters": {"lruSize": 2048, "prefixPluginName": "prefix-cache-scorer"}},
+        "single-profile-handler",
+        profiles={"default": {"prefix-cache-scorer": 2, "no-hit-lru-scorer": 1}},
+    )
+    assert scorers(found) == [("PrecisePrefixCacheScorer", 2), ("NoHitLRUScorer", 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "blocks", "size"),
+    [
+        ({"maxPrefixTokensToMatch": 16384}, 256, 64),
+        ({"maxPrefixTokensToMatch": 100_000, "blockSizeTokens": 128, "autoTune": False}, 781, 128),
+        ({"maxPrefixTokensToMatch": 0, "maxPrefixBlocksToMatch": 99, "blockSizeTokens": 16}, 99, 64),
+        ({}, 2048, 64),
+    ],
+)
+def test_prefill_and_decode_with_a_producer(tmp_path: Path, said: dict[str, Any], blocks: int, size: int) -> None:
+    uses = {"prefix-cache-scorer": 2, "queue-scorer": 1, "max-score-picker": 0}
+    found = made_of(
+        tmp_path,
+        {"type": "approx-prefix-cache-producer", "parameters": {**said, "lruCapacityPerServer": 77}},
+        "prefix-cache-scorer",
+        "queue-scorer",
+        "prefill-filter",
+        "decode-filter",
+        "max-score-picker",
+        HANDLER,
+        DECIDER,
+        profiles={"prefill": {"prefill-filter": 0, **uses}, "decode": {"decode-filter": 0, **uses}},
+    )
+    assert found.decider == PrefixBasedDecider(non_cached_tokens=16)
+    scorer = found.profiles["decode"].scorers[0][0]
+    assert scorer == PrefixCacheScorer(block_size=size, max_prefix_blocks_to_match=blocks, lru_capacity_per_server=77)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"decodeProfile": "d", "prefillProfile": "p", "deciderPluginName": "always-disagg-pd-decider"},
+        {"profiles": {"decode": "d", "prefill": "p"}, "deciders": {"prefill": "always-disagg-pd-decider"}},
+        {"decodeProfile": "d", "prefillProfile": "p", "prefillDeciderPluginName": "always-disagg-pd-decider"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["pd-profile-handler", "disagg-profile-handler"])
+def test_handlers_in_their_older_forms(tmp_path: Path, parameters: dict[str, Any], kind: str) -> None:
+    found = made_of(
+        tmp_path,
+        {"type": kind, "parameters": parameters},
+        "always-disagg-pd-decider",
+        profiles={"d": {}, "p": {}},
+    )
+    assert (found.by_role["decode"], found.by_role["prefill"], found.decider) == ("d", "p", AlwaysDisaggregate())
+
+
+def test_without_a_decider_nobody_else_prefills(tmp_path: Path) -> None:
+    profiles = {"prefill": {"prefill-filter": 0}, "decode": {"decode-filter": 0}}
+    found = made_of(tmp_path, "prefill-filter", "decode-filter", "disagg-profile-handler", profiles=profiles)
+    assert list(found.profiles) == ["decode"]
+    assert set(found.by_role.values()) == {"decode"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"saturationDetector": {"pluginRef": "full"}},
+        {"flowControl": {"maxRequests": "1k", "saturationDetector": {"pluginRef": "full"}}},
+    ],
+)
+def test_when_an_engine_has_no_room(tmp_path: Path, sections: dict[str, Any]) -> None:
+    detector = {
+        "type": "utilization-detector",
+        "name": "full",
+        "parameters": {"queueDepthThreshold": 9, "kvCacheUtilThreshold": 0.5, "metricsStalenessThreshold": "150ms"},
+    }
+    found = made_of(tmp_path, "random-picker", detector, featureGates=["flowControl"], **sections)
+    assert found.saturation == Saturation(queue_depth_threshold=9, kv_cache_util_threshold=0.5)
+
+
+def test_room_in_its_oldest_form_and_none(tmp_path: Path) -> None:
+    old = made_of(tmp_path, "random-picker", saturationDetector={"queueDepthThreshold": 7})
+    assert old.saturation == Saturation(queue_depth_threshold=7)
+    assert made_of(tmp_path, "random-picker").saturation is None
+
+
+def test_sessions_labels_and_thresholds(tmp_path: Path) -> None:
+    found = made_of(
+        tmp_path,
+        {"type": "session-affinity-scorer", "parameters": {"encodedEndpointHeaderConfig": {"header": "X-Mine"}}},
+        {
+            "type": "session-affinity-scorer",
+            "name": "by-id",
+            "parameters": {"strategy": "session_id", "sessionIdConfig": {"evictionTtlSeconds": 300}},
+        },
+        {
+            "type": "label-selector-filter",
+            "parameters": {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]},
+        },
+        {"type": "active-request-scorer", "parameters": {"idleThreshold": 2, "maxBusyScore": 0.5}},
+    )
+    profile = found.profiles["default"]
+    assert [scorer for scorer, _ in profile.scorers] == [
+        SessionAffinityScorer(header="x-mine"),
+        SessionAffinityScorer(header="x-session-id"),
+        ActiveRequestScorer(idle_threshold=2, max_busy_score=0.5),
+    ]
+    wanted = LabelExpression("gpu", "In", frozenset({"h100"}))
+    assert profile.filters == [ByLabelSelector(match_expressions=(wanted,))]
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_what_would_pick_otherwise_is_refused_with_its_reason(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(BadRequest, match=rf"plugins\[1\]\.type: {kind} of llm-d is not there: ") as refused:
+        made_of(tmp_path, "random-picker", kind)
+    assert refused.value.message.endswith(REFUSED[kind])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"primaryPort": 8000}, "primaryPort"),
+        ({"stageOrder": "prefill-first"}, "stageOrder"),
+        ({"deciders": {"encode": "x"}}, "deciders.encode"),
+        ({"decider": "x"}, "decider"),
+    ],
+)
+def test_handlers_that_pick_otherwise_are_refused(tmp_path: Path, parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest, match=field):
+        made_of(tmp_path, {"type": "disagg-profile-handler", "parameters": parameters}, profiles={"decode": {}})
+
+
+def test_every_type_has_one_line() -> None:
+    tables = [READ, PASSED_OVER, REFUSED]
+    kinds = [kind for table in tables for kind in table]
+    assert len(kinds) == len(set(kinds))
+    assert {RENAMED_TYPES.get(kind, kind) for kind in READ} <= set(BUILT_IN)
+    assert not (set(PASSED_OVER) | set(REFUSED)) & set(BUILT_IN)
+    assert {RENAMED_TYPES.get(kind, kind) for kind, _ in PARAMETERS} <= {*BUILT_IN, "saturationDetector"}
+
+
+@pytest.mark.parametrize("kind", sorted(PASSED_OVER))
+def test_what_needs_no_plugin_changes_nothing(tmp_path: Path, kind: str) -> None:
+    bare, with_it = made_of(tmp_path, "queue-scorer"), made_of(tmp_path, "queue-scorer", kind)
+    assert with_it.profiles == bare.profiles

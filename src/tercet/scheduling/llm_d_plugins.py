@@ -1,0 +1,186 @@
+"""What becomes of each plugin type of llm-d: read as ours, passed over, or refused, each with its reason.
+
+As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the types that they still accept. A type that is
+in none of the tables is not llm-d's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FLEET = "the fleet does that by itself"
+HEADERS = "the endpoint picker names the prefill engine by itself"
+REQUESTS = "requests of OpenAI's API are read, others are picked for without their prompt"
+TOKENS = "tokens are made as --render-model says"
+TURNS = "requests of one priority take turns by their fairness id, and of one id first come, first served"
+ENGINES = "engines are those of --engine"
+
+WITHOUT_GAPS = "counted in tokens, without gaps, and not rescaled: 0.1 is a tenth of the prompt"
+READ: Mapping[str, str] = {
+    "active-request-scorer": "",
+    "always-disagg-pd-decider": "",
+    "by-label": "",
+    "by-label-selector": "",
+    "decode-filter": "by the engine's role, not by a label",
+    "disagg-profile-handler": "no encode stage; the decode engine is picked first",
+    "kv-cache-utilization-scorer": "",
+    "label-selector-filter": "",
+    "load-aware-scorer": "",
+    "max-score-picker": "",
+    "no-hit-lru-scorer": "",
+    "pd-profile-handler": "as disagg-profile-handler; no primaryPort",
+    "precise-prefix-cache-scorer": WITHOUT_GAPS,
+    "prefill-filter": "by the engine's role, not by a label",
+    "prefix-based-pd-decider": "",
+    "prefix-cache-scorer": WITHOUT_GAPS + "; blocks have one size for all engines",
+    "queue-scorer": "",
+    "random-picker": "",
+    "running-requests-size-scorer": "",
+    "session-affinity-scorer": "sessions belong to engines by hashing: nothing is handed to clients, or kept",
+    "single-profile-handler": "",
+    "token-load-scorer": "tokens are those that engines report, not an estimate",
+    "utilization-filter": "",
+    "weighted-random-picker": "",
+}
+"""Those that are there; how they differ, if they do."""
+
+PASSED_OVER: Mapping[str, str] = {
+    "anthropic-parser": REQUESTS,
+    "approx-prefix-cache-producer": "its parameters go to the prefix-cache-scorer that uses it",
+    "core-metrics-extractor": FLEET,
+    "disagg-headers-handler": HEADERS,
+    "endpoint-notification-source": FLEET,
+    "fcfs-ordering-policy": TURNS,
+    "file-discovery": ENGINES,
+    "global-strict-fairness-policy": TURNS,
+    "inflight-load-producer": "requests in flight are those that engines report, and those picked just now",
+    "k8s-notification-source": FLEET,
+    "metrics-data-source": FLEET,
+    "models-data-extractor": FLEET,
+    "models-data-source": FLEET,
+    "openai-parser": REQUESTS,
+    "passthrough-parser": REQUESTS,
+    "precise-prefix-cache-producer": "block sizes and hashes are what engines say in their KV events",
+    "prefill-header-handler": HEADERS,
+    "round-robin-fairness-policy": TURNS,
+    "session-id-producer": "session-affinity-scorer reads its header by itself",
+    "sglanghttp-parser": REQUESTS,
+    "static-usage-limit-policy": "requests come in while an engine has room, whatever their priority",
+    "token-producer": TOKENS,
+    "tokenizer": TOKENS,
+    "utilization-detector": "its thresholds are those of the section saturationDetector",
+    "vertexai-parser": REQUESTS,
+    "vllmhttp-parser": REQUESTS,
+}
+
+ENCODE = "there are no engines that only encode; leave the stage out"
+LATENCY = (
+    "there is no predictor of latencies; what engines report of their load, and the decider learned-cost, come near"
+)
+LIMITS = "there is one limit for all priorities: an engine's room"
+DEADLINES = "requests have no deadlines here"
+PICTURES = "pictures are not told apart"
+CLUSTERS = "engines are picked, not clusters"
+LABELS = "write a plugin of your own over engines' labels (docs/scheduling.md)"
+ANSWERS = "the endpoint picker does not see answers"
+
+REFUSED: Mapping[str, str] = {
+    "agent-identity": "sessions are named by a header or by `user`",
+    "always-disagg-multimodal-decider": ENCODE,
+    "burst-prefix-cache-producer": "requests do not wait for others like them",
+    "concurrency-detector": "engines' queues and KV caches say whether there is room: use utilization-detector",
+    "context-length-aware": LABELS,
+    "data-parallel-profile-handler": "each data parallel rank is an engine of its own: list their ports with --engine",
+    "dcgm-data-source": LABELS,
+    "dcgm-extractor": LABELS,
+    "destination-endpoint-served-verifier": "it is a plugin for tests",
+    "disaggregatedset-rollout-pod-extractor": ENGINES,
+    "disaggregatedset-rollout-screener": ENGINES,
+    "edf-ordering-policy": DEADLINES,
+    "encode-filter": ENCODE,
+    "endpoint-attribute-filter": LABELS,
+    "endpoint-attribute-scorer": LABELS,
+    "header-based-testing-filter": "it is a plugin for tests",
+    "header-label-affinity-scorer": LABELS,
+    "header-profile-handler": "profiles are by role",
+    "latency-scorer": LATENCY,
+    "latency-slo-admitter": LATENCY,
+    "local-syncer": "pickers see each other's requests in engines' reports",
+    "lora-affinity-scorer": "adapters are not told apart",
+    "mm-embeddings-cache-producer": PICTURES,
+    "mm-embeddings-cache-scorer": PICTURES,
+    "multicluster-approx-prefix-cache-producer": CLUSTERS,
+    "multicluster-file-discovery": CLUSTERS,
+    "multicluster-kv-cache-utilization-scorer": CLUSTERS,
+    "multicluster-metrics-data-source": CLUSTERS,
+    "multicluster-metrics-extractor": CLUSTERS,
+    "multicluster-prefix-cache-scorer": CLUSTERS,
+    "multicluster-queue-scorer": CLUSTERS,
+    "multicluster-session-affinity-filter": CLUSTERS,
+    "p2p-source-producer": "KV comes from the prefill engine, by its own header",
+    "predicted-latency-producer": LATENCY,
+    "prefix-cache-affinity-filter": "give prefix-cache-scorer the weight that it shall have",
+    "priority-holdback-policy": LIMITS,
+    "priority-then-time-eviction-order-policy": "nothing that runs is ended for others",
+    "probabilistic-admitter": "a request that may be dropped is dropped when no engine has room, not by chance before",
+    "program-aware-fairness": "requests take turns by their fairness id, each counting the same",
+    "request-attribute-reporter": ANSWERS,
+    "session-affinity-filter": "use session-affinity-scorer, with a weight above all others",
+    "sheddable-eviction-filter": "nothing that runs is ended for others",
+    "slo-deadline-ordering-policy": DEADLINES,
+    "slo-headroom-tier-filter": LATENCY,
+    "soft-reflective-ceiling-policy": LIMITS,
+    "topology-affinity-filter": LABELS,
+    "topology-affinity-scorer": LABELS,
+    "topology-extractor": LABELS,
+    "vllmgrpc-parser": "engines are asked by HTTP",
+}
+
+WAITING = "who waits is for --max-queued, --queue-timeout and --objective to say"
+SECTIONS: Mapping[str, str] = {
+    "data": FLEET,
+    "dataLayer": FLEET,
+    "featureGates": "what they switch is always on here, or not there",
+    "flowControl": WAITING,
+    "parser": REQUESTS,
+    "requestHandler": REQUESTS,
+}
+
+KV_EVENTS = "block sizes and hashes are what engines say in their KV events"
+DEPRECATED = "llm-d does not use it either"
+PRODUCER = "the fleet keeps the data"
+PARAMETERS: Mapping[tuple[str, str], str] = {
+    ("active-request-scorer", "requestTimeout"): DEPRECATED,
+    ("disagg-profile-handler", "stageOrder"): "the decode engine is picked first",
+    ("no-hit-lru-scorer", "prefixMatchInfoProducerName"): "every prefix scorer of the profile is heard",
+    ("no-hit-lru-scorer", "prefixPluginName"): "every prefix scorer of the profile is heard",
+    ("no-hit-lru-scorer", "prefixPluginType"): "every prefix scorer of the profile is heard",
+    ("precise-prefix-cache-scorer", "indexerConfig"): KV_EVENTS,
+    ("precise-prefix-cache-scorer", "kvEventsConfig"): KV_EVENTS,
+    ("precise-prefix-cache-scorer", "speculativeIndexing"): KV_EVENTS,
+    ("precise-prefix-cache-scorer", "speculativeTTL"): KV_EVENTS,
+    ("precise-prefix-cache-scorer", "tokenProcessorConfig"): KV_EVENTS,
+    ("prefix-based-pd-decider", "prefixMatchInfoProducerName"): "what the scorers of the decode profile found counts",
+    ("prefix-cache-scorer", "autoTune"): "blocks have the size that blockSize says",
+    ("saturationDetector", "headroom"): "room is what is below the thresholds",
+    ("saturationDetector", "metricsStalenessThreshold"): "a report counts for 1 s",
+    ("session-affinity-scorer", "profileName"): "each profile has sessions of its own",
+    ("token-load-scorer", "inFlightLoadProducerName"): PRODUCER,
+    ("active-request-scorer", "inFlightLoadProducerName"): PRODUCER,
+    ("utilization-filter", "inFlightLoadProducerName"): PRODUCER,
+    **{
+        (kind, "maxNumOfEndpoints"): "--fallbacks says how many endpoints are named"
+        for kind in ("max-score-picker", "random-picker", "weighted-random-picker")
+    },
+}
+RENAMED: Mapping[tuple[str, str], str] = {("prefix-cache-scorer", "blockSizeTokens"): "blockSize"}
+RENAMED_TYPES: Mapping[str, str] = {
+    "label-selector-filter": "by-label-selector",
+    "pd-profile-handler": "disagg-profile-handler",
+}
+# What a parameter is in llm-d that is another one here if it is not given.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "prefill-filter": {"allowsBoth": False},
+    "prefix-cache-scorer": {"maxPrefixBlocksToMatch": 2048},
+}
