@@ -30,7 +30,7 @@ from .test_reload import TEXT, until
 from .test_shared_state import joined
 
 EVERY_EVENT = [each for each in vars(log_events).values() if isinstance(each, LogEvent)]
-HANDBOOK = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+HANDBOOK = Path(__file__).resolve().parents[3] / "docs" / "logs.md"
 GROUPED = """
 import asyncio
 from tercet.protocol import NoSpace
