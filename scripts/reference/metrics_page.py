@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from scripts.reference.markdown import code, table
 
+from tercet.client import prefill_metrics
 from tercet.fleet import EngineFleet, Member
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.protocol import Engine, EngineLoad
@@ -41,10 +42,18 @@ def metrics_page() -> str:
             "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
             _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect())]),
             "## Of an engine",
-            _table([*declared_by(vars(agent_metrics)), *collected(agent_metrics.ProbeCollector(_probe()).collect())]),
+            _table(
+                [
+                    *declared_by(vars(agent_metrics)),
+                    *declared_by(vars(prefill_metrics)),
+                    *collected(agent_metrics.ProbeCollector(_probe()).collect()),
+                ]
+            ),
             "## Of an endpoint picker",
             _table([*declared_by(vars(PickerMetrics())), *collected(PoolCollector(_fleet(), "tercet").collect())]),
-            "## Of a simulated engine",
+            "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` is the engine's.",
+            _table(declared_by(vars(prefill_metrics))),
+            "## Of a simulated engine\n\nAnd those of a sidecar.",
             _table([*_of_simulated_engines()]),
         ]
     )

@@ -24,6 +24,7 @@ from tercet.settings import (
     ReschedulerConfig,
     RouterConfig,
     Settings,
+    SidecarConfig,
     declared,
 )
 from tercet.sim import EngineOptions
@@ -34,13 +35,14 @@ OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet router": RouterConfig,
     "tercet rescheduler": ReschedulerConfig,
     "tercet epp": PickerConfig,
+    "tercet sidecar": SidecarConfig,
     "tercet chaos": ChaosConfig,
 }
 """Settings that are found in this order: flag, environment variable, file, default."""
 
 SETTINGS_HEAD = """# Settings
 
-A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet epp` and `tercet chaos` is a flag, an environment variable and a key of the
+A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet epp`, `tercet sidecar` and `tercet chaos` is a flag, an environment variable and a key of the
 YAML file that `--config` names. It is looked for in this order: flag, variable, file, default. Unknown keys and values out of range are
 refused. Keys without a flag are for files and variables alone. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
 [environment variables](environment.md) lists all of them, with the few that are called otherwise.
@@ -68,6 +70,8 @@ def settings_page() -> str:
             settings_table(ReschedulerConfig, but=[RouterConfig]),
             "## Of `tercet epp`",
             settings_table(PickerConfig),
+            "## Of `tercet sidecar`",
+            settings_table(SidecarConfig),
             "## Of `tercet chaos`",
             settings_table(ChaosConfig),
             "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`; no variables.",

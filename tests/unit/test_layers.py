@@ -26,6 +26,8 @@ SIDEWAYS = {
     ("vllm_plugin", "transport"),
     *((room, "streams") for room in ("vllm_plugin", "sim", "client")),
     *((room, "settings") for room in ("vllm_plugin", "sim", "transport", "client")),
+    # An engine has others prefill for requests that name them.
+    *((room, "client") for room in ("vllm_plugin", "sim")),
     # It breaks what they run; nothing but the command line sees it.
     ("chaos", "router"),
     ("chaos", "cluster"),

@@ -25,6 +25,7 @@ from tercet.cli.profile import profile
 from tercet.cli.program import program
 from tercet.cli.renamed_options import RENAMED
 from tercet.cli.servers import engine, rescheduler, router
+from tercet.cli.sidecar import sidecar
 from tercet.cli.sim import sim
 from tercet.cli.status import status
 from tercet.cli.terminal import NobodyReads, forget_stdout
@@ -44,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, down, status, chat, engine, router, epp, rescheduler, demo, chaos, doctor):
+for command in (up, down, status, chat, engine, router, epp, sidecar, rescheduler, demo, chaos, doctor):
     app.command()(command)
 for group in (program, engines, scheduling, moves, bench, sim, profile):
     app.add_typer(group)

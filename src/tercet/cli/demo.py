@@ -13,9 +13,10 @@ from tercet.cli.terminal import console, say
 from tercet.cli.up import run_fleet
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.trace import Trace, TraceEvent
+from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.trace import TraceEvent
 
 MAX_TOKENS = 48
 ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)

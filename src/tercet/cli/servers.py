@@ -30,11 +30,13 @@ from tercet.cluster.ports import require_free, url_of
 from tercet.migration import policies_of
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
+from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.router import serve
 from tercet.router.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
 from tercet.settings import ReschedulerConfig, RouterConfig, key_values
+from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.sim.sim_server import ServerConfig
 from tercet.sim.sim_server import serve as serve_simulated
@@ -56,6 +58,17 @@ def engine(
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="With --simulate: an option of the simulated engine; repeatable."),
+    ] = None,
+    prefill_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Engines that the header x-prefiller-host-port may name to prefill: addresses, networks or "
+            "names, which may have *; ports, ranges or *.",
+            envvar=PREFILL_HOSTS_VARIABLE,
+            show_envvar=False,
+            show_default="none: the header is ignored",
+        ),
     ] = None,
     vllm_args: VLLMArgs = None,
 ) -> None:
@@ -88,7 +101,9 @@ def engine(
         extra_args=tuple(vllm_args or ()),
         simulate=simulate,
         options=key_values(option, "--option"),
+        prefill_hosts=prefill_hosts or "",
     )
+    AllowedPrefillers(prefill_hosts or "", "--prefill-hosts")
     if simulate is not None:
         with given_as(PARTS):
             _simulate(spec, load_profile(simulate))
@@ -127,6 +142,7 @@ def _simulate(spec: EngineSpec, profile: Profile) -> None:
         url=url_of(spec.host, spec.port),
         model=spec.served_model_name,
         root=spec.model,
+        prefill_hosts=spec.prefill_hosts,
     )
     require_free(spec.host, spec.port)
     serve_simulated(config)

@@ -19,6 +19,7 @@ import msgspec
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
 from tercet.vllm_plugin.engine.server_access import require_key_beyond_loopback
@@ -106,7 +107,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
     engine. ``built_in``: the model is the small one that Tercet brings. ``simulate``: the profile of a simulated
-    engine, and ``options`` its own.
+    engine, and ``options`` its own. ``prefill_hosts`` are who may be named to prefill for it.
     """
 
     name: str
@@ -122,6 +123,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: tuple[str, ...] = ()
     simulate: str | None = None
     options: Mapping[str, str] = {}
+    prefill_hosts: str = ""
 
 
 def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> list[str]:
@@ -237,6 +239,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     """
     spin_seconds(inherited, on_cpu=bool(spec.cores))
     env = {"VLLM_PLUGINS": "tercet", ENGINE_NAME_VARIABLE: spec.name, "VLLM_NO_USAGE_STATS": "1"}
+    if spec.prefill_hosts:
+        env[PREFILL_HOSTS_VARIABLE] = spec.prefill_hosts
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}

@@ -3,7 +3,7 @@
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.knowledge import EngineObserver, FleetKnowledge
 from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
-from tercet.fleet.trace import Trace, TraceEvent
+from tercet.fleet.trace import Trace
 
 __all__ = [
     "EngineFleet",
@@ -14,5 +14,4 @@ __all__ = [
     "RunningSequence",
     "RunningSequences",
     "Trace",
-    "TraceEvent",
 ]

@@ -13,7 +13,7 @@ from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
-from tercet.fleet.trace import FALLBACK, Generation, Trace, TracedEngine, TraceEvent, Tracing
+from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -30,6 +30,7 @@ from tercet.protocol import (
     UnknownEngine,
     WithoutRole,
 )
+from tercet.protocol.trace import FALLBACK, TraceEvent
 from tercet.scheduling import Scheduling
 from tercet.settings import log_events
 

@@ -34,17 +34,14 @@ from tercet.gateway.protos import (
     TrailersResponse,
 )
 from tercet.protocol import EngineUnreachable, RequestTooLarge, RoleUnavailable, Saturated, ShuttingDown, TercetError
+from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
+from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
-PREFILLER = "x-prefiller-host-port"
 METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
 DROPPED = "x-llm-d-request-dropped-reason"
-# With these a client could send a request, or an engine, wherever it likes.
-CONTROL = (
-    DESTINATION, SERVED, SUBSET, PREFILLER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
-)  # fmt: skip
 LONGEST_CHUNK = 62_000
 """Bytes of body in one answer: Envoy refuses messages of more than 64 KiB."""
 _OVERWRITE = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD

@@ -9,6 +9,12 @@ TRACE_HEADER = "x-tercet-trace"
 BEHIND_HEADER = "x-tercet-behind"
 INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
+PREFILLER_HEADER = "x-prefiller-host-port"
+# With these a client could send a request, or an engine, wherever it likes: whoever decides sets them anew.
+CONTROL_HEADERS = (
+    "x-gateway-destination-endpoint", "x-gateway-destination-endpoint-served", "x-gateway-destination-endpoint-subset",
+    PREFILLER_HEADER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
+)  # fmt: skip
 
 
 class Header(NamedTuple):
@@ -23,7 +29,7 @@ HEADERS = (
     Header(PROGRAM_HEADER, "requests to a front door", "The program that shall serve this request."),
     Header(
         TRACE_HEADER,
-        "requests to a front door",
+        "requests to a front door, an engine or a sidecar",
         "`true` or `1`: add to the answer what each engine did for it, under `tercet`; in a stream as the event before "
         "`[DONE]`. `false` or `0`: do not.",
     ),
@@ -37,6 +43,11 @@ HEADERS = (
         "authorization",
         "requests to a front door or an engine",
         "`Bearer KEY`: the API key of either, or the fleet's secret towards an engine.",
+    ),
+    Header(
+        PREFILLER_HEADER,
+        "requests to an engine or a sidecar",
+        "Engines (`HOST:PORT`, in the order to try them) that shall prefill the prompt, of its `prefill-hosts` only.",
     ),
     Header(
         BEHIND_HEADER,

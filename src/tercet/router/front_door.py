@@ -21,9 +21,9 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
 from tercet.router.shutdown import Shutdown
-from tercet.router.trace_answers import TracingSend, wants_trace
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
+from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.frontend.fast_path import FastPath

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.trace import FALLBACK, RETRY
+from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.moves import MoveRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -12,7 +12,6 @@ from functools import partial
 
 from tercet.aio import run_in_thread
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
-from tercet.fleet.trace import FALLBACK, RETRY, TraceEvent
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,
@@ -24,6 +23,7 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves

@@ -6,6 +6,7 @@ from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.picker_config import PickerConfig
 from tercet.settings.rescheduler_config import ReschedulerConfig
 from tercet.settings.router_config import EngineAddress, EngineTLS, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+from tercet.settings.sidecar_config import SidecarConfig
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -22,6 +23,7 @@ __all__ = [
     "RouterConfig",
     "Setting",
     "Settings",
+    "SidecarConfig",
     "Source",
     "declared",
     "decode_settings",

@@ -66,6 +66,7 @@ STATE_BEHIND = LogEvent("state_behind", ERROR, "version {version} is not in use 
 
 FALLBACK = LogEvent("fallback", INFO, "{seq_id}: {program} -> {to} after {tokens} tokens: {reason}")
 RETRY = LogEvent("retry", INFO, "{seq_id}: {program} again after {tokens} tokens: {reason}")
+PREFILL_FAILED = LogEvent("prefill_failed", INFO, "{seq_id}: {engine} does not prefill: {reason}")
 REQUEST_FAILED = LogEvent("request_failed", WARNING, "{seq_id}: {code}: {reason}")
 MOVE = LogEvent("move", INFO, "{seq_id}: {engine} -> {to} ({reason}): {outcome}: {result}")
 

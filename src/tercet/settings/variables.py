@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
+
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
@@ -38,6 +40,12 @@ VARIABLES = (
         "engines that are not started by `tercet`",
         "HOST:PORT",
         "The engine's name in its status and logs.",
+    ),
+    Variable(
+        PREFILL_HOSTS_VARIABLE,
+        "engines",
+        "none: the header is ignored",
+        "Engines that `x-prefiller-host-port` may name to prefill, as `prefill_hosts` of the plugin's settings.",
     ),
     Variable(
         API_KEY_VARIABLE,

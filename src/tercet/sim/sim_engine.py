@@ -269,6 +269,11 @@ class SimEngine:
         self._end_lease(found)
         return found.valid_end
 
+    @property
+    def fingerprint(self) -> str:
+        """What its weights are known by."""
+        return self._layout.model
+
     async def status(self) -> EngineStatus:
         await self._reach()
         if self._scheduler.frozen:
@@ -291,7 +296,7 @@ class SimEngine:
             sends=len(self._sends),
             counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self.pool.evicted},
             incarnation=self.incarnation,
-            fingerprint=self._layout.model,
+            fingerprint=self.fingerprint,
             dtype=self._layout.dtype,
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -18,8 +19,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from tercet import __version__
+from tercet.client import prefill_metrics
+from tercet.client.prefill_attempts import PrefillAttempts
+from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request
+from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import TokenId, decode_call
+from tercet.settings import SECRET_VARIABLE
+from tercet.settings.prefill_settings import PrefillBudget
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.sim_engine import SimEngine
 from tercet.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json, event_stream, json_of, text_of, together, tokens_of
@@ -48,6 +57,12 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
+class TokenizeCall(msgspec.Struct, frozen=True):
+    """Body of ``POST /tokenize``."""
+
+    prompt: str
+
+
 class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``. What a model that only counts ignores (temperature, ...) may be there too."""
 
@@ -63,18 +78,26 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAI:
-    """Handlers for one engine; ``model`` is its public name, ``root`` where its tokenizer is, if there is one."""
+    """Handlers for one engine; ``model`` is its public name, ``root`` where its tokenizer is, if there is one.
 
-    def __init__(self, engine: SimEngine, model: str, root: str | None) -> None:
+    Engines of ``allowed`` may be named to prefill, by ``remote``.
+    """
+
+    def __init__(
+        self, engine: SimEngine, model: str, root: str | None, allowed: AllowedPrefillers, remote: RemotePrefill
+    ) -> None:
         self._engine = engine
         self._model = model
         self._root = root
+        self._allowed = allowed
+        self._remote = remote
         self._numbers = itertools.count()
 
     def routes(self) -> list[web.RouteDef]:
         """Where each handler is found."""
         return [
             web.post("/v1/completions", self.completions),
+            web.post("/tokenize", self.tokenize),
             web.get("/v1/models", self.models),
             web.get("/health", self.health),
             web.get("/version", self.version),
@@ -82,7 +105,7 @@ class OpenAI:
         ]
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """Generate, on this engine alone."""
+        """Generate, on this engine, after others have prefilled if the header names any."""
         call = decode_call(await http.read(), CompletionCall)
         if call.model not in (None, self._model):
             raise BadRequest(f"model: there is no {call.model!r} here; this is {self._model}", "model")
@@ -93,13 +116,28 @@ class OpenAI:
             sampling_params={"max_tokens": call.max_tokens},
             cache_salt=call.cache_salt,
         )
+        named, trace = http.headers.get(PREFILLER_HEADER), VerbTrace()
+        hosts = self._allowed.named(named) if named is not None and self._allowed else ()
         answer = _CompletionAnswer(name, self._model, call, request.num_tokens)
-        async with aclosing(self._engine.start_generate(request)) as outputs:
+        if http.headers.get(TRACE_HEADER) == "true":
+            answer.trace = trace
+        async with AsyncExitStack() as stack:
+            begin = 0
+            if hosts:
+                held = self._remote.prefilled(self._engine, request, hosts, trace)
+                begin = await stack.enter_async_context(held)
+            outputs = await stack.enter_async_context(aclosing(self._engine.start_generate(request, begin)))
             if call.stream:
-                async with aclosing(answer.chunks(outputs)) as chunks:
-                    return await event_stream(http, chunks, end=b"data: [DONE]\n\n")
+                chunks = await stack.enter_async_context(aclosing(answer.chunks(outputs)))
+                return await event_stream(http, chunks, end=b"data: [DONE]\n\n")
             whole = await together(outputs)
-        return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids))})
+        return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids)), **answer.traced()})
+
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+        """The tokens of a text, as vLLM's server tells them."""
+        tokens = tokens_of(decode_call(await http.read(), TokenizeCall).prompt)
+        length = self._engine.profile.max_model_len
+        return json_of({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def models(self, http: web.Request) -> web.StreamResponse:
         length = self._engine.profile.max_model_len
@@ -114,6 +152,7 @@ class OpenAI:
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         found = generate_latest(_StatusMetrics(self._model, await self._engine.status()))
+        found += b"".join(generate_latest(each) for each in prefill_metrics.ALL)
         return web.Response(body=found, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -124,6 +163,7 @@ class _CompletionAnswer:
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self._call = call
         self._prompt_tokens = prompt_tokens
+        self.trace: VerbTrace | None = None
 
     async def chunks(self, outputs: OutputStream) -> AsyncGenerator[dict[str, Any]]:
         tokens = 0
@@ -132,6 +172,8 @@ class _CompletionAnswer:
             yield self.chunk(output)
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self.usage(tokens)}
+        if self.trace is not None:
+            yield self.traced()
 
     def chunk(self, output: Output) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -140,6 +182,10 @@ class _CompletionAnswer:
         if self._call.return_token_ids:
             choice["token_ids"] = output.token_ids
         return {**self._head, "choices": [choice]}
+
+    def traced(self) -> dict[str, Any]:
+        """What the request went through, if its client asked for that."""
+        return {} if self.trace is None else {"tercet": self.trace}
 
     def usage(self, tokens: int) -> dict[str, int]:
         prompt = self._prompt_tokens
@@ -168,7 +214,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated engine and where it listens.
 
     ``url`` is where other engines reach it. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose
-    tokenizer clients may use, if there is one.
+    tokenizer clients may use, if there is one. ``prefill_hosts`` are who may be named to prefill, ``prefill_budget``
+    how long they may take.
     """
 
     name: str
@@ -179,6 +226,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     root: str | None = None
+    prefill_hosts: str = ""
+    prefill_budget: PrefillBudget = PrefillBudget()
 
 
 @asynccontextmanager
@@ -186,12 +235,20 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     """Serve while entered; raises ``OSError`` when the address is taken."""
     # What a call costs is what it costs here.
     profile = msgspec.structs.replace(config.profile, call=0.0)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    allowed = AllowedPrefillers(config.prefill_hosts, "prefill-hosts")
+
+    async def weights() -> str:
+        return engine.fingerprint
+
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        RemotePrefill(PrefillAttempts(config.prefill_budget), weights, os.environ.get(SECRET_VARIABLE, "")) as remote,
+    ):
         network = HttpNetwork(profile.transfer, session)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
         verbs = Verbs(engine)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
-        app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root).routes()])
+        app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
         # A client that goes away cancels its handler, which gives back what it took.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()

@@ -15,6 +15,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.responses import StreamingResponse
 
+from tercet.client import engine_tls
+from tercet.client.prefill_attempts import PrefillAttempts
+from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, UnknownSequence
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -34,9 +37,10 @@ from tercet.protocol.wire import (
 )
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
-from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, callers_of
+from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
+from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,6 +73,8 @@ class TercetEndpoints:
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
+        # Within vLLM's own layers, so that its API key has been asked for before.
+        app.add_middleware(PrefillerHeader, allowed=lambda: app.state.tercet_prefillers)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
@@ -79,7 +85,23 @@ class TercetEndpoints:
         state.tercet_stop_grace = settings.stop_grace
         state.tercet_callers = callers_of(args, secret)
         name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
-        state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
+        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
+        state.tercet_prefillers = settings.allowed_prefillers()
+        state.tercet_prefilling = None
+        if state.tercet_prefillers:
+            remote = _remote_prefill(settings, verbs, args)
+            state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
+
+
+def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
+    """How this engine asks others: as they are asked themselves, by TLS if it is served by TLS."""
+
+    async def ours() -> str:
+        return verbs.fingerprint
+
+    secret = settings.fleet_secret or next(iter(api_keys(args)), "")
+    tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
+    return RemotePrefill(PrefillAttempts(settings.prefill_budget), ours, secret, bool(args.ssl_certfile), tls)
 
 
 def _settings(config: VllmConfig) -> PluginSettings:
@@ -95,7 +117,11 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
         verbs: EngineVerbs = app.state.tercet
         grace: float = app.state.tercet_stop_grace
         stop_on_sigterm(StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace))
-        yield state
+        try:
+            yield state
+        finally:
+            if app.state.tercet_prefilling is not None:
+                await app.state.tercet_prefilling[0].close()
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

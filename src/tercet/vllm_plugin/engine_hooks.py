@@ -249,6 +249,32 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="prefilled requests",
+        what="A request of the engine's own API that names engines to prefill waits, before it is given to the core, "
+        "until its KV has come, and then decodes on it",
+        why="Behind a gateway no router calls start_generate, and all that vLLM's API can do stays vLLM's",
+        until="a KV connector may hold a request back and name its blocks",
+        replaces=("AsyncMPClient.add_request_async",),
+        relies_on=(
+            Says(
+                f"{ASYNC_LLM}._add_request",
+                "self.output_processor.add_request(",
+                "await self.engine_core.add_request_async(request)",
+            ),
+            Says(
+                f"{ASYNC_LLM}.add_request",
+                "await self.engine_core.add_request_async(child_request)",
+                "await self.abort(",
+            ),
+            Takes("vllm.v1.engine.core_client:AsyncMPClient.add_request_async", "request"),
+            Takes(f"{OUTPUTS}:OutputProcessor.abort_requests", "request_ids", "internal"),
+            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states"),
+            Has("vllm.v1.engine:EngineCoreRequest", "prompt_token_ids", "mm_features", "lora_request", "cache_salt"),
+            Has("vllm.v1.engine:EngineCoreRequest", "prompt_embeds", "resumable", "sampling_params", "priority"),
+            Has("vllm.sampling_params:SamplingParams", "extra_args"),
+        ),
+    ),
+    Hook(
         name="first uses",
         what="An engine samples, ranks log probabilities and generates by a grammar before it serves; then its "
         "choice of a grammar's backend is taken back",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tercet.cost import RouteDecision, RouteOption
-from tercet.fleet import Trace, TraceEvent
+from tercet.fleet import Trace
+from tercet.protocol.trace import TraceEvent
 from tercet.router.metrics import Metrics
 
 from .conftest import Door, counted

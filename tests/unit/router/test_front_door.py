@@ -14,9 +14,9 @@ import pytest
 from tercet.fleet.admission import Gate
 from tercet.router.front_door import FrontDoor, parsed
 from tercet.router.metrics import Metrics
-from tercet.router.trace_answers import wants_trace
 from tercet.settings import Limits
 from tercet.vllm_plugin.frontend.request_context import Asked, current
+from tercet.vllm_plugin.frontend.trace_answers import wants_trace
 
 from .conftest import Door, counted
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tercet.fleet import Trace
-from tercet.fleet.trace import TraceEvent
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
+from tercet.protocol.trace import TraceEvent
 from tercet.router.fleet_state import FleetState, StateFile
 from tercet.router.metrics import Metrics
 from tercet.router.reload import reload_on_change

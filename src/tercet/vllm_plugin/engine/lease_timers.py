@@ -213,11 +213,15 @@ class LeaseTimers:
         held.timer.cancel()
         held.timer = asyncio.get_running_loop().call_later(held.ttl, self._expire, held.lease)
 
-    def _expire(self, lease: str) -> None:
-        agent_metrics.leases_expired.inc()
+    def end_soon(self, lease: str) -> None:
+        """End a lease beside the caller, if it is held here and nobody has claimed it."""
         held = self._forget(lease)
         if held is not None:
             self.release_soon(held)
+
+    def _expire(self, lease: str) -> None:
+        agent_metrics.leases_expired.inc()
+        self.end_soon(lease)
 
     def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
         # Asked once, whoever needs it: the second answer would not say what is valid.

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
+from tercet.settings.prefill_settings import (
+    PREFILL_HOSTS_VARIABLE,
+    STUCK_AFTER_S,
+    TIMEOUT_S,
+    PrefillBudget,
+    PrefillHosts,
+    PrefillStuckAfter,
+    PrefillTimeout,
+)
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
@@ -59,6 +69,9 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         Annotated[float, Meta(ge=0)],
         Setting("After SIGTERM, until an engine stops that is not empty yet; 0 stops it at once.", unit="seconds"),
     ] = 30.0
+    prefill_hosts: PrefillHosts = ""
+    prefill_timeout: PrefillTimeout = TIMEOUT_S
+    prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +80,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         _hosts(self.host)
         _ports(self.port)
         self.cpus()
+        self.allowed_prefillers()
 
     def cpus(self) -> frozenset[int]:
         """``agent_cpus`` as numbers; none for all that the engine may use."""
@@ -85,6 +99,17 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     def fleet_secret(self) -> str:
         """What all engines of the fleet know; empty if nobody has said it."""
         return self.secret or os.environ.get(SECRET_VARIABLE, "")
+
+    def allowed_prefillers(self) -> AllowedPrefillers:
+        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        if self.prefill_hosts:
+            return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
+        return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
+
+    @property
+    def prefill_budget(self) -> PrefillBudget:
+        """How long others may take to prefill."""
+        return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if strangers on other machines could push KV, or take it."""

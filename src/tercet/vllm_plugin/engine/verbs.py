@@ -26,6 +26,8 @@ from tercet.protocol import (
     KVEvents,
     Output,
     RankAddress,
+    Request,
+    Reservation,
     Sent,
     SequenceReport,
     UnknownSequence,
@@ -294,9 +296,7 @@ class EngineVerbs:
         self._limits.check_output(tokens, call.output)
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
-        claimed = self._leases.claim(call.seq_id, [*tokens, *call.output], call.cache_salt)
-        if claimed is not None and not await self._closed(call.seq_id, claimed):
-            claimed = None
+        claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt)
         number = next(self._numbers)
         seq = SeqParams(output=call.output, number=number)
         if claimed is not None and claimed.closing is not None:
@@ -323,8 +323,14 @@ class EngineVerbs:
         self._generated.add(decoding)
         return decoding
 
-    async def _closed(self, seq_id: str, claimed: EdgeLease) -> bool:
-        """Whether nobody writes under the lease any more; else the sequence computes by itself."""
+    async def _claimed(self, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease | None:
+        """The sequence's lease, for a request of these tokens, once nobody writes under it any more.
+
+        None without one, and where that takes too long: the sequence computes by itself.
+        """
+        claimed = self._leases.claim(seq_id, tokens, cache_salt)
+        if claimed is None:
+            return None
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._busy[seq_id, None] = aborted.cancel
         try:
@@ -333,7 +339,47 @@ class EngineVerbs:
             del self._busy[seq_id, None]
         if aborted.cancelled():
             raise UnknownSequence(f"{seq_id} was aborted before it began to decode", "seq_id")
-        return closed
+        return claimed if closed else None
+
+    # ---- for requests of vLLM's own API ----------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self._name
+
+    @property
+    def fingerprint(self) -> str:
+        """What its weights are known by."""
+        return self._layout.model
+
+    @asynccontextmanager
+    async def reserved(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+        """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""
+        call = PrepRecvCall(
+            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
+        )  # fmt: skip
+        answer = await self.prep_recv(call)
+        reservation = Reservation(answer.kv_addr_info, answer.matched_len)
+        try:
+            yield reservation
+        finally:
+            self._leases.end_soon(reservation.lease)
+
+    @asynccontextmanager
+    async def adopted(self, request: Request) -> AsyncGenerator[TercetParams | None]:
+        """What tells the core that a request of vLLM's API decodes on its reservation; None if there is none.
+
+        At the end of the context what the core has not taken by then is given back, so it is the request's end.
+        """
+        claimed = await self._claimed(request.seq_id, list(request.prompt), request.cache_salt)
+        if claimed is None or claimed.closing is None:
+            yield None
+            return
+        try:
+            yield TercetParams(self._about.token, seq=SeqParams(claimed.lease, claimed.closing.result()))
+        finally:
+            self._leases.release_soon(claimed)
 
     # ---- abort and status ------------------------------------------------------------------------------------
 

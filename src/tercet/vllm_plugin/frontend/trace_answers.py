@@ -1,15 +1,17 @@
-"""The traces of a request's programs, in the answer to it, for clients that ask with ``x-tercet-trace: true``."""
+"""The traces of a request's sequences, in the answer to it, for clients that ask with ``x-tercet-trace: true``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.types import Message, Send
 
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import TRACE_HEADER
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Send
 
 _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}
 DONE = b"data: [DONE]"

@@ -1,0 +1,24 @@
+"""``tercet sidecar``: in front of one decode engine, in the foreground."""
+
+from __future__ import annotations
+
+from tercet.cli.setting_flags import settings_command
+from tercet.cluster.ports import require_free
+from tercet.gateway.sidecar.server import serve
+from tercet.settings import SidecarConfig
+
+
+@settings_command(SidecarConfig)
+def sidecar(config: SidecarConfig) -> None:
+    """Run a sidecar: for the engine behind it, prompts are prefilled by those that `x-prefiller-host-port` names.
+
+    Tercet's engines do that by themselves (`tercet engine --prefill-hosts`); this is for those who want it outside, and
+    for plain vLLM with NixlConnector. Nothing is needed on engines that prefill.
+
+    Examples:
+    - `tercet sidecar --engine http://127.0.0.1:8001 --port 8000 --prefill-hosts 10.0.0.0/8:8000`
+    - `tercet sidecar --engine http://127.0.0.1:8001 --connector nixl --prefill-hosts *.prefill.svc:8000`
+    """
+    if config.port:
+        require_free(config.host, config.port)
+    serve(config)

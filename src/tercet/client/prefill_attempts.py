@@ -1,0 +1,131 @@
+"""One engine after another is asked to prefill for a request, until one has, or the time that others get is over.
+
+Whoever fails, refuses or falls silent is passed over; one that was lost is not asked again before it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from tercet.client import prefill_metrics
+from tercet.protocol import DeadlineExceeded, EngineUnreachable, TercetError
+from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
+from tercet.settings import log_events
+from tercet.settings.prefill_settings import PrefillBudget
+
+T = TypeVar("T")
+REMOTE, HERE = "disaggregated", "data_parallel"
+LOOK_SECONDS = 0.5
+PROBE_SECONDS = 1.0
+REST_SECONDS = 2.0
+"""For so long an engine that was lost is not asked for anything; then it has to answer first, and soon."""
+MOST_LOST = 256
+Look = Callable[[], Awaitable[object]]
+"""Asks an engine how it is; raises :class:`~tercet.protocol.TercetError` for one that is not well."""
+
+
+class _Lost(NamedTuple):
+    at: float
+    why: str
+
+
+class PrefillAttempts:
+    """Asks engines that requests name, and remembers whom it has lost. ``clock`` gives seconds that never go back."""
+
+    def __init__(self, budget: PrefillBudget, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget = budget
+        self.clock = clock
+        self._lost: OrderedDict[str, _Lost] = OrderedDict()
+
+    async def first_of(
+        self,
+        hosts: Sequence[str],
+        seq_id: str,
+        trace: VerbTrace,
+        ask: Callable[[str], Awaitable[T]],
+    ) -> T:
+        """What the first of ``hosts`` answers that does not fail; raises what the last one failed by.
+
+        ``ask`` asks one, by :meth:`watched`; when the time is over it is cancelled.
+        """
+        began = self.clock()
+        failure: TercetError = DeadlineExceeded("nobody was asked")
+        for host in hosts:
+            left = began + self.budget.timeout_s - self.clock()
+            if left <= 0:
+                break
+            patience = asyncio.timeout(left)
+            try:
+                async with patience:
+                    return await ask(host)
+            except TimeoutError:
+                if not patience.expired():
+                    raise
+                failure = DeadlineExceeded(f"{host} has not prefilled within {self.budget.timeout_s:g} s")
+            except TercetError as error:
+                failure = error
+            prefill_metrics.failures.labels(failure.code).inc()
+            log_events.PREFILL_FAILED.tell(seq_id=seq_id, engine=host, code=failure.code, reason=failure.message)
+            trace.events.append(TraceEvent(FALLBACK, host, code=failure.code, reason=f"{REMOTE}: {failure.message}"))
+        raise failure
+
+    async def watched(self, host: str, work: Callable[[], Coroutine[Any, Any, T]], look: Look) -> T:
+        """The result of ``work`` at ``host``, whom ``look`` asks how it is meanwhile.
+
+        Raises what either of them raises. Whatever happens, the work has ended, or has been cancelled, then.
+        """
+        self._require_rested(host)
+        tasks = set[asyncio.Future[Any]]()
+        try:
+            if host in self._lost:
+                await _answered(host, look, PROBE_SECONDS)
+                self._lost.pop(host, None)
+            working = asyncio.ensure_future(work())
+            watching = asyncio.ensure_future(self._until_lost(host, look))
+            tasks.update((working, watching))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watching.result()
+            return await working
+        except EngineUnreachable as error:
+            self._lost[host] = _Lost(self.clock(), error.message)
+            while len(self._lost) > MOST_LOST:
+                self._lost.popitem(last=False)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    def _require_rested(self, host: str) -> None:
+        """Raises :class:`~tercet.protocol.EngineUnreachable` for one that was lost a moment ago."""
+        lost = self._lost.get(host)
+        if lost is not None and self.clock() < lost.at + REST_SECONDS:
+            raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
+
+    async def _until_lost(self, host: str, look: Look) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await _answered(host, look, self.budget.stuck_after_s)
+
+
+async def _answered(host: str, look: Look, patience: float) -> None:
+    try:
+        async with asyncio.timeout(patience):
+            await look()
+    except TimeoutError:
+        raise EngineUnreachable(f"{host} has said nothing for {patience:g} s") from None
+
+
+def prefill_here(decode: str, seq_id: str, error: TercetError, trace: VerbTrace) -> None:
+    """Tell why a request that named engines to prefill is prefilled where it came."""
+    prefill_metrics.prefills.labels(prefill_metrics.LOCAL, error.code).inc()
+    said = {"seq_id": seq_id, "engine": decode, "code": error.code, "reason": error.message}
+    log_events.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **said)
+    trace.program = f"{REMOTE} -> {HERE}"
+    trace.events.append(TraceEvent(FALLBACK, decode, code=error.code, reason=f"{trace.program}: {error.message}"))

@@ -1,0 +1,316 @@
+"""The leg before the decode engine's: a prompt's KV comes to it, and the body that it is asked with then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Protocol
+
+import aiohttp
+import msgspec
+
+from tercet.aio import TaskSet
+from tercet.client import HttpEngine, prefill_metrics
+from tercet.client.connection_errors import reason_of
+from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
+from tercet.client.remote_prefill import RemotePrefill
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
+from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.wire import UNREADABLE
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SPLIT_PATHS = frozenset({CHAT, COMPLETIONS})
+KV_PARAMS = "kv_transfer_params"
+QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
+LEG = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+DRAIN = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+# What vLLM's /tokenize takes of a chat request: that of which the prompt is made.
+OF_THE_PROMPT = (
+    "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens",
+)  # fmt: skip
+# What the first leg, which is asked for one token that nobody reads, must not ask for.
+OF_THE_ANSWER = (
+    "stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
+    "suffix", "n", "best_of", "stop", "stop_token_ids",
+)  # fmt: skip
+_COMMIT_TRIES = 50
+
+
+@dataclass(frozen=True)
+class SplitCall:
+    """One OpenAI request that may be split: its ``body``, its ``fields``, and what its client shows to engines."""
+
+    path: str
+    body: bytes
+    fields: Mapping[str, Any]
+    headers: Mapping[str, str]
+    request_id: str
+
+    def require_whole(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` for what only one engine as a whole can serve."""
+        fields = self.fields
+        prompt = fields.get("prompt")
+        reasons = {
+            "several prompts": isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt),
+            "beam search": bool(fields.get("use_beam_search")),
+            "log probabilities of the prompt": fields.get("prompt_logprobs") is not None,
+            "echo": bool(fields.get("echo")),
+            "prompt embeddings": fields.get("prompt_embeds") is not None,
+        }
+        for what, holds in reasons.items():
+            if holds:
+                raise BadRequest(f"{what}: cannot be prefilled elsewhere")
+
+
+class PrefillLeg(Protocol):
+    """Has the KV of a request's prompt brought to the decode engine."""
+
+    def prefilled(
+        self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace
+    ) -> AbstractAsyncContextManager[DecodeLeg]:
+        """While entered, what the decode engine is to be asked finds the KV that others have computed, if any could."""
+        ...
+
+    async def look(self) -> None:
+        """Raises :class:`~tercet.protocol.TercetError` if the decode engine is not well."""
+        ...
+
+
+@dataclass
+class DecodeLeg:
+    """What the decode engine is asked with; ``local`` is what it is asked with if it fails that, None if the same.
+
+    ``sent`` is set by who asks it: from then on the engine gives back what ``body`` refers to.
+    """
+
+    body: bytes
+    local: bytes | None = None
+    sent: bool = False
+
+
+class _Known:
+    """The decode engine as a receiver, whose reservation is known."""
+
+    def __init__(self, engine: HttpEngine) -> None:
+        self.name = engine.name
+        self.reservation: Reservation | None = None
+        self._engine = engine
+
+    @asynccontextmanager
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        async with self._engine.prep_recv(request, end) as self.reservation:
+            yield self.reservation
+
+
+class TercetLeg:
+    """By the verbs: KV is pushed to the decode engine, and is its prefix cache when it is asked."""
+
+    def __init__(
+        self, engine: HttpEngine, session: aiohttp.ClientSession, remote: RemotePrefill, stuck_s: float
+    ) -> None:
+        self._engine = engine
+        self._session = session
+        self._remote = remote
+        self._stuck_s = stuck_s
+
+    @asynccontextmanager
+    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
+        try:
+            call.require_whole()
+            salt = call.fields.get("cache_salt")
+            request = Request(seq_id=call.request_id, prompt=await self._tokens(call), cache_salt=salt)
+        except TercetError as error:
+            prefill_here(self._engine.name, call.request_id, error, trace)
+            yield DecodeLeg(call.body)
+            return
+        decode = _Known(self._engine)
+        async with self._remote.prefilled(decode, request, hosts, trace) as begin:
+            if decode.reservation is not None and begin > decode.reservation.matched_len:
+                await self._committed(request, decode.reservation, begin)
+            yield DecodeLeg(call.body)
+
+    async def look(self) -> None:
+        status = await self._engine.status()
+        if status.stalled_s > self._stuck_s:
+            raise EngineUnreachable(f"{self._engine.name} has stood still for {status.stalled_s:.1f} s")
+
+    async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
+        """Wait until the engine has booked what arrived; what it has not is computed anew."""
+        status = await self._engine.status()
+        whole = end // status.block_size * status.block_size
+        for _ in range(_COMMIT_TRIES):
+            extended = await self._engine.extend_recv(reservation, request, -1)
+            if extended.matched_len >= whole:
+                return
+
+    async def _tokens(self, call: SplitCall) -> tuple[int, ...]:
+        """The prompt's tokens, as the decode engine makes them. Raises :class:`~tercet.protocol.TercetError`."""
+        fields = call.fields
+        if call.path == COMPLETIONS and isinstance(fields.get("prompt"), list):
+            return tuple(fields["prompt"])
+        if call.path == CHAT:
+            _require_text(fields.get("messages"))
+            asked = {name: fields[name] for name in OF_THE_PROMPT if name in fields}
+        else:
+            asked = {name: fields[name] for name in ("model", "prompt", "add_special_tokens") if name in fields}
+        body = msgspec.json.encode(asked)
+        url = f"{self._engine.url}/tokenize"
+        answer = await _posted(self._session, url, body, call.headers, QUICK, _Tokens, self._engine.name)
+        return answer.tokens
+
+
+class _Tokens(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+def _require_text(messages: Any) -> None:
+    for message in messages if isinstance(messages, list) else ():  # pyright: ignore[reportUnknownVariableType]
+        content: Any = message.get("content") if isinstance(message, dict) else None  # pyright: ignore
+        if isinstance(content, list) and any(_kind(part) != "text" for part in content):  # pyright: ignore
+            raise BadRequest("messages: content that is not text cannot be prefilled elsewhere", "messages")
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else "text"  # pyright: ignore
+
+
+# ---- vLLM's own protocol -------------------------------------------------------------------------------------
+
+
+class KVTransferParams(msgspec.Struct):
+    """What an engine that has prefilled must say, for another one to fetch its KV; it may say more."""
+
+    do_remote_prefill: Literal[True]
+    remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_block_ids: list[Any]
+    remote_host: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class NixlLeg:
+    """By vLLM's protocol in two legs: the first engine keeps the KV until the second one has fetched it.
+
+    KV that nobody is going to fetch, since the client has left meanwhile, is fetched for one token that nobody reads:
+    else it would stay pinned on the first engine until its time is over.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, attempts: PrefillAttempts, https: bool) -> None:
+        self._url = url
+        self._session = session
+        self._attempts = attempts
+        self._scheme = "https" if https else "http"
+        self.draining = TaskSet()
+
+    @asynccontextmanager
+    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
+        trace.program = REMOTE
+        began = self._attempts.clock()
+        params: dict[str, Any] | None = None
+        try:
+            call.require_whole()
+            ask = partial(self._prefilled_by, call, trace)
+            params = await self._attempts.first_of(hosts, call.request_id, trace, ask)
+            prefill_metrics.prefills.labels(prefill_metrics.PULLED, "").inc()
+        except TercetError as error:
+            prefill_here(self._url, call.request_id, error, trace)
+        prefill_metrics.seconds.observe(self._attempts.clock() - began)
+        if params is None:
+            yield DecodeLeg(call.body)
+            return
+        fields = {**call.fields, KV_PARAMS: params}
+        prepared = DecodeLeg(msgspec.json.encode(fields), local=call.body)
+        try:
+            yield prepared
+        finally:
+            if not prepared.sent:
+                self.draining.spawn(self._drain(call, params), "draining")
+
+    async def look(self) -> None:
+        await self._healthy(self._url)
+
+    async def _prefilled_by(self, call: SplitCall, trace: VerbTrace, host: str) -> dict[str, Any]:
+        url = f"{self._scheme}://{host}"
+        started = time.monotonic()
+
+        async def leg() -> dict[str, Any]:
+            body = first_leg(call)
+            answer = await _posted(self._session, url + call.path, body, call.headers, LEG, _Prefilled, host)
+            return checked_params(answer.kv_transfer_params, host)
+
+        params = await self._attempts.watched(host, leg, partial(self._healthy, url))
+        trace.events.append(TraceEvent("prefill", host, time.monotonic() - started, to=self._url))
+        return params
+
+    async def _healthy(self, url: str) -> None:
+        try:
+            async with self._session.get(f"{url}/health", timeout=QUICK) as answer:
+                if answer.status != 200:
+                    raise EngineUnreachable(f"{url} is not well: /health answers {answer.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"{url} does not answer: {reason_of(error)}") from error
+
+    async def _drain(self, call: SplitCall, params: dict[str, Any]) -> None:
+        body = msgspec.json.encode({**msgspec.json.decode(first_leg(call), type=dict[str, Any]), KV_PARAMS: params})
+        try:
+            await _posted(self._session, self._url + call.path, body, call.headers, DRAIN, _Prefilled, self._url)
+        except TercetError:
+            return  # then its time on the engine that has it ends it
+
+
+def first_leg(call: SplitCall) -> bytes:
+    """The body that an engine is asked with to prefill: the same request, for one token and no stream."""
+    fields = {name: value for name, value in call.fields.items() if name not in OF_THE_ANSWER}
+    keep = {
+        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+        "remote_host": None, "remote_port": None,
+    }  # fmt: skip
+    limit = {"max_completion_tokens": 1} if call.path == CHAT else {}
+    return msgspec.json.encode({**fields, **limit, "max_tokens": 1, "stream": False, KV_PARAMS: keep})
+
+
+def checked_params(params: dict[str, Any] | None, host: str) -> dict[str, Any]:
+    """The parameters of an engine's answer as it gave them.
+
+    Raises :class:`~tercet.protocol.EngineError` where another one could make nothing of them.
+    """
+    if params is None:
+        raise EngineError(
+            f"{host} says nothing of its KV (kv_transfer_params): does it run with a connector such as NIXL's?"
+        )
+    try:
+        msgspec.convert(params, KVTransferParams)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"{host}: its kv_transfer_params cannot be used: {error}") from error
+    return params
+
+
+async def _posted(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    timeout: aiohttp.ClientTimeout,
+    kind: type[Any],
+    name: str,
+) -> Any:
+    """The JSON answer of ``name``. Raises :class:`~tercet.protocol.TercetError`."""
+    shown = {**headers, "content-type": "application/json"}
+    try:
+        async with session.post(url, data=body, headers=shown, timeout=timeout) as answer:
+            status, said = answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise EngineUnreachable(f"{name} does not answer: {reason_of(error)}") from error
+    if status != 200:
+        raise EngineError(f"{name} refuses with HTTP {status}: {said[:200].decode(errors='replace')}")
+    try:
+        return msgspec.json.decode(said, type=kind)
+    except UNREADABLE as error:
+        raise EngineError(f"{name}: its answer cannot be used: {error}") from error

@@ -1,0 +1,74 @@
+"""What ``tercet sidecar`` can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from tercet.protocol import BadRequest
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, Seconds, Setting, Settings
+from tercet.settings.log_lines import LogFormat, LogLevel
+from tercet.settings.prefill_settings import (
+    STUCK_AFTER_S,
+    TIMEOUT_S,
+    PrefillBudget,
+    PrefillHosts,
+    PrefillStuckAfter,
+    PrefillTimeout,
+)
+from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineTLS
+
+Connector = Literal["tercet", "nixl"]
+
+
+class SidecarConfig(Settings, frozen=True, kw_only=True):
+    """One sidecar, before one engine; ``engine_tls`` is a group."""
+
+    engine: Annotated[str, Setting("The engine that decodes: what is asked here is asked there.", metavar="URL")]
+    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)], Setting("Port of its HTTP server; 0 is any free one.")
+    ] = 8000  # fmt: skip
+    connector: Annotated[
+        Connector,
+        Setting(
+            "How KV comes to the engine: `tercet` by the verbs, `nixl` by vLLM's own `kv_transfer_params`, for engines "
+            "with NixlConnector and their like."
+        ),
+    ] = "tercet"
+    prefill_hosts: PrefillHosts = ""
+    prefill_timeout: PrefillTimeout = TIMEOUT_S
+    prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
+    idle_timeout_s: Annotated[
+        Seconds, Setting("How long its engine may send nothing of an answer while it is well.", unit="seconds")
+    ] = msgspec.field(default=300.0, name="idle-timeout")
+    max_request_bytes: Annotated[
+        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
+    ] = MAX_REQUEST_BYTES
+    secret: Annotated[
+        str,
+        Setting("What engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
+    ] = ""
+    engine_tls: EngineTLS = EngineTLS()
+    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
+    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = urlsplit(self.engine)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadRequest(f"engine: {self.engine!r} is not a URL such as http://127.0.0.1:8001", "engine")
+        self.allowed_prefillers()
+
+    def allowed_prefillers(self) -> AllowedPrefillers:
+        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        return AllowedPrefillers(self.prefill_hosts, "prefill-hosts")
+
+    @property
+    def prefill_budget(self) -> PrefillBudget:
+        """How long others may take to prefill."""
+        return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)

@@ -1,0 +1,168 @@
+"""Requests of an engine's own OpenAI API that name engines to prefill: they reach the core with their KV.
+
+Relies on ``AsyncLLM`` registering a request with its ``OutputProcessor`` before it gives it to
+``engine_core.add_request_async``, in the context of the HTTP request, and on nothing being lost by waiting there: the
+request is held back until its KV has arrived, and then decodes on it as ``start_generate`` does. So whatever vLLM's API
+can do is done by vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tercet.client.prefill_attempts import prefill_here
+from tercet.client.remote_prefill import RemotePrefill
+from tercet.protocol import BadRequest, Request, Reservation, TercetError
+from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.vllm_plugin.engine.verbs import EngineVerbs
+from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PREFIX = "/v1/"
+
+
+@dataclass(eq=False)
+class NamedPrefillers:
+    """Who shall prefill for the sequences of one HTTP request, and what each of them went through.
+
+    ``held`` is closed when the request is over.
+    """
+
+    hosts: Sequence[str]
+    held: AsyncExitStack
+    traces: list[VerbTrace] = field(default_factory=list[VerbTrace])
+
+
+_named: ContextVar[NamedPrefillers | None] = ContextVar("tercet_prefillers", default=None)
+
+
+class PrefillerHeader:
+    """ASGI layer before vLLM's API: reads the header, refuses engines that are not allowed, and answers with traces.
+
+    While nobody is ``allowed``, the header is ignored.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers]) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFIX) else {}
+        said, allowed = headers.get(PREFILLER_HEADER), self._allowed()
+        if said is None or not allowed:
+            await self._app(scope, receive, send)
+            return
+        try:
+            hosts, traced = allowed.named(said), wants_trace(headers)
+        except BadRequest as error:
+            await _refuse(send, error)
+            return
+        async with AsyncExitStack() as held:
+            named = NamedPrefillers(hosts, held)
+            token = _named.set(named)
+            try:
+                await self._app(scope, receive, TracingSend(send, named.traces) if traced else send)
+            finally:
+                _named.reset(token)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def _refuse(send: Send, error: TercetError) -> None:
+    body = msgspec.json.encode(error.to_wire())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class PrefilledRequests:
+    """Stands between ``AsyncLLM`` and its core: requests whose HTTP request names prefillers get their KV first."""
+
+    def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill) -> None:
+        self._verbs = verbs
+        self._remote = remote
+        self._processor = client.output_processor
+        core: Any = client.engine_core
+        self._add: Callable[[EngineCoreRequest], Awaitable[None]] = core.add_request_async
+        core.add_request_async = self.add_request
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self._verbs.name
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        """See :class:`~tercet.client.remote_prefill.Receiver`."""
+        return self._verbs.reserved(request, end)
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """In place of ``engine_core.add_request_async``."""
+        named = _named.get()
+        if named is not None:
+            try:
+                await self._prefill(request, named)
+            except BaseException:
+                # AsyncLLM has registered it already, and does not undo that for what is raised here.
+                self._processor.abort_requests((request.request_id,), internal=True)
+                raise
+            if request.request_id not in self._processor.request_states:
+                return  # its client has left meanwhile
+        await self._add(request)
+
+    async def _prefill(self, request: EngineCoreRequest, named: NamedPrefillers) -> None:
+        trace = VerbTrace()
+        named.traces.append(trace)
+        reason = _only_here(request)
+        if reason:
+            prefill_here(self.name, request.request_id, BadRequest(f"{reason} cannot be prefilled elsewhere"), trace)
+            return
+        sequence = Request(
+            seq_id=request.request_id,
+            prompt=tuple(request.prompt_token_ids or ()),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        async with self._remote.prefilled(self, sequence, named.hosts, trace) as begin:
+            try:
+                params = await named.held.enter_async_context(self._verbs.adopted(sequence))
+            except TercetError as error:  # it has been aborted meanwhile, or its lease is over
+                prefill_here(self.name, request.request_id, error, trace)
+                return
+        if params is None or request.sampling_params is None:
+            return
+        given = request.sampling_params.extra_args or {}
+        theirs = given.get("kv_transfer_params") or {}
+        ours = params.to_kv_transfer_params()
+        request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
+        request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
+        trace.events.append(TraceEvent("start_generate", self.name, begin=begin, end=sequence.num_tokens))
+
+
+def _only_here(request: EngineCoreRequest) -> str:
+    """Why the prompt's KV is no other engine's business; empty if it may be."""
+    params = request.sampling_params
+    reasons = {
+        "pooling": params is None,
+        "multi-modal input": bool(request.mm_features),
+        "a prompt of embeddings": request.prompt_embeds is not None or not request.prompt_token_ids,
+        "a prompt with a LoRA adapter": request.lora_request is not None,
+        "streaming input": request.resumable,
+        "a prompt whose log probabilities are asked for": params is not None and params.prompt_logprobs is not None,
+    }
+    return next((what for what, holds in reasons.items() if holds), "")

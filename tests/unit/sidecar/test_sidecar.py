@@ -1,0 +1,349 @@
+"""The sidecar before engines that are played: what it asks them, in both protocols, and how its answers end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from tercet.client.prefill_attempts import PrefillAttempts
+from tercet.gateway.sidecar.prefill_legs import NixlLeg, SplitCall
+from tercet.gateway.sidecar.server import sidecar
+from tercet.protocol.trace import VerbTrace
+from tercet.settings import SidecarConfig
+from tercet.sim.sim_server import serving
+
+from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
+
+PARAMS = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",
+    "remote_request_id": "r-1", "remote_host": "10.0.0.9", "remote_port": 5600, "tp_size": 1,
+}  # fmt: skip
+NO_PARAMS = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+CHAT = {
+    "model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "max_completion_tokens": 60,
+    "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "n": 2, "logprobs": True,
+    "top_logprobs": 3, "temperature": 0.5, "seed": 7, "cache_salt": "s",
+}  # fmt: skip
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Played:
+    """A vLLM server that answers as a test says; ``bodies`` and ``headers`` are what it was asked with."""
+
+    def __init__(self) -> None:
+        self.bodies = list[dict[str, Any]]()
+        self.headers = list[dict[str, str]]()
+        self.answer: Handler = self.prefilled
+        self.params: Any = PARAMS
+        self.address = ""
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        if http.path == "/health":
+            return web.Response()
+        body = await http.read()
+        self.bodies.append(
+            msgspec.json.decode(body) if http.content_type == "application/json" else {"size": len(body)}
+        )
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        return await self.answer(http)
+
+    async def prefilled(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [{"index": 0}], "kv_transfer_params": self.params})
+
+    async def streamed(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        for number in range(3):
+            await response.write(b'data: {"n": %d}\n\n' % number)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def breaks_off(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b'data: {"n": 0}\n\ndata: {"n":')
+        await asyncio.sleep(0.05)
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    async def fails(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "broken"}}, status=500)
+
+    async def stands_still(self, http: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class House:
+    def __init__(self, session: aiohttp.ClientSession, decode: Played, prefill: Played, url: str) -> None:
+        self.session, self.decode, self.prefill, self.url = session, decode, prefill, url
+
+    async def ask(
+        self, body: Any = CHAT, named: str | None = None, path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, str]:
+        told = {PREFILLER: self.prefill.address if named is None else named, "x-tercet-trace": "true", **headers}
+        async with self.session.post(self.url + path, json=body, headers=told) as answer:
+            return answer.status, await answer.text()
+
+
+@asynccontextmanager
+async def house(**settings: Any) -> AsyncGenerator[House]:
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        played = Played(), Played()
+        for each in played:
+            app = web.Application(client_max_size=64 * 1024 * 1024)
+            app.add_routes([web.route("*", "/{path:.*}", each.handle)])
+            runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, HOST, 0).start()
+            each.address = f"{HOST}:{runner.addresses[0][1]}"
+        decode, prefill = played
+        decode.answer = decode.streamed
+        told: dict[str, Any] = {
+            "engine": f"http://{decode.address}", "port": 0, "connector": "nixl", "prefill_hosts": LOOPBACK,
+            "prefill_stuck_after": 0.5, **settings,
+        }  # fmt: skip
+        port = await stack.enter_async_context(sidecar(SidecarConfig(**told)))
+        yield House(session, decode, prefill, f"http://{HOST}:{port}")
+
+
+# ---- vLLM's own protocol ---------------------------------------------------------------------------------------
+
+
+async def test_both_legs_field_by_field() -> None:
+    async with house() as found:
+        status, said = await found.ask(authorization="Bearer k", other="x")
+        assert status == 200
+        first, second = found.prefill.bodies[0], found.decode.bodies[0]
+        kept = {name: CHAT[name] for name in ("model", "messages", "temperature", "seed", "cache_salt")}
+        limits = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+        assert first == {**kept, **limits, "kv_transfer_params": NO_PARAMS}
+        assert second == {**CHAT, "kv_transfer_params": PARAMS}
+        shown, passed = found.prefill.headers[0], found.decode.headers[0]
+        assert shown["authorization"] == passed["authorization"] == "Bearer k"
+        assert "other" not in shown
+        assert passed["other"] == "x"
+        assert not {PREFILLER, "x-tercet-trace"} & {*shown, *passed}
+        events = said.strip().split("\n\n")
+        assert events[:3] == ['data: {"n": 0}', 'data: {"n": 1}', 'data: {"n": 2}']
+        assert '"verb":"prefill"' in events[3]
+        assert events[4] == "data: [DONE]"
+
+
+async def test_a_request_without_the_header_is_the_engines_alone() -> None:
+    async with house() as found, found.session.post(f"{found.url}/v1/completions", json={"prompt": "x"}) as answer:
+        assert (answer.status, found.decode.bodies, found.prefill.bodies) == (200, [{"prompt": "x"}], [])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {**PARAMS, "do_remote_prefill": False}, {**PARAMS, "remote_port": "5600"},
+     {**PARAMS, "remote_host": None}, {**PARAMS, "remote_block_ids": None}, {**PARAMS, "remote_engine_id": ""}],
+)  # fmt: skip
+async def test_parameters_that_nobody_can_use_are_not_passed_on(params: Any) -> None:
+    async with house() as found:
+        found.prefill.params = params
+        status, said = await found.ask()
+        assert (status, found.decode.bodies) == (200, [CHAT])
+        assert "kv_transfer_params" in said  # the trace says why
+
+
+@pytest.mark.parametrize("way", ["fails", "stands_still", "breaks_off"])
+async def test_a_first_leg_that_fails_is_done_here(way: str) -> None:
+    async with house(prefill_timeout=1.0) as found:
+        found.prefill.answer = getattr(found.prefill, way)
+        status, said = await found.ask()
+        assert (status, found.decode.bodies) == (200, [CHAT])
+        assert "disaggregated -> data_parallel" in said
+
+
+async def test_kv_that_cannot_be_fetched_is_computed() -> None:
+    async with house() as found:
+
+        async def without_only(http: web.Request) -> web.StreamResponse:
+            has_params = "kv_transfer_params" in found.decode.bodies[-1]
+            return await (found.decode.fails if has_params else found.decode.streamed)(http)
+
+        found.decode.answer = without_only
+        assert (await found.ask())[0] == 200
+        assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
+
+
+async def test_kv_that_nobody_waits_for_is_fetched_all_the_same() -> None:
+    """Else the engine that prefilled keeps it until its time is over."""
+    async with house() as found:
+        found.decode.answer = found.decode.prefilled
+        url = f"http://{found.decode.address}"
+        leg = NixlLeg(url, found.session, PrefillAttempts(BUDGET), https=False)
+        call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r")
+        async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
+            prepared.sent = True
+        assert await leg.draining.wait(10)
+        assert not found.decode.bodies
+        async with leg.prefilled(call, [found.prefill.address], VerbTrace()):
+            pass  # the client has left
+        assert await leg.draining.wait(10)
+        (fetched,) = found.decode.bodies
+        assert (fetched["kv_transfer_params"], fetched["max_tokens"], fetched["stream"]) == (PARAMS, 1, False)
+
+
+async def test_clients_do_not_say_where_kv_is_fetched() -> None:
+    async with house() as found:
+        status, said = await found.ask({**CHAT, "kv_transfer_params": PARAMS})
+        assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, "kv_transfer_params")
+        assert not found.decode.bodies
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/completions", {"prompt": "a", "echo": True}),
+     ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}),
+     ("/v1/completions", {"prompt": "a", "use_beam_search": True})],
+)  # fmt: skip
+async def test_what_takes_one_engine_is_one_engines(path: str, fields: Any) -> None:
+    async with house() as found:
+        assert (await found.ask(fields, path=path))[0] == 200
+        assert (found.decode.bodies, found.prefill.bodies) == ([fields], [])
+
+
+async def test_a_stranger_is_refused_and_nobody_asked() -> None:
+    async with house(prefill_hosts="10.0.0.0/8:8000") as found:
+        status, said = await found.ask()
+        assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, PREFILLER)
+        assert not found.decode.bodies + found.prefill.bodies
+
+
+async def test_without_an_allow_list_the_header_is_ignored() -> None:
+    async with house(prefill_hosts="") as found:
+        assert (await found.ask())[0] == 200
+        assert (found.decode.bodies, found.prefill.bodies) == ([CHAT], [])
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_breaks_off_ends_in_an_error_event() -> None:
+    async with house() as found:
+        found.decode.answer = found.decode.breaks_off
+        status, said = await found.ask()
+        first, error, done = said.strip().split("\n\n")
+        assert (status, first, done) == (200, 'data: {"n": 0}', "data: [DONE]")
+        assert msgspec.json.decode(error.removeprefix("data: "))["error"]["code"] == "engine_unreachable"
+
+
+async def test_a_stream_of_responses_ends_in_its_own_error_event() -> None:
+    async with house() as found:
+        found.decode.answer = found.decode.breaks_off
+        _, said = await found.ask(path="/v1/responses")
+        _, error = said.strip().split("\n\n")
+        assert error.startswith('event: error\ndata: {"type":"error","code":"engine_unreachable"')
+
+
+async def test_an_answer_that_is_no_stream_breaks_off_where_the_engine_does() -> None:
+    async def half(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-length": "100", "content-type": "application/json"})
+        await response.prepare(http)
+        await response.write(b'{"a"')
+        await asyncio.sleep(0.05)
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    async with house() as found:
+        found.decode.answer = half
+        with pytest.raises(aiohttp.ClientError):
+            async with found.session.post(f"{found.url}/v1/embeddings", json={}) as answer:
+                await answer.read()
+
+
+async def test_an_engine_that_is_silent_for_too_long() -> None:
+    async with house(idle_timeout_s=1.0) as found:
+        found.decode.answer = found.decode.stands_still
+        status, said = await found.ask(named="127.0.0.1:1")
+        assert (status, msgspec.json.decode(said)["error"]["code"]) == (503, "engine_unreachable")
+
+
+async def test_no_engine_at_all() -> None:
+    async with house(engine="http://127.0.0.1:1") as found:
+        status, said = await found.ask(named="127.0.0.1:1")
+        assert (status, msgspec.json.decode(said)["error"]["code"]) == (503, "engine_unreachable")
+
+
+async def test_bodies_have_a_bound_and_large_ones_pass() -> None:
+    async with house(max_request_bytes=2_000_000) as found:
+        found.decode.answer = found.decode.prefilled
+        assert (await found.ask({"messages": "x" * 1_900_000}))[0] == 200
+        assert (await found.ask({"messages": "x" * 2_000_001}))[0] == 413
+        # Others are passed on as they come.
+        async with found.session.post(f"{found.url}/v1/audio", data=b"x" * 10_000_000) as answer:
+            assert (answer.status, found.decode.bodies[-1]) == (200, {"size": 10_000_000})
+
+
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    async with house() as found:
+        left = asyncio.Event()
+
+        async def endless(http: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(http)
+            try:
+                while True:
+                    await response.write(b"data: {}\n\n")
+                    await asyncio.sleep(0.01)
+            finally:
+                left.set()
+
+        found.decode.answer = endless
+        async with found.session.post(f"{found.url}/v1/chat/completions", json=CHAT) as answer:
+            await answer.content.readline()
+            answer.close()
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
+async def test_verbs_are_for_those_who_know_the_secret() -> None:
+    async with house(secret="s") as found:
+        async with found.session.get(f"{found.url}/tercet/v1/status") as answer:
+            assert answer.status == 401
+        shown = {"authorization": "Bearer s"}
+        async with found.session.get(f"{found.url}/tercet/v1/status", headers=shown) as answer:
+            assert answer.status == 200
+    async with house(host="0.0.0.0") as found, found.session.get(f"{found.url}/tercet/v1/status") as answer:
+        assert answer.status == 400
+
+
+# ---- by the verbs ----------------------------------------------------------------------------------------------
+
+
+async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None:
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        configs = config_of("d", prefill_hosts=""), config_of("p")
+        decode, prefill = [await stack.enter_async_context(serving(config)) for config in configs]
+        outside = SidecarConfig(engine=configs[0].url, port=0, prefill_hosts=LOOPBACK)
+        port = await stack.enter_async_context(sidecar(outside))
+        headers = {PREFILLER: configs[1].url.removeprefix("http://")}
+        body = {"model": "m", "prompt": prompt_of(1), "max_tokens": 3}
+        async with session.post(f"http://{HOST}:{port}/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+        block = decode.profile.block_size
+        assert prefill.counters.prefill_tokens == 199
+        assert decode.counters.prefill_tokens == 200 - 199 // block * block
+
+        async def is_empty() -> bool:
+            return not (await decode.status()).leases
+
+        await until(is_empty)

@@ -1,0 +1,183 @@
+"""Requests that name prefillers, between a played AsyncLLM and its core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tercet.protocol import LeaseEnded, Request, TercetError
+from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.trace import VerbTrace
+from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams
+from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
+
+PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
+
+
+class Processor:
+    def __init__(self) -> None:
+        self.request_states: dict[str, object] = {}
+
+    def abort_requests(self, ids: Sequence[str], internal: bool) -> None:
+        for each in ids:
+            self.request_states.pop(each, None)
+
+
+class Verbs:
+    name = "d"
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.failure: TercetError | None = None
+
+    @asynccontextmanager
+    async def adopted(self, request: Request) -> AsyncGenerator[TercetParams]:
+        if self.failure is not None:
+            raise self.failure
+        self.open += 1
+        try:
+            yield PARAMS
+        finally:
+            self.open -= 1
+
+
+class Remote:
+    """Prefills as far as it is ``let``."""
+
+    def __init__(self) -> None:
+        self.let = asyncio.Event()
+        self.asked = list[tuple[Request, Sequence[str]]]()
+
+    @asynccontextmanager
+    async def prefilled(
+        self, decode: Any, request: Request, hosts: Sequence[str], trace: VerbTrace
+    ) -> AsyncGenerator[int]:
+        self.asked.append((request, hosts))
+        trace.program = "disaggregated"
+        await self.let.wait()
+        yield request.num_tokens - 1
+
+
+class House:
+    """The application adds one request to vLLM, as its serving objects do."""
+
+    def __init__(self, allowed: str = "10.0.0.0/8:8000", **fields: Any) -> None:
+        self.processor, self.verbs, self.remote = Processor(), Verbs(), Remote()
+        self.added = list[Any]()
+        self.core = SimpleNamespace(add_request_async=self.add)
+        client: Any = SimpleNamespace(output_processor=self.processor, engine_core=self.core)
+        verbs, remote = self.verbs, self.remote
+        self.requests = PrefilledRequests(client, verbs, remote)  # type: ignore[arg-type]
+        self.layer = PrefillerHeader(self.app, lambda: AllowedPrefillers(allowed, "prefill_hosts"))
+        self.sent = list[Any]()
+        sampling = SimpleNamespace(extra_args=fields.pop("extra_args", None), prompt_logprobs=None)
+        told: dict[str, Any] = {
+            "request_id": "r", "prompt_token_ids": list(range(100)), "mm_features": None, "lora_request": None,
+            "prompt_embeds": None, "resumable": False, "sampling_params": sampling, "priority": 0, "cache_salt": "s",
+        }  # fmt: skip
+        self.request: Any = SimpleNamespace(**{**told, **fields})
+
+    async def add(self, request: Any) -> None:
+        self.added.append(request)
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.processor.request_states[self.request.request_id] = object()
+        await self.core.add_request_async(self.request)
+        body = b'{"choices": []}'
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def call(self, named: str | None = "10.0.0.1:8000", path: str = "/v1/completions") -> Any:
+        headers = [(b"x-tercet-trace", b"true")]
+        if named is not None:
+            headers.append((PREFILLER_HEADER.encode(), named.encode()))
+
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await self.layer({"type": "http", "path": path, "headers": headers}, self.app, send)  # type: ignore[arg-type]
+        return msgspec.json.decode(self.sent[-1]["body"])
+
+
+async def test_a_request_reaches_the_core_with_its_kv() -> None:
+    house = House(extra_args={"kv_transfer_params": {"theirs": 1}, "other": 2})
+    calling = asyncio.create_task(house.call())
+    await asyncio.sleep(0)
+    assert not house.added
+    before = house.request.sampling_params
+    house.remote.let.set()
+    said = await calling
+    (request,) = house.added
+    ours = PARAMS.to_kv_transfer_params()
+    assert request.sampling_params.extra_args == {"kv_transfer_params": {"theirs": 1, **ours}, "other": 2}
+    assert before.extra_args["kv_transfer_params"] == {"theirs": 1}  # sequences of one request may share them
+    assert said["tercet"]["events"][-1] == {"verb": "start_generate", "engine": "d", "begin": 99, "end": 100}
+    ((asked, hosts),) = house.remote.asked
+    assert (asked.prompt, asked.cache_salt, hosts) == (tuple(range(100)), "s", ["10.0.0.1:8000"])
+    assert not house.verbs.open
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mm_features": [1]}, {"lora_request": object()}, {"prompt_embeds": object()}, {"resumable": True},
+     {"prompt_token_ids": None}, {"sampling_params": SimpleNamespace(extra_args=None, prompt_logprobs=1)}],
+)  # fmt: skip
+async def test_what_only_this_engine_can_prefill(fields: Any) -> None:
+    house = House(**fields)
+    said = await house.call()
+    assert (house.remote.asked, house.added) == ([], [house.request])
+    assert "cannot be prefilled elsewhere" in said["tercet"]["events"][0]["reason"]
+
+
+@pytest.mark.parametrize("call", [{"named": None}, {"path": "/metrics"}])
+async def test_without_the_header_nothing_waits(call: Any) -> None:
+    house = House()
+    assert "tercet" not in await house.call(**call)
+    assert (house.remote.asked, house.added) == ([], [house.request])
+
+
+async def test_strangers_are_refused_and_without_a_list_the_header_is_ignored() -> None:
+    house = House()
+    assert (await house.call("11.0.0.1:8000"))["error"]["param"] == PREFILLER_HEADER
+    assert (house.sent[0]["status"], house.added) == (400, [])
+    open_to_nobody = House(allowed="")
+    await open_to_nobody.call()
+    assert (open_to_nobody.remote.asked, open_to_nobody.added) == ([], [open_to_nobody.request])
+
+
+async def test_a_request_that_is_given_up_while_it_waits_is_not_registered_any_more() -> None:
+    house = House()
+    calling = asyncio.create_task(house.call())
+    while not house.remote.asked:
+        await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait({calling})
+    assert (house.added, house.processor.request_states) == ([], {})
+
+
+async def test_a_request_that_was_aborted_while_it_waited_does_not_reach_the_core() -> None:
+    house = House()
+    calling = asyncio.create_task(house.call())
+    while not house.remote.asked:
+        await asyncio.sleep(0)
+    house.processor.abort_requests(["r"], internal=True)
+    house.remote.let.set()
+    await calling
+    assert not house.added
+    assert not house.verbs.open
+
+
+async def test_a_lease_that_is_over_costs_nothing_but_the_prefill() -> None:
+    house = House()
+    house.verbs.failure = LeaseEnded("over")
+    house.remote.let.set()
+    said = await house.call()
+    assert house.added == [house.request]
+    assert said["tercet"]["events"][-1]["code"] == "lease_ended"
