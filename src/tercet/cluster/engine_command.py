@@ -92,6 +92,7 @@ KV_TRANSFER_CONFIG: Mapping[str, str] = {
 # A verb waits for the step that is running, so on a CPU, where a step of 2048 tokens takes seconds, steps are short.
 CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
+GPU_MEMORY = "--gpu-memory-utilization"
 # What Python says of vLLM's and PyTorch's own code, and of shared memory that its owner was killed over and that is
 # removed here; and what PyTorch's C++ says below an error.
 _QUIET: Mapping[str, str] = {
@@ -104,6 +105,8 @@ _QUIET: Mapping[str, str] = {
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
+
+    ``gpu_memory`` is its share of their memory, vLLM's own choice if not given.
 
     ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
     engine. ``built_in``: the model is the small one that Tercet brings. ``simulate``: the profile of a simulated
@@ -119,6 +122,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     built_in: bool = False
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
+    gpu_memory: float | None = None
     kv_cache_gib: int = 1
     extra_args: tuple[str, ...] = ()
     simulate: str | None = None
@@ -155,6 +159,8 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         defaults |= {"--no-use-tqdm-on-load": ""}  # a bar is no line of a log
     if spec.cores:
         defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
+    if spec.gpu_memory is not None:
+        defaults |= {GPU_MEMORY: f"{spec.gpu_memory:g}"}
     if spec.built_in:
         defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
     return [
@@ -267,6 +273,20 @@ def ranks_of(args: Sequence[str]) -> int:
             raise BadRequest(f"{flag}: {value!r} is not a positive number", flag)
         ranks *= int(value)
     return ranks
+
+
+def gpu_memory_of(args: Sequence[str]) -> float | None:
+    """The share of a device's memory that these flags give an engine, if they say."""
+    value = value_of(args, GPU_MEMORY)
+    if value is None:
+        return None
+    try:
+        share = float(value)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise BadRequest(f"{GPU_MEMORY}: {value!r} is not a share from 0 to 1", GPU_MEMORY)
+    return share
 
 
 def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:

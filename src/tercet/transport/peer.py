@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,7 +99,7 @@ class TransferPeer:
 
     def __init__(self, addresses: Sequence[str], rank: LocalRank, on_dead: Callable[[TransferPeer], None]) -> None:
         self.addresses = tuple(addresses)
-        self._rank = rank
+        self._rank, self._memory = rank, rank.memory
         self._on_dead = on_dead
         self._session = secrets.token_hex(16)
         self.transport: str | None = None  # how KV travels, once that is agreed
@@ -297,7 +297,8 @@ class TransferPeer:
             yield None
             return
         try:
-            yield self._places(leg, request)
+            with self._places(leg, request) as found:
+                yield found
         finally:
             with self._changed:
                 leg.readers -= 1
@@ -305,12 +306,12 @@ class TransferPeer:
                 self._changed.notify_all()
             self._tell(leg)
 
-    def _places(self, leg: Leg, request: ReadRequest) -> Vector:
+    def _places(self, leg: Leg, request: ReadRequest) -> AbstractContextManager[Vector]:
         if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
             raise ProtocolViolation(f"a request for {request.nbytes} bytes of chunk {request.chunk}")
-        chunk, region = leg.chunks[request.chunk], self._rank.region
+        chunk = leg.chunks[request.chunk]
         layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), np.frombuffer(chunk.blocks, BLOCK_NUMBER)
-        return Vector(region.places(layers, blocks, chunk.offset, chunk.size), region, chunk.nbytes)
+        return self._memory.reading(layers, blocks, chunk.offset, chunk.size)
 
     # ---- what the receiver is told -----------------------------------------------------------------------------------
 

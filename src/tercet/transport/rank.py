@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tercet.transport.backends import backends_for
+from tercet.transport.backends import backends_for, backends_through_buffers
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import LocalRank, TransportSettings
+from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.receiver import KVReceiver, OnFilled
 from tercet.transport.region import KVRegion
 from tercet.transport.sender import KVSender
@@ -19,7 +20,8 @@ class RankTransport:
     ``addresses`` are where peers connect: one for each host that it listens on, and perhaps one for peers on this
     machine. Peers must have the same ``fingerprint``. ``on_filled`` is
     :class:`~tercet.transport.receiver.KVReceiver`'s. With ``block``, KV can be exchanged with ranks whose blocks have
-    another size; the fingerprint must not tell them apart then. Calls come from several threads; none of them waits for
+    another size; the fingerprint must not tell them apart then. KV that is no host memory of the region's is reached
+    through ``staged``. Calls come from several threads; none of them waits for
     the network.
     Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings name a backend that cannot be had.
     """
@@ -31,10 +33,14 @@ class RankTransport:
         settings: TransportSettings | None = None,
         on_filled: OnFilled = lambda _lease, _end: None,
         block: BlockShape | None = None,
+        staged: StagedMemory | None = None,
     ) -> None:
         settings = settings or TransportSettings()
-        backends = backends_for(settings.transport, region, settings.hosts[0])
-        self._rank = LocalRank(region, fingerprint, settings, backends, block)
+        if staged is None:
+            backends = backends_for(settings.transport, region, settings.hosts[0])
+        else:
+            backends = backends_through_buffers(settings.transport)
+        self._rank = LocalRank(region, fingerprint, settings, backends, block, staged)
         self.grants = GrantTable(*map(len, region.shape.group_planes))
         self.sends = KVSender(self._rank)
         try:

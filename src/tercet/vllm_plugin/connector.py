@@ -4,7 +4,8 @@ vLLM loads it by ``--kv-transfer-config`` (``kv_connector_module_path``), once i
 each worker. It relies on: ``on_new_request`` being called before a request is first scheduled;
 ``build_connector_meta`` before ``num_computed_tokens`` moves; ``take_events`` when a step's outputs are counted, before
 anybody gets them; ``save_kv_layer`` once per layer and step, after that
-layer's attention; ``wait_for_save`` after the last layer.
+layer's attention, in steps that do not run as one CUDA graph; ``wait_for_save`` after the last layer of any step, with
+the stream that computes it still the current one.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm.distributed.parallel_state import get_tp_group
 
             self._worker = WorkerSide(get_tp_group().rank_in_group, self.settings)
+            # Then a layer's hook runs once for each part of a batch, and only the last of them means that it is done.
+            self._in_parts = vllm_config.parallel_config.use_ubatching
 
     # ---- worker ----------------------------------------------------------------------------------------------
 
@@ -72,7 +75,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the agent over this rank's KV cache."""
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks, groups)
-        layout = layout_of(self._vllm_config, self._kv_cache_config, planes)
+        staged = self.settings.is_staged(planes.device.type)
+        layout = layout_of(self._vllm_config, self._kv_cache_config, planes, staged=staged)
         self._worker.register(planes, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
@@ -89,7 +93,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """One layer's KV is complete for this step."""
-        self._worker.save_layer(layer_name)
+        if not self._in_parts:
+            self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """All layers are; nothing waits here, since blocks stay pinned until they are acknowledged."""
@@ -103,8 +108,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks do not run inside a full CUDA graph."""
-        return True
+        """They do not run inside a full CUDA graph; what one has computed is told at its step's end."""
+        return False
 
     # ---- scheduler -------------------------------------------------------------------------------------------
 

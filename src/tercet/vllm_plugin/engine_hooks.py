@@ -38,6 +38,7 @@ ENGINE_HOOKS = (
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "bind_connector_metadata", "set_xfer_handshake_metadata"),
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "on_new_request", "request_finished", "shutdown"),
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "requires_piecewise_for_cudagraph"),
             Has(f"{CONNECTOR}:SupportsHMA", "request_finished_all_groups"),
             Takes(f"{CONNECTOR}:KVConnectorBase_V1.save_kv_layer", "layer_name", "kv_layer", "attn_metadata"),
             Takes(f"{CONNECTOR}:KVConnectorBase_V1.build_connector_meta", "scheduler_output"),
@@ -46,6 +47,7 @@ ENGINE_HOOKS = (
             Takes(f"{SCHEDULER}.get_kv_connector"),
             Says(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
             Says("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
+            Has("vllm.config.parallel:ParallelConfig", "use_ubatching"),
         ),
     ),
     Hook(

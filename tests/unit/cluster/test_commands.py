@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster.compute import as_cpu_list, split_cores, split_devices, visible_devices
-from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, ranks_of, require_private
-from tercet.cluster.local import engine_specs
+from tercet.cluster import compute
+from tercet.cluster.compute import as_cpu_list, devices_for_engines, split_cores
+from tercet.cluster.engine_command import (
+    EngineSpec,
+    as_shell,
+    engine_argv,
+    engine_env,
+    gpu_memory_of,
+    ranks_of,
+    require_private,
+)
+from tercet.cluster.local import engine_specs, starting_queues
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings import Source, decode_settings, read_yaml
@@ -139,15 +148,28 @@ def test_a_number_of_ranks_that_is_none(value: str) -> None:
         ranks_of(("--tensor-parallel-size", value))
 
 
-def test_devices_are_split_and_never_shared() -> None:
-    assert split_devices(["4", "5", "6", "7"], 2, 2) == [("4", "5"), ("6", "7")]
-    with pytest.raises(BadRequest, match=r"3 engines with 2 GPUs each need 6, 4"):
-        split_devices(["0", "1", "2", "3"], 3, 2)
+@pytest.mark.parametrize(("cpu_build", "found"), [(True, []), (False, ["2", "3"])])
+def test_engines_compute_on_devices_if_their_vllm_can(
+    cpu_build: bool, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "is_cpu_build", lambda: cpu_build)
+    assert [each.handle for each in devices_for_engines({"CUDA_VISIBLE_DEVICES": "2, 3"})] == found
 
 
-@pytest.mark.parametrize(("named", "found"), [("", ()), ("-1", ()), ("2, 3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
-def test_devices_are_those_that_the_environment_names(named: str, found: tuple[str, ...]) -> None:
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": named}) == found
+def test_engines_that_share_a_device_get_a_share_of_its_memory() -> None:
+    args = engine_argv(spec(gpus=("0",), gpu_memory=0.45))
+    assert value_of(args, "--gpu-memory-utilization") == "0.45"
+    given = ("--gpu-memory-utilization", "0.3")
+    assert value_of(engine_argv(spec(gpus=("0",), gpu_memory=0.45, extra_args=given)), given[0]) == "0.3"
+    assert gpu_memory_of(given) == 0.3
+    with pytest.raises(BadRequest, match="is not a share"):
+        gpu_memory_of(("--gpu-memory-utilization", "45"))
+
+
+def test_engines_that_share_a_device_start_one_after_the_other() -> None:
+    specs = [spec(gpus=("0",)), spec(gpus=("1",)), spec(gpus=("0",)), spec(gpus=())]
+    assert starting_queues(specs, "abcd") == [["a", "c"], ["b"], ["d"]]
+    assert starting_queues([spec(cores=(0,)), spec(cores=(0,))], "ab") == [["a"], ["b"]]
 
 
 def test_a_model_on_disk_needs_no_hub(tmp_path: Path) -> None:

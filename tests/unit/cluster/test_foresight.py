@@ -195,7 +195,7 @@ def test_workers_that_share_cores_are_told(tmp_path: Path) -> None:
 
 
 async def test_a_fleet_that_will_not_fit_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.cluster.local.visible_devices", tuple)
+    monkeypatch.setattr("tercet.cluster.local.devices_for_engines", tuple)
     logs = tmp_path / "logs"
     config = UpConfig(port=0, log_dir=str(logs), kv_cache_gib=100_000)
     with pytest.raises(BadRequest, match="--kv-cache-gib: 2 engines with"):

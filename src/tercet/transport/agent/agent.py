@@ -6,11 +6,12 @@ nor the cores that compute. It ends when the worker does, whatever became of it,
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 import zmq
@@ -35,17 +36,28 @@ from tercet.transport.agent.agent_messages import (
     StepNote,
 )
 from tercet.transport.agent.control_channel import ControlServer
+from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import TransportSettings
+from tercet.transport.memory.handles import DeviceHandles
+from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
 from tercet.transport.region import KVRegion, RegionShape
 
+if TYPE_CHECKING:
+    from tercet.transport.memory.torch_blocks import ComputedEvents
+
+logger = logging.getLogger(__name__)
 MAX_NOTE_BYTES = 1024 * 1024
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
-    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor of the rank's KV that it inherits."""
+    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor of the rank's KV that it inherits.
+
+    ``staged``: KV is reached through buffers. It lies on the ``device``, and then the descriptor's file holds nothing
+    but generation words; or else in the file, in the device's role.
+    """
 
     rank: int
     kv: int
@@ -54,6 +66,8 @@ class AgentSetup(msgspec.Struct, frozen=True):
     settings: TransportSettings
     cpus: Collection[int]
     block: BlockShape | None = None
+    staged: bool = False
+    device: DeviceHandles | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -100,8 +114,9 @@ class Agent:
         self._reporter = Reporter()
         self._region = KVRegion(setup.kv, setup.shape)
         self._groups = setup.shape.group_planes
+        staged, self._computed = (None, None) if not setup.staged else _through_buffers(self._region, setup.device)
         self._transport = RankTransport(
-            self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block
+            self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block, staged
         )
         self._control = ControlServer(self._handle)
         self._pushes: tuple[Push, ...] = ()
@@ -116,6 +131,8 @@ class Agent:
     def _take(self, note: StepNote) -> None:
         match note:
             case LayersDone():
+                if self._computed is not None and note.computed is not None:
+                    self._computed.wait(note.computed)  # nobody is told of KV that is not there yet
                 self._push(self._pushes, note.planes)
             case StepBegins():
                 for opening in note.opened:
@@ -178,6 +195,19 @@ class Agent:
         self._control.close()
         self._transport.close()
         self._reporter.close()
+
+
+def _through_buffers(region: KVRegion, device: DeviceHandles | None) -> tuple[StagedMemory, ComputedEvents | None]:
+    """A rank's memory that is reached through buffers, and the events of its worker if a device computes there."""
+    from tercet.transport.memory import torch_blocks  # which imports torch: most agents need none
+
+    shape = region.shape
+    planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
+    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES)
+    staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
+    logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
+                blocks.device_bytes >> 20)  # fmt: skip
+    return staged, None if device is None else torch_blocks.ComputedEvents(device)
 
 
 def neighbouring(planes: Sequence[int]) -> Iterator[range]:

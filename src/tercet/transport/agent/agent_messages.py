@@ -97,9 +97,10 @@ class StepBegins(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersDone(msgspec.Struct, frozen=True, tag=True):
-    """These planes, of one layer or several, hold this step's KV."""
+    """These planes, of one layer or several, hold this step's KV; on a device, once event ``computed`` is over."""
 
     planes: tuple[int, ...]
+    computed: int | None = None
 
 
 class StepEnds(msgspec.Struct, frozen=True, tag=True):

@@ -47,6 +47,22 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
     return (FACTORIES[name](region, host),)
 
 
+def backends_through_buffers(name: str) -> Sequence[Backend]:
+    """As :func:`backends_for`, for KV that is reached through buffers only: peers cannot read it by themselves.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a transport that would have them do so.
+    """
+    if name not in TRANSPORTS:
+        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
+    if name not in (AUTO, TcpBackend.name):
+        raise BadRequest(
+            f"transport: {name} reads KV where it lies, and this engine's is reached through buffers; "
+            f"choose {AUTO} or {TcpBackend.name}",
+            "transport",
+        )
+    return (TcpBackend(),)
+
+
 def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:
     """The first of these backends that can be had, if any."""
     for name in names:

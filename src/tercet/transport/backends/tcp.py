@@ -14,11 +14,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import NOWHERE, Backend, Batch, Fence, SendingPeer
+from tercet.transport.memory.buffers import StagingBuffer
+from tercet.transport.memory.staged import whole
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
@@ -148,6 +152,29 @@ class TcpReader:
             each.jobs.put(None)
 
 
+@dataclass
+class _Asked:
+    """Chunk ``index`` of a batch, which the sender was asked for, and where it goes; through ``room`` if there is any.
+
+    Entered, it gives the room back in the end.
+    """
+
+    index: int
+    chunk: ReadDescriptors
+    into: Vector
+    room: StagingBuffer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        if self.room is not None:
+            self.room.give_back()
+
+
 class _Work:
     """A batch that several connections share; each takes the next chunk when it has room for it."""
 
@@ -162,28 +189,49 @@ class _Work:
     def run(self, connection: _Connection) -> None:
         with self._changed:
             self._working += 1
+        asked: deque[_Asked] = deque()
         try:
-            asked: deque[tuple[ReadDescriptors, Vector]] = deque()
             while True:
-                while len(asked) < REQUESTS_AHEAD and (wanted := self._take()) is not None:
-                    connection.ask(wanted[0])
+                while len(asked) < REQUESTS_AHEAD and (wanted := self._take(patient=not asked)) is not None:
                     asked.append(wanted)
+                    connection.ask(wanted.chunk)
                 if not asked:
                     return
-                self._receive(connection, *asked.popleft())
+                with asked.popleft() as first:
+                    self._receive(connection, first)
         except Exception as error:
             self._fail(error)  # whoever waits for the whole batch raises it
         finally:
+            for each in asked:
+                each.give_back()
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[ReadDescriptors, Vector] | None:
+    def _take(self, *, patient: bool) -> _Asked | None:
+        """The next chunk, with room for it; none if all are taken, or if room must be waited for and nobody is patient.
+
+        Room comes before the request: whoever sends a chunk then waits for nobody who waits for room.
+        """
+        memory, room = self._batch.memory, None
+        if memory is not None:
+            room = memory.room() if patient else memory.room_at_once()
+            if room is None:
+                return None
         with self._changed:
             if self._error is not None or not self._alive or self._next == len(self._batch.chunks):
+                if room is not None:
+                    room.give_back()
                 return None
-            chunk, copies = self._batch.chunks[self._next], self._batch.copies[self._next]
+            index = self._next
             self._next += 1
+        chunk = self._batch.chunks[index]
+        if room is not None:
+            return _Asked(index, chunk, whole(room.bytes[: chunk.nbytes]), room)
+        return _Asked(index, chunk, self._places(index))
+
+    def _places(self, index: int) -> Vector:
+        copies = self._batch.copies[index]
         places = np.empty((len(copies), 2), dtype=np.uint64)
         places[:, 0] = copies[:, 2] + address_of(self._batch.target)
         places[:, 1] = copies[:, 0]
@@ -192,12 +240,25 @@ class _Work:
         if left_out.any():  # they come all the same
             owners = (self._batch.target, memoryview(bytearray(int(copies[left_out, 0].max()))))
             places[left_out, 0] = address_of(owners[1])
-        return chunk, Vector(places, owners, chunk.nbytes)
+        return Vector(places, owners, self._batch.chunks[index].nbytes)
 
-    def _receive(self, connection: _Connection, chunk: ReadDescriptors, into: Vector) -> None:
+    def _receive(self, connection: _Connection, asked: _Asked) -> None:
         """Take a chunk in; one that the lease does not take any more goes nowhere, for others come behind it."""
-        if connection.word() != chunk.send:
+        if connection.word() != asked.chunk.send:
             return self._give_up()  # no bytes follow
+        if asked.room is None:
+            self._receive_in_place(connection, asked.into)
+        else:
+            while asked.into.left:
+                connection.wait()
+                connection.fill(asked.into)
+        if connection.word() != asked.chunk.send:
+            self._give_up()
+        elif asked.room is not None:
+            self._put(asked, asked.room)
+        return None
+
+    def _receive_in_place(self, connection: _Connection, into: Vector) -> None:
         while into.left:
             connection.wait()
             try:
@@ -208,10 +269,18 @@ class _Work:
                 while rest.left:
                     connection.wait()
                     connection.fill(rest)
-                break
-        if connection.word() != chunk.send:
-            self._give_up()
-        return None
+                return
+
+    def _put(self, asked: _Asked, room: StagingBuffer) -> None:
+        """Put what has come into its blocks, while the lease is held."""
+        memory, chunk = self._batch.memory, asked.chunk
+        if memory is None:
+            return
+        layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), self._batch.blocks[asked.index]
+        try:
+            self._fence(lambda: memory.put(room, layers, blocks, chunk.part * chunk.size, chunk.size))
+        except TercetError as error:
+            self._fail(error)
 
     def _give_up(self) -> None:
         """The sender has ended the send."""

@@ -52,8 +52,8 @@ def packing_of(config: VllmConfig, block_size: int, dtype: torch.dtype, device: 
 
         head_size = config.model_config.get_head_size()
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size, config.cache_config.cache_dtype)}"
-    layout = getattr(config.cache_config, "kv_cache_layout", None)
-    return f"{device.type}-{layout or 'default'}"
+    cache = config.cache_config
+    return f"{device.type}-{cache.cache_dtype}-{getattr(cache, 'kv_cache_layout', None) or 'default'}"
 
 
 def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
@@ -86,8 +86,8 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
     return torch.equal(by_dimension, written) and torch.equal(values.reshape(written.shape), written)
 
 
-def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes) -> KVLayout:
-    """The layout of this rank's KV cache."""
+def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, *, staged: bool) -> KVLayout:
+    """The layout of this rank's KV cache; ``staged``: blocks come and go as wholes, and are not cut between tokens."""
     model, groups = config.model_config, described(caches)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
     first = planes.tensors[0]
@@ -105,6 +105,6 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes) ->
         packing=packing_of(config, block_size, model.dtype, first.device),
         splits_by_head=alike and _splits_by_head(first, block_size),
         # What is cut between tokens is one table of blocks, and all of it.
-        splits_by_token=not groups and _splits_by_token(config, block_size, first),
+        splits_by_token=not groups and not staged and _splits_by_token(config, block_size, first),
         groups=groups,
     )

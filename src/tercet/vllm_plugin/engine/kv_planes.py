@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
-from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file
+from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file, shape_of
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
@@ -42,17 +43,46 @@ class LayerPlanes:
                     seen.add(cache.data_ptr())
                     self.planes_of[name] = tuple(self._add(name, plane) for plane in _split(name, cache, num_blocks))
             self.group_planes.append(len(self.tensors) - first)
+        self.device = self.tensors[0].device
+        if any(plane.device != self.device for plane in self.tensors):
+            raise UnsupportedVLLM("this engine's KV lies on several devices in one worker, which Tercet does not move")
         self.block_bytes = self.tensors[0].nbytes // num_blocks
         if any(plane.nbytes != self.block_bytes * num_blocks for plane in self.tensors):
             raise UnsupportedVLLM("layers with KV blocks of different sizes are not supported by Tercet yet")
 
     def _add(self, name: str, plane: torch.Tensor) -> int:
-        if not plane.is_contiguous():
-            raise UnsupportedVLLM(f"the KV cache of {name} is not contiguous: shape {tuple(plane.shape)}")
-        if plane.device.type != "cpu":
-            raise UnsupportedVLLM(f"Tercet's transport reaches KV on the CPU only, and this cache is on {plane.device}")
+        if plane.device.type not in ("cpu", "cuda"):
+            raise UnsupportedVLLM(f"Tercet moves KV of CPUs and of CUDA devices, and this cache is on {plane.device}")
+        if not (plane.is_contiguous() if plane.device.type == "cpu" else self._is_in_blocks(plane)):
+            raise UnsupportedVLLM(
+                f"the KV cache of {name} does not hold one block after the other: shape {tuple(plane.shape)}, "
+                f"strides {plane.stride()}"
+            )
         self.tensors.append(plane)
         return len(self.tensors) - 1
+
+    def _is_in_blocks(self, plane: torch.Tensor) -> bool:
+        """Whether each block's items are one run of bytes, in whatever order."""
+        block, together = plane[0], plane.shape[0] // self.num_blocks
+        inside = sorted((stride, size) for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1)
+        expected = 1
+        for stride, size in inside:
+            if stride != expected:
+                return False
+            expected *= size
+        # Blocks that the kernel cuts smaller must follow one another, to be one of vLLM's.
+        return plane.stride(0) == expected or (together == 1 and plane.stride(0) > expected)
+
+    def block_stride(self, plane: torch.Tensor) -> int:
+        """Bytes from one of vLLM's blocks of a plane to the next."""
+        return plane.stride(0) * plane.itemsize * (plane.shape[0] // self.num_blocks)
+
+    def share_words(self) -> tuple[int, RegionShape]:
+        """For KV on a device: a file of the same shape that holds nothing but generation words, and takes no memory."""
+        length = self.block_bytes * self.num_blocks
+        shape = shape_of([length] * len(self.tensors), self.num_blocks, self.block_bytes)
+        shape = replace(shape, groups=tuple(self.group_planes))
+        return create_file(shape), shape
 
     def share(self) -> tuple[int, RegionShape]:
         """Put the KV cache, where it is, into a file that other processes can map; once, before it holds any KV.

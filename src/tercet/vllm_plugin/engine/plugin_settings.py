@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -48,6 +48,10 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8
     transport: Annotated[str, Setting("How KV travels: auto, or one way and no other.")] = AUTO
+    kv_memory: Annotated[
+        Literal["auto", "staged"],
+        Setting("How KV is reached: auto, where it lies if it can be; staged, through buffers in host memory only."),
+    ] = "auto"
     host: Annotated[
         str, Setting("IP addresses that the KV transport listens on, with commas; streams are spread over them.")
     ] = "127.0.0.1"
@@ -77,10 +81,16 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         super().__post_init__()
         if self.transport not in TRANSPORTS:
             raise _wrong("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
+        if self.kv_memory == "staged" and self.transport not in (AUTO, "tcp"):
+            raise _wrong("transport", self.transport, f"must be {AUTO} or tcp with kv_memory staged")
         _hosts(self.host)
         _ports(self.port)
         self.cpus()
         self.allowed_prefillers()
+
+    def is_staged(self, device: str) -> bool:
+        """Whether KV that lies on a device of this type is reached through buffers."""
+        return self.kv_memory == "staged" or device != "cpu"
 
     def cpus(self) -> frozenset[int]:
         """``agent_cpus`` as numbers; none for all that the engine may use."""

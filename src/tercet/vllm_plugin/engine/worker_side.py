@@ -7,11 +7,10 @@ import os
 from tercet.protocol import KVLayout
 from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake
+from tercet.vllm_plugin.engine.device_export import DeviceExport
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
-
-# So much KV is told to the agent at a time, at least; what remains at the end of a step is told then.
-NOTE_BYTES = 1024 * 1024
+from tercet.vllm_plugin.engine.step_layers import StepLayers
 
 
 class WorkerSide:
@@ -21,8 +20,7 @@ class WorkerSide:
         self._rank = rank
         self._config = config
         self._step = StepMetadata()
-        self._done: tuple[int, ...] = ()
-        self._plane_bytes = 0
+        self._device: DeviceExport | None = None
         self._layers = 0
         # Of what the agents are asked a worker knows nothing; it says how many layers it has run since its start.
         self._life = ControlServer(lambda _: {"layers": self._layers})
@@ -31,10 +29,16 @@ class WorkerSide:
         """Start the agent over the KV cache; called once, before the first forward pass."""
         self._planes_of = planes.planes_of
         self._layout = layout
-        kv, shape = planes.share()
+        self._layers_of_step = StepLayers(len(planes.tensors))
+        if planes.device.type != "cpu":
+            self._device = DeviceExport(planes)
+        kv, shape = planes.share() if self._device is None else planes.share_words()
         try:
             settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
-            setup = AgentSetup(self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout))
+            staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
+            setup = AgentSetup(
+                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device
+            )
             self._agent = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
         finally:
@@ -53,30 +57,28 @@ class WorkerSide:
         opened = [openings[self._rank] for openings in metadata.opened]
         if opened or metadata.pushes:
             self._agent.tell(StepBegins(tuple(opened), tuple(metadata.pushes)))
-        self._plane_bytes = sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes
+        self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
 
     def save_layer(self, layer_name: str) -> None:
         """Have the blocks that this step completes in one layer pushed; the layer's attention has just run.
 
-        Layers go to the agent together until they are worth its while: waking it costs the cores that compute.
+        On a device it has just been given to a stream: the agent waits for it.
         """
         self._layers += 1
         if self._step.pushes:
-            self._done += self._planes_of[layer_name]
-            if len(self._done) * self._plane_bytes >= NOTE_BYTES:
-                self._tell_layers()
+            self._tell_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
 
     def end_step(self) -> None:
         """Close the sends of which this step computed the last block."""
-        if self._done:
-            self._tell_layers()
+        self._layers += 1  # a step that runs as one graph calls no layer's hook, and is progress all the same
+        self._tell_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))
         self._step = StepMetadata()
 
-    def _tell_layers(self) -> None:
-        self._agent.tell(LayersDone(self._done))
-        self._done = ()
+    def _tell_layers(self, planes: tuple[int, ...]) -> None:
+        if planes:
+            self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
 
     def close(self) -> None:
         """Stop the agent, and the thread that answers for this process."""

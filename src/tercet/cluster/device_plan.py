@@ -1,0 +1,75 @@
+"""Which engine gets which devices of this machine, and what share of their memory. A pure function of what there is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tercet.cluster.devices import Device
+from tercet.protocol import BadRequest
+
+GIB = 1 << 30
+# What one engine may take of a device, vLLM's own default; what is left is for CUDA graphs and fragments.
+MOST = 0.92
+# Beside its share, the process that moves a worker's KV has a context of its own there, and buffers.
+BESIDE = GIB // 2
+# An engine with less than that has no room for weights and KV of any model.
+LEAST = GIB
+
+
+class DeviceShare(NamedTuple):
+    """An engine's ``devices``, one for each of its ranks, and its share of their memory; ``None`` leaves it to vLLM."""
+
+    devices: tuple[str, ...]
+    memory: float | None = None
+
+
+def plan_devices(
+    devices: Sequence[Device], engines: int, each: int = 1, given: float | None = None
+) -> list[DeviceShare]:
+    """``each`` devices for every one of some engines: of their own if there are enough, else shared evenly.
+
+    ``given`` is the share of a device's memory that the caller has chosen for every engine. Engines with several ranks
+    share none: their ranks wait for each other. Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too
+    little memory.
+    """
+    if engines * each <= len(devices):
+        own = [devices[index * each : (index + 1) * each] for index in range(engines)]
+        return [DeviceShare(tuple(device.handle for device in mine)) for mine in own]
+    if each > 1 or not devices:
+        raise BadRequest(
+            f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
+            f"{len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
+            "prefill",
+        )
+    on_each = Counter(index % len(devices) for index in range(engines))
+    shares = {index: _share(devices[index], count, given) for index, count in on_each.items()}
+    return [
+        DeviceShare((devices[index % len(devices)].handle,), shares[index % len(devices)]) for index in range(engines)
+    ]
+
+
+def _share(device: Device, engines: int, given: float | None) -> float | None:
+    """What each of some engines gets of a device's memory; ``None`` if it is one, or the caller has said."""
+    if given is not None:
+        if given * engines > 1:
+            raise BadRequest(
+                f"--gpu-memory-utilization: {engines} engines share device {device.handle}, each with {given:g} of its "
+                f"memory; choose {math.floor(100 * MOST / engines) / 100:g} or less, or leave it out",
+                "--gpu-memory-utilization",
+            )
+        return None
+    if engines == 1:
+        return None
+    if not device.memory:
+        return math.floor(100 * MOST / engines) / 100
+    usable = min(MOST * device.memory, device.free) - engines * BESIDE
+    if usable < engines * LEAST:
+        raise BadRequest(
+            f"--prefill, --decode, --both: {engines} engines would share device {device.handle}, of which "
+            f"{device.free / GIB:.1f} GiB are free; start fewer, or stop what else runs there (nvidia-smi)",
+            "prefill",
+        )
+    return math.floor(100 * usable / engines / device.memory) / 100

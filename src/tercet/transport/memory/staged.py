@@ -1,0 +1,129 @@
+"""KV that is reached through buffers in host memory: an accelerator's, by copies on streams of their own.
+
+To send, a chunk's blocks are gathered into a buffer when the receiver asks for it, and go from there. To receive, a
+chunk comes into a buffer as a whole, and is put into its blocks while its lease is held. Each direction has
+:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory that this takes has a bound:
+:meth:`StagedMemory.host_bytes` of pinned host memory, and of the device's what its :class:`DeviceBlocks` say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from tercet.protocol import BadRequest, TransferFailed
+from tercet.transport.memory.buffers import BufferPool, StagingBuffer
+from tercet.transport.memory.kv_memory import KVMemory
+from tercet.transport.region import Numbers, RegionShape
+from tercet.transport.vectors import Vector, address_of
+
+BUFFERS = 8
+# A chunk's copy takes a millisecond; a device that is not done after so long will not be.
+COPY_SECONDS = 30.0
+# How often a copy is looked at without a pause, and the pause after that.
+SPINS, PAUSE_SECONDS = 200, 50e-6
+
+IsOver = Callable[[], bool]
+
+
+class DeviceBlocks(Protocol):
+    """A device's side: begins copies between its blocks and host memory. Calls come from several threads."""
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Host memory that the device copies from and to without a detour."""
+        ...
+
+    def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
+        """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks, one after the other; is it over?"""
+        ...
+
+    def begin_in(self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview) -> IsOver:
+        """The other way round; negative ``blocks`` are left out, and their bytes passed over."""
+        ...
+
+
+class StagedMemory(KVMemory):
+    """The KV of one rank whose region looks like ``shape``, in chunks of ``chunk_bytes``, or of one block."""
+
+    def __init__(self, device: DeviceBlocks, shape: RegionShape, chunk_bytes: int) -> None:
+        self._device, self._shape = device, shape
+        self.buffer_bytes = max(chunk_bytes, shape.block_bytes)
+        self._out = BufferPool([device.buffer(self.buffer_bytes) for _ in range(BUFFERS)])
+        self._in = BufferPool([device.buffer(self.buffer_bytes) for _ in range(BUFFERS)])
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that the buffers take."""
+        return 2 * BUFFERS * self.buffer_bytes
+
+    def buffers_free(self) -> tuple[int, int]:
+        """Buffers that nobody uses, on the ways out and in."""
+        return self._out.free, self._in.free
+
+    @contextmanager
+    def reading(self, layers: range, blocks: Numbers, offset: int, size: int) -> Generator[Vector]:
+        nbytes = self._checked(layers, blocks, offset, size)
+        buffer = self._out.take()
+        try:
+            into = buffer.bytes[:nbytes]
+            self._copy(buffer, lambda: self._device.begin_out(layers, blocks, offset, size, into))
+            yield whole(into)
+        finally:
+            buffer.give_back()
+
+    def room(self) -> StagingBuffer:
+        """A buffer for a chunk that is to be asked for; its holder gives it back."""
+        return self._in.take()
+
+    def room_at_once(self) -> StagingBuffer | None:
+        """As :meth:`room`, if there is one now."""
+        return self._in.take_at_once()
+
+    def put(self, buffer: StagingBuffer, layers: range, blocks: Numbers, offset: int, size: int) -> int:
+        """Put a chunk that has come into its blocks; returns its bytes, once the device has them.
+
+        To be called while nobody can be given the blocks.
+        """
+        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        source = buffer.bytes[:nbytes]
+        self._copy(buffer, lambda: self._device.begin_in(layers, blocks, offset, size, source))
+        return nbytes
+
+    def _copy(self, buffer: StagingBuffer, begin: Callable[[], IsOver]) -> None:
+        is_over: IsOver = lambda: True  # noqa: E731  as long as nothing has begun
+        with buffer.copying(lambda: is_over()):
+            is_over = begin()
+            wait_until(is_over)
+
+    def _checked(self, layers: range, blocks: Numbers, offset: int, size: int, count: int | None = None) -> int:
+        """A chunk's bytes; raises :class:`~tercet.protocol.BadRequest` for one that is not of this rank's blocks."""
+        shape = self._shape
+        inside = not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < shape.num_blocks)
+        known = 0 <= layers.start <= layers.stop <= len(shape.planes) and 0 <= offset <= shape.block_bytes - size
+        nbytes = len(layers) * (len(blocks) if count is None else count) * size
+        if not (inside and known and 0 < nbytes <= self.buffer_bytes):
+            raise BadRequest(f"{nbytes} bytes of {layers} of layers, blocks {blocks!r:.80} are not in this rank's KV")
+        return nbytes
+
+    def close(self) -> None:
+        """The buffers go with their last user."""
+
+
+def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
+    """Wait for a device; raises :class:`~tercet.protocol.TransferFailed` if it takes too long."""
+    deadline, looks = time.monotonic() + seconds, 0
+    while not is_over():
+        looks += 1
+        if looks > SPINS:
+            time.sleep(PAUSE_SECONDS)
+        if time.monotonic() > deadline:
+            raise TransferFailed(f"the device has not copied KV within {seconds:.0f} s")
+
+
+def whole(memory: memoryview) -> Vector:
+    """All of some memory, in one place."""
+    return Vector(np.array([(address_of(memory), len(memory))], dtype=np.uint64), memory, len(memory))

@@ -1,0 +1,61 @@
+"""A worker's KV on an accelerator, opened for the agent beside it: memory by handle, and events that say what is ready.
+
+Relies on PyTorch's own way to share CUDA memory between processes (``UntypedStorage._share_cuda_``), which its
+``torch.multiprocessing`` is built on, and on events that another process can wait for (``interprocess=True``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tercet.transport import DeviceHandles
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+
+# Notes of layers that may be under way before one of them is waited for by a later one's event.
+EVENTS = 64
+
+
+class DeviceExport:
+    """The handles of one rank's KV, and its ring of events."""
+
+    def __init__(self, planes: LayerPlanes) -> None:
+        self._device = planes.device
+        self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]
+        self._next = 0
+        storages: dict[int, tuple[int, tuple[Any, ...]]] = {}
+        places: list[tuple[int, int, int]] = []
+        for plane in planes.tensors:
+            storage: Any = plane.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = len(storages), _shared(storage)
+            number, _ = storages[storage.data_ptr()]
+            begin = int(plane.storage_offset()) * plane.itemsize
+            places.append((number, begin, planes.block_stride(plane)))
+        handles = [_handle(event) for event in self._events]
+        self.handles = DeviceHandles(
+            self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
+        )
+
+    def computed(self) -> int:
+        """Mark what the current stream has been given until now; the mark's number."""
+        number, self._next = self._next, (self._next + 1) % EVENTS
+        self._events[number].record()
+        return number
+
+
+def _shared(storage: Any) -> tuple[Any, ...]:
+    try:
+        _, *found = storage._share_cuda_()
+    except RuntimeError as error:
+        raise UnsupportedVLLM(
+            f"this engine's KV cannot be shared with the process that moves it (CUDA IPC): {error}; "
+            "PYTORCH_CUDA_ALLOC_CONF must not say expandable_segments:True, and --enable-sleep-mode must be off"
+        ) from error
+    return tuple(found)
+
+
+def _handle(event: Any) -> bytes:
+    return event.ipc_handle()
