@@ -33,6 +33,7 @@ from tercet.transport.core_words import CoreWords, core_word
 from tercet.transport.grants import Grant
 from tercet.transport.head_slices import HeadSlice, routes
 from tercet.transport.local_rank import TransportSettings
+from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
@@ -59,6 +60,7 @@ __all__ = [
     "AgentProcess",
     "AgentSetup",
     "AsyncControlClient",
+    "BlockOrder",
     "BlockShape",
     "CancelSend",
     "ControlServer",

@@ -12,6 +12,7 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.memory.block_order import rearranged
 from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
 from tercet.transport.region import RegionShape
 
@@ -81,6 +82,9 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     block = _other_block(rank.block, greeting.block)
     try:
         greeting.shape.require_sane()
+        order = rearranged(greeting.shape.order, rank.region.shape.order)
+        if order is not None and rank.staged is None:
+            raise TransferFailed("layout: the items of the sender's blocks lie in another order")
     except TransferFailed as error:
         raise ProtocolViolation(error.message) from error
     if block is not None and block.block_bytes != greeting.shape.block_bytes:

@@ -18,6 +18,7 @@ from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.greeting import Agreement
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.memory.block_order import rearranged
 from tercet.transport.peer_messages import (
     FromSender,
     Greeting,
@@ -55,6 +56,7 @@ class Inbound:
     def __init__(self, rank: LocalRank, grants: GrantTable, agreed: Agreement) -> None:
         self._rank, self._grants = rank, grants
         self._session, self._shape, self._block = agreed.session, agreed.shape, agreed.block
+        self._order = rearranged(agreed.shape.order, rank.region.shape.order)
         self._batch: Batch | None = None
         self._staging = memoryview(b"")
         self._refused: dict[int, None] = {}  # the latest sends that were refused
@@ -148,7 +150,7 @@ class Inbound:
 
     def _new_batch(self, chunk: ReadDescriptors) -> Batch:
         if self._rank.staged is not None:
-            return Batch(chunk.send, chunk.lease, memoryview(b""), memory=self._rank.staged)
+            return Batch(chunk.send, chunk.lease, memoryview(b""), memory=self._rank.staged, order=self._order)
         if self._block is None:
             return Batch(chunk.send, chunk.lease, self._rank.region.bytes)
         self._grants.locate_tokens(chunk)
@@ -171,6 +173,8 @@ class Inbound:
         if batch.memory is not None:
             if chunk.nbytes > batch.memory.buffer_bytes:
                 raise TransferFailed(f"a chunk of {chunk.nbytes} bytes does not fit into this rank's buffers")
+            if self._order is not None and chunk.parts != 1:
+                raise TransferFailed("blocks whose items lie in another order come as wholes")
             found = staging_copies(chunk, size, self._shape, 0)
             batch.blocks.append(blocks)
             return found

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, TransferFailed
+from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.vectors import Places, address_of
 
 WORDS = 4096
@@ -40,7 +41,7 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     where the generation words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
     ``groups`` says how many planes, one after the other, share block tables: the layers of one kind, where a model has
     several. Planes of different groups may be the same memory, since a block is one group's at a time. If it is empty,
-    all planes share them.
+    all planes share them. ``order`` says how a block's items lie, where that differs between engines.
     """
 
     planes: tuple[int, ...]
@@ -49,6 +50,7 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
     words: int
     size: int
     groups: tuple[int, ...] = ()
+    order: BlockOrder | None = None
 
     @property
     def group_planes(self) -> list[range]:
@@ -68,6 +70,7 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             and self.words % WORD_BYTES == 0
             and sum(self.groups or (len(self.planes),)) == len(self.planes)
             and min(self.groups, default=1) > 0
+            and (self.order is None or self.order.block_bytes == self.block_bytes)
         )
         if not inside:
             raise TransferFailed("the peer describes a KV region that does not hold its own blocks")

@@ -126,16 +126,18 @@ class Rank:
         self.agent.close()
 
 
-def start(region: KVRegion, settings: TransportSettings | None = None, number: int = 0) -> AgentProcess:
-    cpus = os.sched_getaffinity(0)
-    return AgentProcess(AgentSetup(number, region.fd, region.shape, "agents", settings or TransportSettings(), cpus))
+def start(
+    region: KVRegion, settings: TransportSettings | None = None, number: int = 0, *, staged: bool = False
+) -> AgentProcess:
+    cpus, settings = os.sched_getaffinity(0), settings or TransportSettings()
+    return AgentProcess(AgentSetup(number, region.fd, region.shape, "agents", settings, cpus, staged=staged))
 
 
 @contextmanager
-def rank(seed: int, settings: TransportSettings | None = None) -> Generator[Rank]:
+def rank(seed: int, settings: TransportSettings | None = None, *, staged: bool = False) -> Generator[Rank]:
     region = filled(LAYERS, BLOCKS, BYTES, seed)
     try:
-        found = Rank(region, start(region, settings, seed))
+        found = Rank(region, start(region, settings, seed, staged=staged))
         try:
             yield found
         finally:

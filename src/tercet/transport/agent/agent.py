@@ -203,7 +203,7 @@ def _through_buffers(region: KVRegion, device: DeviceHandles | None) -> tuple[St
 
     shape = region.shape
     planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
-    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES)
+    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order)
     staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
     logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
                 blocks.device_bytes >> 20)  # fmt: skip

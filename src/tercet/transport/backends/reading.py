@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import TransferFailed
+from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
@@ -50,7 +51,8 @@ class Batch:
 
     ``in_place[i]`` is how many of the lease's first blocks were valid when the copies were made, and are left out.
     ``staged``: the target is no KV, but room from which tokens are put into blocks of another size.
-    With ``memory``, KV is reached through its buffers, and there is no target: ``blocks[i]`` is where a chunk's go.
+    With ``memory``, KV is reached through its buffers, and there is no target: ``blocks[i]`` is where a chunk's go,
+    with their items put from ``order`` into ours, if that is another one.
     """
 
     send: int
@@ -62,6 +64,7 @@ class Batch:
     in_place: list[int] = field(default_factory=list[int])
     memory: StagedMemory | None = None
     blocks: list[Numbers] = field(default_factory=list[Numbers])
+    order: BlockOrder | None = None
 
     @property
     def rows(self) -> Copies:

@@ -278,7 +278,8 @@ class _Work:
             return
         layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), self._batch.blocks[asked.index]
         try:
-            self._fence(lambda: memory.put(room, layers, blocks, chunk.part * chunk.size, chunk.size))
+            here, order = chunk.part * chunk.size, self._batch.order
+            self._fence(lambda: memory.put(room, layers, blocks, here, chunk.size, order))
         except TercetError as error:
             self._fail(error)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from tercet.protocol import BadRequest, TransferFailed
+from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.buffers import BufferPool, StagingBuffer
 from tercet.transport.memory.kv_memory import KVMemory
 from tercet.transport.region import Numbers, RegionShape
@@ -41,8 +42,13 @@ class DeviceBlocks(Protocol):
         """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks, one after the other; is it over?"""
         ...
 
-    def begin_in(self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview) -> IsOver:
-        """The other way round; negative ``blocks`` are left out, and their bytes passed over."""
+    def begin_in(
+        self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
+    ) -> IsOver:
+        """The other way round; negative ``blocks`` are left out, and their bytes passed over.
+
+        With ``order``, whole blocks come in that one, and their items are put into ours.
+        """
         ...
 
 
@@ -83,14 +89,22 @@ class StagedMemory(KVMemory):
         """As :meth:`room`, if there is one now."""
         return self._in.take_at_once()
 
-    def put(self, buffer: StagingBuffer, layers: range, blocks: Numbers, offset: int, size: int) -> int:
-        """Put a chunk that has come into its blocks; returns its bytes, once the device has them.
+    def put(
+        self,
+        buffer: StagingBuffer,
+        layers: range,
+        blocks: Numbers,
+        offset: int,
+        size: int,
+        order: BlockOrder | None = None,
+    ) -> int:
+        """Put a chunk that has come, in ``order`` if that is not ours, into its blocks.
 
-        To be called while nobody can be given the blocks.
+        Returns its bytes, once the device has them. To be called while nobody can be given the blocks.
         """
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
         source = buffer.bytes[:nbytes]
-        self._copy(buffer, lambda: self._device.begin_in(layers, blocks, offset, size, source))
+        self._copy(buffer, lambda: self._device.begin_in(layers, blocks, offset, size, source, order))
         return nbytes
 
     def _copy(self, buffer: StagingBuffer, begin: Callable[[], IsOver]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tercet.protocol import TransferFailed
+from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
 from tercet.transport.memory.staged import DeviceBlocks, IsOver, wait_until
 from tercet.transport.region import KVRegion, Numbers, RegionShape
@@ -55,11 +56,14 @@ def _blocks_of(memory: torch.Tensor, begin: int, stride: int, shape: RegionShape
 class TorchBlocks(DeviceBlocks):
     """Copies between planes, each a tensor of ``(blocks, bytes)``, and host memory. Thread-safe.
 
-    On the device it takes room for two chunks, :attr:`device_bytes`.
+    ``order`` is how our blocks' items lie. On the device it takes room for two chunks, :attr:`device_bytes`, and for
+    another one where items are rearranged.
     """
 
-    def __init__(self, planes: Sequence[torch.Tensor], chunk_bytes: int) -> None:
-        self._planes = planes
+    def __init__(
+        self, planes: Sequence[torch.Tensor], chunk_bytes: int, order: BlockOrder | None = None
+    ) -> None:  # fmt: skip
+        self._planes, self._order = planes, order
         self._device = planes[0].device
         self._out, self._in = (_Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
 
@@ -84,12 +88,16 @@ class TorchBlocks(DeviceBlocks):
     def _numbers(self, found: Numbers) -> torch.Tensor:
         return torch.tensor(found.astype(np.int64), device=self._device)
 
-    def begin_in(self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview) -> IsOver:
+    def begin_in(
+        self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
+    ) -> IsOver:
         with self._in.next() as room:
             wanted = (blocks >= 0).nonzero()[0]
             numbers, rows_of = self._numbers(blocks[wanted]), self._numbers(wanted)
             room[: len(source)].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
             scattered = room[: len(source)].view(len(layers), len(blocks), size)
+            if order is not None and self._order is not None:
+                scattered = _in_order(scattered, order, self._order)
             for layer, rows in zip(layers, scattered, strict=True):
                 items, found = _items(self._planes[layer][:, offset : offset + size], rows)
                 items.index_copy_(0, numbers, found if len(wanted) == len(blocks) else found[rows_of])
@@ -121,6 +129,14 @@ class _Direction:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event.query
+
+
+def _in_order(blocks: torch.Tensor, theirs: BlockOrder, ours: BlockOrder) -> torch.Tensor:
+    """Blocks of ``(layers, blocks, bytes)`` with their items in our order."""
+    if theirs.order == ours.order:
+        return blocks
+    items = blocks.view(*blocks.shape[:2], *theirs.sizes, theirs.item_bytes)
+    return items.transpose(2, 3).reshape(blocks.shape)
 
 
 def _items(plane: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

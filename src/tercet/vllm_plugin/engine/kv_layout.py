@@ -52,8 +52,8 @@ def packing_of(config: VllmConfig, block_size: int, dtype: torch.dtype, device: 
 
         head_size = config.model_config.get_head_size()
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size, config.cache_config.cache_dtype)}"
-    cache = config.cache_config
-    return f"{device.type}-{cache.cache_dtype}-{getattr(cache, 'kv_cache_layout', None) or 'default'}"
+    # In which order heads and tokens lie is the transport's to know: it puts one into the other.
+    return f"{device.type}-{config.cache_config.cache_dtype}"
 
 
 def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from tercet.transport import PAGE_BYTES, TAIL_BYTES, RegionShape, create_file, shape_of
+from tercet.transport import PAGE_BYTES, TAIL_BYTES, BlockOrder, RegionShape, create_file, shape_of
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
@@ -53,25 +53,13 @@ class LayerPlanes:
     def _add(self, name: str, plane: torch.Tensor) -> int:
         if plane.device.type not in ("cpu", "cuda"):
             raise UnsupportedVLLM(f"Tercet moves KV of CPUs and of CUDA devices, and this cache is on {plane.device}")
-        if not (plane.is_contiguous() if plane.device.type == "cpu" else self._is_in_blocks(plane)):
+        if not (plane.is_contiguous() if plane.device.type == "cpu" else is_in_blocks(plane, self.num_blocks)):
             raise UnsupportedVLLM(
                 f"the KV cache of {name} does not hold one block after the other: shape {tuple(plane.shape)}, "
                 f"strides {plane.stride()}"
             )
         self.tensors.append(plane)
         return len(self.tensors) - 1
-
-    def _is_in_blocks(self, plane: torch.Tensor) -> bool:
-        """Whether each block's items are one run of bytes, in whatever order."""
-        block, together = plane[0], plane.shape[0] // self.num_blocks
-        inside = sorted((stride, size) for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1)
-        expected = 1
-        for stride, size in inside:
-            if stride != expected:
-                return False
-            expected *= size
-        # Blocks that the kernel cuts smaller must follow one another, to be one of vLLM's.
-        return plane.stride(0) == expected or (together == 1 and plane.stride(0) > expected)
 
     def block_stride(self, plane: torch.Tensor) -> int:
         """Bytes from one of vLLM's blocks of a plane to the next."""
@@ -81,7 +69,10 @@ class LayerPlanes:
         """For KV on a device: a file of the same shape that holds nothing but generation words, and takes no memory."""
         length = self.block_bytes * self.num_blocks
         shape = shape_of([length] * len(self.tensors), self.num_blocks, self.block_bytes)
-        shape = replace(shape, groups=tuple(self.group_planes))
+        orders = {order_of(plane, self.num_blocks) for plane in self.tensors}
+        if len(orders) > 1:
+            raise UnsupportedVLLM(f"layers arrange their blocks differently: {orders}")
+        shape = replace(shape, groups=tuple(self.group_planes), order=orders.pop())
         return create_file(shape), shape
 
     def share(self) -> tuple[int, RegionShape]:
@@ -103,6 +94,35 @@ class LayerPlanes:
         for extent, offset in offsets.items():
             _exchange(extent, fd, offset)
         return fd, shape
+
+
+def is_in_blocks(plane: torch.Tensor, num_blocks: int) -> bool:
+    """Whether each of ``num_blocks`` blocks of a plane, which is ``(blocks, ...)``, is one run of bytes.
+
+    Its items may lie in any order, and other layers' blocks between it and the next.
+    """
+    block, together = plane[0], plane.shape[0] // num_blocks
+    inside = sorted((stride, size) for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in inside:
+        if stride != expected:
+            return False
+        expected *= size
+    # Blocks that the kernel cuts smaller must follow one another, to be one of vLLM's.
+    return plane.stride(0) == expected or (together == 1 and plane.stride(0) > expected)
+
+
+def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
+    """How a block's items lie in a plane of ``(blocks, heads, tokens, content)``, as vLLM's caches look to kernels.
+
+    None for another shape, of which nothing is known but that it is one run of bytes, and for blocks that the kernel
+    cuts smaller.
+    """
+    if plane.dim() != 4 or plane.shape[0] != num_blocks or plane.stride(3) != 1:
+        return None
+    _, heads, tokens, content = plane.shape
+    outer_heads = plane.stride(1) >= plane.stride(2)
+    return BlockOrder("HN" if outer_heads else "NH", heads, tokens, content * plane.itemsize)
 
 
 @dataclass(frozen=True, order=True)

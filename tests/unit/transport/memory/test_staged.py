@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest, TransferFailed
-from tercet.transport import HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
+from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
 from tercet.transport.backends import backends_through_buffers, tcp
 from tercet.transport.memory import staged
 from tercet.transport.memory.staged import BUFFERS, StagedMemory
@@ -64,9 +64,9 @@ class SlowBlocks(TorchBlocks):
         return self.go_on.is_set
 
     def begin_in(
-        self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview
-    ) -> Callable[[], bool]:  # fmt: skip
-        super().begin_in(layers, blocks, offset, size, source)
+        self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
+    ) -> Callable[[], bool]:
+        super().begin_in(layers, blocks, offset, size, source, order)
         self.begun[1] += 1
         return self.go_on.is_set
 

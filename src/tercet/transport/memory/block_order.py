@@ -1,0 +1,51 @@
+"""How a block's items lie, as a description: attention backends differ in the order of heads and tokens, and no more.
+
+An item is what one token has of one head: keys and values side by side, or the single latent of MLA, or fp8 numbers
+with the scales that belong to them. It is moved as it is. Two engines whose blocks have the same items in another order
+exchange them; all else is refused, with the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tercet.protocol import TransferFailed
+
+Order = Literal["HN", "NH"]
+
+
+class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A block of ``heads`` times ``tokens`` items; ``order`` names what is outermost first: heads or tokens."""
+
+    order: Order
+    heads: int
+    tokens: int
+    item_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """All items."""
+        return self.heads * self.tokens * self.item_bytes
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many of the outer, and of the inner."""
+        return (self.heads, self.tokens) if self.order == "HN" else (self.tokens, self.heads)
+
+
+def rearranged(theirs: BlockOrder | None, ours: BlockOrder | None) -> BlockOrder | None:
+    """The sender's order if a block's items must be put into ours; ``None`` if bytes can stay as they are.
+
+    Raises :class:`~tercet.protocol.TransferFailed`, with the difference, for blocks that have other items.
+    """
+    if theirs is None and ours is None:
+        return None
+    if theirs is None or ours is None:
+        raise TransferFailed(f"blocks: one side's are {theirs or ours}, the other's are not described")
+    for name in ("heads", "tokens", "item_bytes"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise TransferFailed(f"blocks: {name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
+    one_order = theirs.order == ours.order or 1 in ours.sizes
+    return None if one_order else theirs
