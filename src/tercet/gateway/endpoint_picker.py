@@ -14,9 +14,10 @@ from tercet.fleet.admission import Gate
 from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.rendering import Renderer, Tokens
-from tercet.gateway.reported_load import UNKNOWN_ROOM, ReportedLoad
+from tercet.gateway.reported_load import UNKNOWN_ROOM, UNTIL_COUNTED, ReportedLoad
 from tercet.protocol import EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
 from tercet.settings import Limits, PickerConfig
+from tercet.streams.wire_format import REPORT_SECONDS
 
 ENOUGH_ROOM = 100
 """So many may hold a place at once; it is given back as soon as the pick is made."""
@@ -49,7 +50,8 @@ class EndpointPicker:
         told = fleet.scheduling.saturation
         self._max_waiting = config.max_waiting_per_engine if told is None else told.queue_depth_threshold
         self._max_kv_usage = config.max_kv_usage if told is None else told.kv_cache_util_threshold
-        self._load = ReportedLoad(fleet, clock)
+        pace = config.metrics_interval_s if config.load_from == "metrics" else REPORT_SECONDS
+        self._load = ReportedLoad(fleet, clock, UNTIL_COUNTED - REPORT_SECONDS + pace)
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
         self._gate = Gate(limits, fleet, metrics, clock, self._room)
         self._load.on_news = self._heard

@@ -31,12 +31,13 @@ class ReportedLoad:
     """Keeps the counts of the fleet's members: ``in_flight`` is what an engine reports plus what was picked just now.
 
     So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called
-    with an engine's name after each of its reports.
+    with an engine's name after each of its reports. ``until_counted`` are seconds from a pick until they have it.
     """
 
-    def __init__(self, fleet: EngineFleet, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: EngineFleet, clock: Callable[[], float], until_counted: float = UNTIL_COUNTED) -> None:
         self._fleet = fleet
         self._clock = clock
+        self._until_counted = until_counted
         self.on_news: Callable[[str], object] = lambda engine: None
         self._recent: dict[str, _Recent] = {}
         fleet.on_report = self.reported
@@ -61,7 +62,7 @@ class ReportedLoad:
         self.on_news(name)
 
     def _count(self, member: Member, recent: _Recent) -> None:
-        picks, oldest = recent.picks, self._clock() - UNTIL_COUNTED
+        picks, oldest = recent.picks, self._clock() - self._until_counted
         while picks and picks[0][0] < oldest:
             picks.popleft()
         member.in_flight = recent.requests + len(picks)

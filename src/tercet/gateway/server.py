@@ -21,7 +21,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from tercet.aio import TaskSet
 from tercet.client import engine_tls
 from tercet.fleet import EngineFleet
-from tercet.fleet.membership import Membership, MemberState, connecting
+from tercet.fleet.knowledge import STALE_AFTER
+from tercet.fleet.membership import Connect, Membership, MemberState, connecting
+from tercet.fleet.scraping import scraping
 from tercet.gateway.endpoint_picker import EndpointPicker
 from tercet.gateway.model_renderer import ModelRenderer
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
@@ -44,6 +46,7 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
 # Beside a body that was buffered there are headers and metadata in a message.
 BESIDE_BODY = 1024 * 1024
+READINGS_UNTIL_STALE = 5
 READY_SECONDS = 10.0
 """Without an answer of any engine, until it says that it is ready: what it knows by then is what there is."""
 LOOK_SECONDS = 0.1
@@ -84,14 +87,18 @@ async def _serve(config: PickerConfig) -> None:
 @asynccontextmanager
 async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
     """The engines, followed while entered; they are picked once they have answered."""
-    fleet = EngineFleet((), scheduling=scheduling_of(config), stuck_after_s=config.stuck_after_s)
+    fleet = EngineFleet(
+        (),
+        scheduling=scheduling_of(config),
+        stale_after=max(STALE_AFTER, READINGS_UNTIL_STALE * config.metrics_interval_s),
+        stuck_after_s=config.stuck_after_s,
+    )
     fleet.without_role = config.without_role
     fleet.costs.watch_once_asked()
-    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     background = TaskSet()
     async with (
         StreamListener() as listener,
-        Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
+        Membership(fleet, _connect(fleet, listener, config)) as membership,
     ):
         await membership.become([MemberState(address) for address in config.engines])
         background.spawn(membership.watch(), "membership")
@@ -99,6 +106,14 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
             yield fleet
         finally:
             await background.close()
+
+
+def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig) -> Connect:
+    """How engines say what they do: by themselves, or when they are read."""
+    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    if config.load_from == "metrics":
+        return scraping(fleet, config.metrics_interval_s, config.kv_events_port, config.secret, tls)
+    return connecting(fleet, listener, config.secret, tls)
 
 
 def scheduling_of(config: PickerConfig) -> Scheduling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -49,6 +49,17 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         AtLeastOne,
         Setting("Memory for parts of prompts that were tokenized, at most.", unit="bytes", default="128 MiB"),
     ] = msgspec.field(default=128 * 2**20, name="render-cache")
+    load_from: Annotated[
+        Literal["reports", "metrics"],
+        Setting("Engines with Tercet's plugin push `reports`; of others vLLM's own `metrics` page is read."),
+    ] = "reports"
+    metrics_interval_s: Annotated[Seconds, Setting("Between two readings of an engine's /metrics.", unit="seconds")] = (
+        msgspec.field(default=0.2, name="metrics-interval")
+    )
+    kv_events_port: Annotated[
+        PortNumber | None,
+        Setting("With `--load-from metrics`: where each engine publishes KV events, on its own host.", default="none"),
+    ] = None
     fallbacks: Annotated[
         Annotated[int, Meta(ge=0, le=16)], Setting("Further endpoints that Envoy may try when the first one fails.")
     ] = 2
@@ -98,6 +109,10 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines)
+        if self.kv_events_port is not None and self.load_from != "metrics":
+            raise BadRequest(
+                "kv-events-port: engines that push reports say by themselves where they publish", "kv-events-port"
+            )
         for name, priority in self.objectives.items():
             if not re.fullmatch("-?[0-9]{1,9}", priority):
                 raise BadRequest(

@@ -1,0 +1,56 @@
+"""Connects a fleet to engines without Tercet's plugin, whose load is read from their ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from urllib.parse import urlsplit
+
+from tercet.client import Admit
+from tercet.client.scraped_engine import ScrapedEngine
+from tercet.fleet.engine_fleet import EngineFleet
+from tercet.fleet.kv_events import follow_cache
+from tercet.fleet.membership import Connect
+from tercet.protocol import Engine, KVEvents
+
+
+def scraping(
+    fleet: EngineFleet,
+    interval: float,
+    kv_events_port: int | None = None,
+    secret: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> Connect:
+    """How to connect to an engine by its name and URL, reading its ``/metrics`` every ``interval`` seconds.
+
+    With ``kv_events_port`` each engine publishes vLLM's KV events there, on its own host. ``secret`` and ``tls`` as for
+    :class:`~tercet.client.HttpEngine`.
+    """
+
+    @asynccontextmanager
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
+        anew = asyncio.Event()
+
+        def started_anew() -> None:
+            fleet.started_anew(name)
+            anew.set()
+
+        events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
+        reported = partial(fleet.report, name)
+        async with ScrapedEngine(name, url, interval, reported, started_anew, secret, tls, events) as engine:
+            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
+            try:
+                yield engine
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
+
+    return connect
+
+
+def _host_of(url: str) -> str:
+    host = urlsplit(url).hostname or "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
