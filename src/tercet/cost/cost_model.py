@@ -169,6 +169,11 @@ class CostModel:
         self.transfers += features[-1] > 0
         self._prefills.observe(features, seconds)
 
+    @property
+    def prefills_seen(self) -> int:
+        """How many observations of prefills it has been told of."""
+        return self._prefills.count
+
     def predicted(self, features: Sequence[float]) -> float:
         """Seconds of prefills whose :func:`features_of` have this sum."""
         return self._prefills.predict(features)

@@ -18,12 +18,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
-from tercet.cost.cost_model import CostModel
-from tercet.cost.engine_work import EngineWork
+from tercet.cost.cost_model import CostModel, EnginePace
 from tercet.protocol import BadRequest
 
 SPLITS = (0.9, 0.75, 0.5)
@@ -100,10 +99,34 @@ class RouteRequest:
     targets: Targets
 
 
+class Work(Protocol):
+    """What an engine has to do: see :class:`~tercet.cost.engine_work.EngineWork`."""
+
+    prefill_pace: EnginePace
+    decode_pace: EnginePace
+    decoding: int
+    contexts: int
+
+    @property
+    def coming(self) -> int: ...
+
+    def waiting(self, now: float) -> float: ...
+
+    def under_way(self, now: float) -> float: ...
+
+    def interference(self, now: float) -> float: ...
+
+    def stall(self, now: float, seconds: float) -> float: ...
+
+    def seconds_left(self, now: float) -> float: ...
+
+    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float: ...
+
+
 class RouteCandidate:
     """One engine at the moment of a decision; ``matched`` tokens of the prompt are believed to be cached there."""
 
-    def __init__(self, name: str, work: EngineWork, model: CostModel, now: float, matched: int) -> None:
+    def __init__(self, name: str, work: Work, model: CostModel, now: float, matched: int) -> None:
         self.name = name
         self.matched = matched
         self.waiting = work.waiting(now)
@@ -137,6 +160,13 @@ class RouteCandidate:
         slower = tpot - self.work.pace_of_tokens(self.interference, self.batch, self.contexts)
         together = min(self.seconds_left / tpot, output) if self.seconds_left else output
         return tpot, slower * self.batch * together
+
+
+def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequest, gain: float = 0.0) -> bool:
+    """Whether ``prefill`` should compute the whole prompt for ``decode``: it costs less, by that share at least."""
+    if wanted.tokens <= decode.matched:
+        return False
+    return _pair(prefill, decode, wanted.tokens, wanted).cost < (1 - gain) * _alone(decode, wanted).cost
 
 
 def options_of(candidates: Sequence[RouteCandidate], wanted: RouteRequest) -> list[RouteOption]:

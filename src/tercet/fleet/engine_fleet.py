@@ -353,12 +353,19 @@ class EngineFleet:
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         return self._picking.disaggregates(request, decode.name, by)
 
-    def splits(self, request: Request, decode: str, cached: int, among: Collection[str] | None = None) -> bool:
-        """Whether another engine ``among`` these shall prefill, by the scheduling's own decider.
+    def splits(
+        self,
+        request: Request,
+        decode: str,
+        cached: int,
+        among: Collection[str] | None = None,
+        by: PrefillRule | None = None,
+    ) -> bool:
+        """Whether another engine ``among`` these shall prefill, by the scheduling's own decider or another rule.
 
         ``cached`` tokens of the prompt are believed to be on the engine called ``decode``.
         """
-        return self._picking.disaggregates(request, decode, None, cached, among)
+        return self._picking.disaggregates(request, decode, by, cached, among)
 
     def _without(self, other_than: Engine | None) -> Sequence[str]:
         """Whom not to pick while there are others; the last one matters least."""

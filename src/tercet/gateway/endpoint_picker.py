@@ -15,7 +15,8 @@ from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.rendering import Renderer, Tokens
 from tercet.gateway.reported_load import UNKNOWN_ROOM, UNTIL_COUNTED, ReportedLoad
-from tercet.protocol import EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
+from tercet.gateway.split_cost import SplitCost
+from tercet.protocol import EngineLoad, EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
 from tercet.settings import Limits, PickerConfig
 from tercet.streams.wire_format import REPORT_SECONDS
 
@@ -55,6 +56,7 @@ class EndpointPicker:
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
         self._gate = Gate(limits, fleet, metrics, clock, self._room)
         self._load.on_news = self._heard
+        self._costs = SplitCost(fleet, clock) if config.split_by == "cost" else None
         self._addresses: dict[str, str] = {}
 
     def close(self, error: TercetError) -> None:
@@ -102,19 +104,29 @@ class EndpointPicker:
         may_split = request.prompt and self._fleet.scheduling.splits
         prefilling = self._prefilling(request, decode, cached, names) if may_split else None
         if call.generates:
-            self._load.picked(decode, request.num_tokens)
-            if prefilling is not None:
-                self._load.picked(prefilling, request.num_tokens)
+            self._count(request, decode, cached, prefilling)
         self._metrics.decided(call, request.num_tokens, cached, prefilling is not None, time.perf_counter() - began)
         prefill = "" if prefilling is None else self._address(prefilling)
         return Endpoints([self._address(member) for member in decoding], prefill)
+
+    def _count(self, request: Request, decode: Member, cached: int, prefilling: Member | None) -> None:
+        """The request is on its way to these."""
+        for member in (decode, prefilling):
+            if member is not None:
+                self._load.picked(member, request.num_tokens)
+        if self._costs is not None and prefilling is None:
+            self._costs.picked(decode, request, cached)
+        elif self._costs is not None and prefilling is not None:
+            self._costs.picked(prefilling, request, 0)
 
     def _prefilling(
         self, request: Request, decode: Member, cached: int, names: Collection[str] | None
     ) -> Member | None:
         """Who prefills for ``decode``, which has ``cached`` tokens; nobody, where that is not worth it or none may."""
+        costs = self._costs
+        rule = costs.rule_for(decode) if costs is not None and costs.knows_enough else None
         try:
-            if not self._fleet.splits(request, decode.name, cached, names):
+            if not self._fleet.splits(request, decode.name, cached, names, rule):
                 return None
             (member,), _ = self._fleet.ranked("prefill", request, 1, names, [decode.name])
         except (EngineUnreachable, RoleUnavailable):
@@ -161,8 +173,10 @@ class EndpointPicker:
     def _room_on(self, name: str) -> int:
         return self._load.room(name, self._max_waiting, self._max_kv_usage)
 
-    def _heard(self, name: str) -> None:
+    def _heard(self, name: str, load: EngineLoad) -> None:
         """An engine has reported: if it has room, somebody who waits may come in."""
+        if self._costs is not None:
+            self._costs.reported(name, load)
         if self._room_on(name):
             self._gate.look()
 

@@ -31,14 +31,14 @@ class ReportedLoad:
     """Keeps the counts of the fleet's members: ``in_flight`` is what an engine reports plus what was picked just now.
 
     So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called
-    with an engine's name after each of its reports. ``until_counted`` are seconds from a pick until they have it.
+    with an engine's name and report after each of them. ``until_counted`` are seconds from a pick until they have it.
     """
 
     def __init__(self, fleet: EngineFleet, clock: Callable[[], float], until_counted: float = UNTIL_COUNTED) -> None:
         self._fleet = fleet
         self._clock = clock
         self._until_counted = until_counted
-        self.on_news: Callable[[str], object] = lambda engine: None
+        self.on_news: Callable[[str, EngineLoad], object] = lambda engine, load: None
         self._recent: dict[str, _Recent] = {}
         fleet.on_report = self.reported
 
@@ -59,7 +59,7 @@ class ReportedLoad:
         recent.requests, recent.tokens = load.waiting + load.running, load.tokens or 0
         recent.waiting, recent.kv_usage = load.waiting, load.kv_usage
         self._count(member, recent)
-        self.on_news(name)
+        self.on_news(name, load)
 
     def _count(self, member: Member, recent: _Recent) -> None:
         picks, oldest = recent.picks, self._clock() - self._until_counted

@@ -49,6 +49,12 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         AtLeastOne,
         Setting("Memory for parts of prompts that were tokenized, at most.", unit="bytes", default="128 MiB"),
     ] = msgspec.field(default=128 * 2**20, name="render-cache")
+    split_by: Annotated[
+        Literal["decider", "cost"],
+        Setting(
+            "Whether another engine prefills: by the file's `decider`, or by the `cost` that was learned, as in `auto`."
+        ),
+    ] = "decider"
     load_from: Annotated[
         Literal["reports", "metrics"],
         Setting("Engines with Tercet's plugin push `reports`; of others vLLM's own `metrics` page is read."),
@@ -109,6 +115,8 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines)
+        if self.split_by == "cost" and self.load_from == "metrics":
+            raise BadRequest("split-by: costs are learned from reports, and /metrics says too little", "split-by")
         if self.kv_events_port is not None and self.load_from != "metrics":
             raise BadRequest(
                 "kv-events-port: engines that push reports say by themselves where they publish", "kv-events-port"

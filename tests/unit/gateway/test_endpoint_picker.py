@@ -11,7 +11,7 @@ import pytest
 from tercet.gateway.endpoint_picker import Endpoints, address_of
 from tercet.gateway.openai_call import OpenAIBody, OpenAICall
 from tercet.gateway.reported_load import UNTIL_COUNTED
-from tercet.protocol import EngineUnreachable, Saturated, ShuttingDown
+from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
 
 from .pickers import House
 
@@ -123,6 +123,47 @@ async def test_without_a_decode_engine_the_policy_decides() -> None:
         await picked(serving, call())
     with pytest.raises(Exception, match="no engine of the role decode answers"):
         await picked(refusing, call())
+
+
+def teach(house: House, name: str, seconds_per_token: float) -> None:
+    """Show what prefills cost here, one after the other on one engine."""
+    assert house.picker._costs is not None
+    for turn in range(12):
+        tokens = 1000 * (1 + turn % 4)
+        house.picker._costs.picked(house.fleet.member(name), Request(seq_id=f"{turn}", prompt=(0,) * tokens), 0)
+        ends = house.now + tokens * seconds_per_token
+        while house.now < ends:
+            house.now += 0.1
+            house.report(name, tokens=tokens if house.now < ends else 0, waiting=int(house.now < ends))
+        house.now += 0.1
+        house.report(name)
+
+
+async def test_learned_costs_split_for_busy_decode_engines_only() -> None:
+    house = House("decode", "prefill", split_by="cost")
+    (by_file,) = await picked(house, call("y" * 8000))
+    assert by_file.prefill == E, "until enough is known, the file's decider decides"
+    teach(house, "e0", 0.001)
+    house.now += 100
+    for name in ("e0", "e1"):
+        house.report(name)
+    (idle,) = await picked(house, call("z" * 8000))
+    assert idle.prefill == "", "nobody waits for the decode engine"
+    house.now += 100
+    house.report("e1")
+    house.report("e0", running=50, kv_usage=0.5, step_time=0.02)
+    (busy,) = await picked(house, call("w" * 8000))
+    assert busy.prefill == E
+    house.now += 1
+    house.report("e0", running=50, kv_usage=0.5, step_time=0.02)
+    house.report("e1", waiting=4, tokens=900_000)
+    (queued,) = await picked(house, call("v" * 8000))
+    assert queued.prefill == "", "the prefill engine has too much to do"
+
+
+def test_costs_are_learned_from_reports_only() -> None:
+    with pytest.raises(BadRequest, match="split-by"):
+        House("decode", "prefill", split_by="cost", load_from="metrics")
 
 
 SATURATION = "{type: utilization-detector, parameters: {queueDepthThreshold: 2}}"

@@ -1,0 +1,85 @@
+"""Whether another engine should prefill, by what serving was seen to cost: the program `auto`'s, fed with reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tercet.cost.cost_model import CostModel
+from tercet.cost.costs import max_tokens_of
+from tercet.cost.reported_work import ReportedWork
+from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.fleet import EngineFleet, Member
+from tercet.protocol import EngineLoad, Request, UnknownEngine
+from tercet.scheduling import Engines
+
+ENOUGH_PREFILLS = 8
+"""So many prefills must have been timed before costs decide anything."""
+LEAST_GAIN = 0.1
+"""The share of the cost that a split must save: what transfers cost is not seen in reports."""
+
+
+class SplitCost:
+    """One model for the fleet, and the work of each engine, by its reports. ``clock`` gives seconds."""
+
+    def __init__(self, fleet: EngineFleet, clock: Callable[[], float]) -> None:
+        self.model = CostModel()
+        self.learned = 0
+        self._fleet = fleet
+        self._clock = clock
+        self._works: dict[str, ReportedWork] = {}
+
+    @property
+    def knows_enough(self) -> bool:
+        """Whether it has seen what prefills cost here."""
+        return self.learned >= ENOUGH_PREFILLS
+
+    def reported(self, name: str, load: EngineLoad) -> None:
+        """An engine says how busy it is; of one that has left nothing is kept."""
+        try:
+            work = self._work(self._fleet.member(name))
+        except UnknownEngine:
+            self._works.pop(name, None)
+            return
+        before = work.learned
+        work.reported(load)
+        self.learned += work.learned - before
+
+    def picked(self, member: Member, request: Request, cached: int) -> None:
+        """An engine shall prefill a prompt, of which so many tokens are believed to be there."""
+        self._work(member).picked(request.num_tokens, cached)
+
+    def rule_for(self, decode: Member) -> SplitRule:
+        """Decides for prompts that ``decode`` is picked for."""
+        return SplitRule(self, decode)
+
+    def pays(self, request: Request, prefill: str, decode: Member, cached: int) -> bool:
+        """Whether the engine called ``prefill`` should prefill for ``decode``, which has so many tokens ``cached``."""
+        wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), Targets())
+        there, here = self._candidate(self._fleet.member(prefill), 0), self._candidate(decode, cached)
+        return pair_pays(there, here, wanted, LEAST_GAIN)
+
+    def _candidate(self, member: Member, matched: int) -> RouteCandidate:
+        return RouteCandidate(member.name, self._work(member), self.model, self._clock(), matched)
+
+    def _work(self, member: Member) -> ReportedWork:
+        found = self._works.get(member.name)
+        if found is None:
+            found = self._works[member.name] = ReportedWork(self.model, self._clock, lambda: member.kv_tokens)
+            self.model.arrivals.engines = len(self._works)
+        return found
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """A :class:`~tercet.protocol.PrefillRule`: it pays with the engine that has the least prefilling to do."""
+
+    costs: SplitCost
+    decode: Member
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        """See :class:`~tercet.scheduling.Decider`."""
+        idlest = prefill[int(np.nan_to_num(prefill.tokens).argmin())]
+        return self.costs.pays(request, idlest.name, self.decode, cached)
