@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 from typing import Generic, TypeVar
 
@@ -31,6 +32,7 @@ from tercet.settings import log_events
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
+_reachable, _role = attrgetter("reachable"), attrgetter("role")
 ViewT = TypeVar("ViewT", bound=EngineView)
 
 
@@ -57,6 +59,9 @@ class Picking(Generic[ViewT]):
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
+    _found: dict[tuple[Role, ...], tuple[Integers, object, Engines]] = field(
+        default_factory=dict[tuple[Role, ...], tuple[Integers, object, Engines]]
+    )
 
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
         """From now on these may be picked, and those are leaving."""
@@ -147,7 +152,7 @@ class Picking(Generic[ViewT]):
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
         roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
-        answering = everyone.where([engine.reachable and engine.role in roles for engine in everyone])
+        answering = self._answering(everyone, roles)
         if len(answering):
             self._filled(role)
             return answering
@@ -156,6 +161,17 @@ class Picking(Generic[ViewT]):
         others = everyone.where([engine.reachable for engine in everyone])
         self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone
+
+    def _answering(self, engines: Engines, roles: tuple[Role, ...]) -> Engines:
+        """Those that answer and have one of the roles; as it was found before, while nothing of that has changed."""
+        if engines.rows is not self.rows:  # some only: another choice each time
+            return engines.where([engine.reachable and engine.role in roles for engine in engines])
+        state = tuple(map(_reachable, engines.views)), tuple(map(_role, engines.views))
+        rows, before, left = self._found.get(roles, (None, None, engines))
+        if rows is not self.rows or before != state:
+            left = engines.where([engine.reachable and engine.role in roles for engine in engines])
+            self._found[roles] = self.rows, state, left
+        return Engines(left.views, left.rows, self.knowledge.loads)  # what engines said is looked up anew
 
     def _require_role(self, role: Role) -> None:
         """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
@@ -223,7 +239,8 @@ class Picking(Generic[ViewT]):
         """See :meth:`tercet.fleet.EngineFleet.disaggregates`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill", among)
-        prefill = prefill.where([engine.name != decode for engine in prefill])
+        row = self.knowledge.loads.row(decode)
+        prefill = prefill if row is None else prefill.where(prefill.rows != row)
         if not len(prefill):
             return False
         if cached is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -20,8 +20,9 @@ from tercet.protocol import EngineLoad, EngineUnreachable, Request, RoleUnavaila
 from tercet.settings import Limits, PickerConfig
 from tercet.streams.wire_format import REPORT_SECONDS
 
-ENOUGH_ROOM = 100
+ENOUGH_ROOM = 8
 """So many may hold a place at once; it is given back as soon as the pick is made."""
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class EndpointPicker:
 def _request(call: OpenAICall, prompt: Tokens) -> Request:
     body, limit = call.body, call.max_tokens
     return Request(
-        seq_id=call.headers.get("x-request-id") or uuid.uuid4().hex,
+        seq_id=call.headers.get("x-request-id") or f"pick-{next(_numbers)}",
         prompt=prompt,
         sampling_params={} if limit is None else {"max_tokens": limit},
         priority=body.priority,

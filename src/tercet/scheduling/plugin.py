@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from operator import attrgetter
 from random import Random
 from typing import ClassVar, Protocol
 
@@ -22,6 +23,9 @@ from tercet.scheduling.hashing import block_hashes
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+
+
+_in_flight, _in_flight_tokens = attrgetter("in_flight"), attrgetter("in_flight_tokens")
 
 
 class Reports(Protocol):
@@ -75,6 +79,8 @@ class Engines:
 
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
         """Those for which ``keep`` is true."""
+        if isinstance(keep, list) and False not in keep:  # a tenth of what an array of it costs
+            return self
         chosen = np.asarray(keep, dtype=np.bool_)
         if chosen.all():
             return self
@@ -83,12 +89,12 @@ class Engines:
     @cached_property
     def in_flight(self) -> Floats:
         """Sequences that this front door runs on each."""
-        return np.array([view.in_flight for view in self.views], dtype=np.float64)
+        return np.fromiter(map(_in_flight, self.views), np.float64, len(self.views))
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
         """Prompt tokens of the sequences that this front door runs on each."""
-        return np.array([view.in_flight_tokens for view in self.views], dtype=np.float64)
+        return np.fromiter(map(_in_flight_tokens, self.views), np.float64, len(self.views))
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:

@@ -52,6 +52,14 @@ SCHEDULED = "scheduled"
 """As ``by`` of a pick: the profile that the handler has for the role."""
 
 
+def _highest(scores: Floats, most: int) -> list[int]:
+    """The places of the highest scores, from the highest down; at most so many."""
+    if len(scores) <= 2 * most:
+        return np.argsort(-scores, kind="stable")[:most].tolist()
+    some = np.sort(np.argpartition(-scores, most)[:most])
+    return some[np.argsort(-scores[some], kind="stable")].tolist()
+
+
 @dataclass(frozen=True)
 class SchedulingProfile:
     """How to pick an engine for one purpose; filters and scorers, each with its weight, run in the order given."""
@@ -80,7 +88,7 @@ class SchedulingProfile:
         for plugin in (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker):
             plugin.picked(decision, rows[0])
         if most > 1:
-            others = [place for place in np.argsort(-scores, kind="stable")[:most].tolist() if place != first]
+            others = [place for place in _highest(scores, most) if place != first]
             rows += [int(left.rows[place]) for place in others[: most - 1]]
         return rows
 

@@ -29,7 +29,8 @@ from tercet.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
-# Connections that have not said yet whose they are; past this the oldest one makes room for a new one.
+# Connections that have not said yet whose they are, beside one of each engine that is to come: past this the oldest one
+# makes room for a new one.
 MOST_STRANGERS = 256
 
 
@@ -88,10 +89,18 @@ class StreamListener:
             server = self._servers.get(host)
             if server is None:
                 loop = asyncio.get_running_loop()
-                server = await loop.create_server(lambda: _Arrival(self._find, self._arrivals), host, self._port)
+                server = await loop.create_server(self._arrival, host, self._port)
                 self._servers[host] = server
         port = cast(int, server.sockets[0].getsockname()[1])
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _arrival(self) -> _Arrival:
+        # All engines of a large fleet may come at once.
+        strangers = [arrival for arrival in self._arrivals if arrival.connection is None]
+        expected = sum(not connection.connected for connection in self._connections.values())
+        if len(strangers) >= MOST_STRANGERS + expected:
+            strangers[0].abort()
+        return _Arrival(self._find, self._arrivals)
 
     def _find(self, key: str) -> EngineConnection | None:
         # Every key is compared, in the same time each, so that the time of an answer tells nothing about any of them.
@@ -119,9 +128,6 @@ class _Arrival(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._arrivals[self] = None
-        strangers = [arrival for arrival in self._arrivals if arrival.connection is None]
-        if len(strangers) > MOST_STRANGERS:
-            strangers[0].abort()
         self._patience = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

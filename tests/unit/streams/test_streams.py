@@ -322,6 +322,22 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
             writer.close()
 
 
+async def test_a_large_fleet_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.streams.stream_listener.MOST_STRANGERS", 1)
+    async with connected() as pair:
+        host, _, port = pair.address.rpartition(":")
+        expected = [pair.listener.connection_of(f"e{n}", lambda _: None) for n in range(10)]
+        silent = [await asyncio.open_connection(host, int(port)) for _ in expected]
+        front_doors = [FrontDoors(each.engine, "i", lambda: None, no_start) for each in expected]
+        for each, doors in zip(expected, front_doors, strict=True):
+            await doors.connect(pair.address, each.key)
+        assert all(each.connected for each in expected)
+        for doors in front_doors:
+            doors.close()
+        for _, writer in silent:
+            writer.close()
+
+
 async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
     outputs, others = stream_fed_here(), stream_fed_here()
     async with connected() as pair:
