@@ -32,7 +32,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 PREFILLER = "x-prefiller-host-port"
 LONGEST_PIECE = 64 * 1024
 PATIENCE = 10.0
-DUPLEX, BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED
+DUPLEX, BUFFERED, NO_BODY = ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED, ProcessingMode.NONE
 MODES = {"full-duplex": DUPLEX, "buffered": BUFFERED}
 
 
@@ -46,6 +46,7 @@ class Verdict:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     removed: list[str] = field(default_factory=list[str])
     metadata: str | None = None
+    namespaces: set[str] = field(default_factory=set[str])
     clears_route: bool = False
     body: bytes = b""
     pieces: list[int] = field(default_factory=list[int])
@@ -63,6 +64,7 @@ class Verdict:
         kind = reply.WhichOneof("response") or ""
         self.order.append(kind)
         fields = reply.dynamic_metadata.fields
+        self.namespaces |= set(fields)
         if "envoy.lb" in fields:
             self.metadata = fields["envoy.lb"].struct_value.fields[DESTINATION].string_value
         if kind == "immediate_response":
@@ -142,10 +144,11 @@ class Stream:
         self._began = False
 
     async def send(self, candidates: Sequence[str] | str | None = None, served: str | None = None, **part: Any) -> None:
-        """A message; the first one says how bodies are sent."""
+        """A message; the first one says how bodies are sent, those of answers in the same way."""
         message = ProcessingRequest(**part)
         if not self._began:
-            message.protocol_config.CopyFrom(ProtocolConfiguration(request_body_mode=self.mode))
+            told = ProtocolConfiguration(request_body_mode=self.mode, response_body_mode=self.mode)
+            message.protocol_config.CopyFrom(told)
         self._began = True
         if candidates is not None:
             hint = Struct()
@@ -163,11 +166,12 @@ class Stream:
         headers: Mapping[str, str],
         ends: bool = False,
         candidates: Sequence[str] | str | None = None,
+        as_text: bool = False,
     ) -> None:
-        """The request's head."""
+        """The request's head; ``as_text``, as proxies sent it before they had `raw_value`."""
         pseudo = {":method": "GET" if ends else "POST", ":path": path, ":authority": "gateway", ":scheme": "http"}
         values = [
-            HeaderValue(key=name, raw_value=value.encode())
+            HeaderValue(key=name, value=value) if as_text else HeaderValue(key=name, raw_value=value.encode())
             for name, value in {**pseudo, "content-type": "application/json", **headers}.items()
         ]
         await self.send(candidates, request_headers=HttpHeaders(headers=HeaderMap(headers=values), end_of_stream=ends))
@@ -188,6 +192,13 @@ class Stream:
         async with asyncio.timeout(PATIENCE):
             reply = await self.call.read()
         return "" if reply is grpc.aio.EOF else self.verdict.note(reply)
+
+    async def reply(self) -> ProcessingResponse:
+        """The next reply itself."""
+        async with asyncio.timeout(PATIENCE):
+            found = await self.call.read()
+        assert found is not grpc.aio.EOF, "the stream has ended"
+        return found
 
     async def silent(self, seconds: float = 0.2) -> bool:
         """Whether nothing comes for a while; a stream cannot be read after that."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
 from .conftest import Target
-from .envoy_side import BUFFERED, DESTINATION, DUPLEX, PREFILLER, SERVED, SUBSET
+from .envoy_side import BUFFERED, DESTINATION, DUPLEX, NO_BODY, PREFILLER, SERVED, SUBSET
 
 
 def completion(target: Target, prompt: str = "tell me", **fields: object) -> bytes:
@@ -24,6 +25,44 @@ async def test_an_endpoint_of_the_pool(target: Target, mode: int) -> None:
     assert verdict.status == 0
     assert set(verdict.endpoints) <= target.endpoints
     assert len(set(verdict.endpoints)) == len(verdict.endpoints)
+
+
+async def test_endpoints_are_addresses_joined_by_commas(target: Target, mode: int) -> None:
+    verdict = await target.envoy.request(completion(target), mode)
+    address = r"(\[[0-9a-fA-F:]+\]|[^,:\[\]\s]+):[0-9]{1,5}"
+    assert re.fullmatch(f"{address}(,{address})*", verdict.headers[DESTINATION])
+
+
+async def test_the_route_is_looked_up_anew(target: Target, mode: int) -> None:
+    """Else routes that match by the destination's header would not see it."""
+    assert (await target.envoy.request(completion(target), mode)).clears_route
+
+
+async def test_metadata_is_in_its_own_namespace(target: Target, mode: int) -> None:
+    verdict = await target.envoy.request(completion(target), mode)
+    assert verdict.namespaces == {"envoy.lb"}
+
+
+async def test_headers_alone_decide_where_no_body_is_shown(target: Target) -> None:
+    async with target.envoy.stream(NO_BODY) as stream:
+        await stream.send_headers("/v1/completions", {"content-length": "50"})
+        verdict = await stream.until_it_goes_on()
+    assert verdict.order == ["request_headers"]
+    assert set(verdict.endpoints) <= target.endpoints
+    assert verdict.metadata == verdict.headers[DESTINATION]
+
+
+async def test_headers_as_text_and_as_bytes(target: Target) -> None:
+    async with target.envoy.stream(DUPLEX) as stream:
+        await stream.send_headers("/v1/completions", {DESTINATION: "192.0.2.66:6666"}, as_text=True)
+        await stream.send_body(completion(target), 1000)
+        verdict = await stream.until_it_goes_on()
+    assert set(verdict.endpoints) <= target.endpoints
+
+
+async def test_a_body_without_prompt_is_picked_for_or_refused(target: Target, mode: int) -> None:
+    verdict = await target.envoy.request(json.dumps({"model": target.model}).encode(), mode)
+    assert set(verdict.endpoints) <= target.endpoints if not verdict.status else 400 <= verdict.status < 500
 
 
 async def test_header_and_metadata_say_the_same(target: Target, mode: int) -> None:

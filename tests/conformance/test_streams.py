@@ -11,7 +11,12 @@ import json
 import grpc
 import grpc.aio
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+)
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -35,6 +40,48 @@ async def test_the_answers_headers_are_left_alone(target: Target, mode: int) -> 
         await stream.send(served=verdict.endpoints[0], response_headers=HttpHeaders())
         assert await stream.read() == "response_headers"
         assert verdict.headers == before
+        await stream.call.done_writing()
+        assert await stream.read() == ""
+        assert await stream.call.code() == grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("served", ["first", "another", "a stranger", "nobody said"])
+async def test_whoever_served_it_is_fine(target: Target, mode: int, served: str) -> None:
+    async with target.envoy.stream(mode) as stream:
+        await stream.send_headers("/v1/models", {}, ends=True)
+        verdict = await stream.until_it_goes_on(has_body=False)
+        told = {"first": verdict.endpoints[0], "another": verdict.endpoints[-1], "a stranger": "192.0.2.1:1"}
+        await stream.send(served=told.get(served), response_headers=HttpHeaders())
+        assert await stream.read() == "response_headers"
+        await stream.call.done_writing()
+        assert await stream.read() == ""
+        assert await stream.call.code() == grpc.StatusCode.OK
+
+
+async def test_an_answer_that_is_shown_after_all_is_left_as_it_is(target: Target, mode: int) -> None:
+    async with target.envoy.stream(mode) as stream:
+        await stream.send_headers("/v1/models", {}, ends=True)
+        await stream.until_it_goes_on(has_body=False)
+        await stream.send(response_headers=HttpHeaders())
+        assert await stream.read() == "response_headers"
+        pieces = [b"data: 1\n\n", b"data: 2\n\n"] if mode == DUPLEX else [b"all of it"]
+        back = b""
+        for place, piece in enumerate(pieces, 1):
+            await stream.send(response_body=HttpBody(body=piece, end_of_stream=place == len(pieces)))
+            common = (await stream.reply()).response_body.response
+            assert common.status == common.CONTINUE
+            assert common.body_mutation.HasField("streamed_response") == (mode == DUPLEX)
+            back += common.body_mutation.streamed_response.body if mode == DUPLEX else piece
+        assert back == b"".join(pieces)
+        await stream.send(response_trailers=HttpTrailers())
+        assert (await stream.reply()).WhichOneof("response") == "response_trailers"
+
+
+async def test_who_only_watches_gets_no_answers(target: Target) -> None:
+    """In observability mode Envoy has sent the request on already, and reads nothing."""
+    async with target.envoy.stream(DUPLEX) as stream:
+        await stream.send(observability_mode=True, request_headers=HttpHeaders())
+        await stream.send(observability_mode=True, request_body=HttpBody(body=BODY, end_of_stream=True))
         await stream.call.done_writing()
         assert await stream.read() == ""
         assert await stream.call.code() == grpc.StatusCode.OK
@@ -96,3 +143,9 @@ async def test_bytes_that_are_no_message(target: Target, payload: bytes) -> None
 async def test_health(target: Target, service: str) -> None:
     answer = await HealthStub(target.channel).Check(HealthCheckRequest(service=service))
     assert answer.status == HealthCheckResponse.SERVING
+
+
+async def test_health_of_what_is_not_there(target: Target) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await HealthStub(target.channel).Check(HealthCheckRequest(service="no.such.Service"))
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND

@@ -99,7 +99,7 @@ class RouteRequest:
     targets: Targets
 
 
-class Work(Protocol):
+class KnownWork(Protocol):
     """What an engine has to do: see :class:`~tercet.cost.engine_work.EngineWork`."""
 
     prefill_pace: EnginePace
@@ -126,7 +126,7 @@ class Work(Protocol):
 class RouteCandidate:
     """One engine at the moment of a decision; ``matched`` tokens of the prompt are believed to be cached there."""
 
-    def __init__(self, name: str, work: Work, model: CostModel, now: float, matched: int) -> None:
+    def __init__(self, name: str, work: KnownWork, model: CostModel, now: float, matched: int) -> None:
         self.name = name
         self.matched = matched
         self.waiting = work.waiting(now)
