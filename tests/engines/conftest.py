@@ -32,6 +32,8 @@ from .processes import EnginePlace
 
 START_SECONDS = 420
 MODEL = "smollm2"
+# Engines may be named to prefill for one another.
+PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,7 +112,7 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
         "--engine-restarts", "0", *args,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy())
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **PREFILLERS})
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:

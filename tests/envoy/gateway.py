@@ -56,11 +56,11 @@ class Gateway:
         self._stack.push_async_callback(process.stop)
         await process.start()
 
-    async def start_engine(self, name: str, port: int, options: Sequence[str] = ()) -> None:
+    async def start_engine(self, name: str, port: int, options: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
         self.engines[name] = port
-        flags = [part for option in options for part in ("--option", option)]
+        more = [*flags, *(part for option in options for part in ("--option", option))]
         simulated = ("--simulate", "smollm2-135m-cpu", "--served-model-name", "m", "--name", name)
-        await self.start(name, *TERCET, "engine", "--port", str(port), *simulated, *flags)
+        await self.start(name, *TERCET, "engine", "--port", str(port), *simulated, *more)
 
     async def start_picker(self, *flags: str, roles: Mapping[str, str] | None = None) -> None:
         engines = [

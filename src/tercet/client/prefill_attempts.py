@@ -6,6 +6,7 @@ Whoever fails, refuses or falls silent is passed over; one that was lost is not 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
 from tercet.settings import log_events
 from tercet.settings.prefill_settings import PrefillBudget
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 REMOTE, HERE = "disaggregated", "data_parallel"
 LOOK_SECONDS = 0.5
@@ -118,6 +120,10 @@ async def _answered(host: str, look: Look, patience: float) -> None:
     try:
         async with asyncio.timeout(patience):
             await look()
+    except EngineUnreachable:
+        raise
+    except TercetError as error:  # it answers, so it is there
+        logger.debug("%s answers: %s", host, error)
     except TimeoutError:
         raise EngineUnreachable(f"{host} has said nothing for {patience:g} s") from None
 

@@ -180,8 +180,10 @@ class Proxy:
                 if silent > self._idle_s:
                     raise EngineUnreachable(f"the engine has said nothing for {silent:.0f} s")
                 await self._require_well()
-            except TercetError as error:
+            except EngineUnreachable as error:
                 lost.lose(error)
+            except TercetError as error:  # it answers, so it is there
+                logger.debug("the engine answers: %s", error)
 
     async def _require_well(self) -> None:
         try:

@@ -61,9 +61,11 @@ class PrefillerHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFIX) else {}
-        said, allowed = headers.get(PREFILLER_HEADER), self._allowed()
-        if said is None or not allowed:
+        allowed = self._allowed()
+        may_name = bool(allowed) and scope["type"] == "http" and scope["path"].startswith(PREFIX)
+        headers = _headers(scope) if may_name else {}
+        said = headers.get(PREFILLER_HEADER)
+        if said is None:
             await self._app(scope, receive, send)
             return
         try:
