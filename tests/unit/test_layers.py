@@ -16,7 +16,7 @@ LAYERS = {
     0: {"protocol", "aio"},
     1: {"vllm_plugin", "sim", "transport", "streams", "client", "settings"},
     2: {"programs", "scheduling", "migration", "cost"},
-    3: {"fleet"},
+    3: {"fleet", "discovery"},
     4: {"router", "gateway", "cluster", "bench", "chaos"},
     5: {"cli"},
 }
@@ -28,6 +28,8 @@ SIDEWAYS = {
     *((room, "settings") for room in ("vllm_plugin", "sim", "transport", "client")),
     # An engine has others prefill for requests that name them.
     *((room, "client") for room in ("vllm_plugin", "sim")),
+    # Pods become members of a fleet.
+    ("discovery", "fleet"),
     # It breaks what they run; nothing but the command line sees it.
     ("chaos", "router"),
     ("chaos", "cluster"),

@@ -24,6 +24,7 @@ def epp(config: PickerConfig) -> None:
     Examples:
     - `tercet epp --engine http://10.0.0.5:8001 --engine http://10.0.0.6:8001`
     - `tercet epp --engine http://10.0.0.5:8001,role=prefill --engine http://10.0.0.6:8001,role=decode`
+    - `tercet epp --pool-name qwen`, in a pod of Kubernetes
     - `tercet epp --engine http://10.0.0.5:8001 --scheduling endpoint-picker-config.yaml --render-model ~/models/qwen`
     """
     if config.scheduling is not None:

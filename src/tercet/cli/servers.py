@@ -167,6 +167,7 @@ def router(config: RouterConfig) -> None:
     - `tercet router --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --program mine.py:split --dev`
     - `tercet router --engine http://127.0.0.1:8001,label.zone=a --scheduling my.yaml --program-arg pick=scheduled`
     - `tercet router --engine http://127.0.0.1:8001 --max-in-flight-per-engine 64 --max-queued 200 --queue-timeout 10`
+    - `tercet router --endpoint-selector app=vllm`, in a pod of Kubernetes
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
     check_flags(config.vllm_args, VLLM_FLAGS)

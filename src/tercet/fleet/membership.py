@@ -101,10 +101,21 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of a fleet, and whether it is picked for nothing new."""
+    """An engine of a fleet, and whether it is picked for nothing new.
+
+    ``draining`` is its operator's wish. ``pod`` is the uid of the pod that it was found as, empty for one that somebody
+    has named; ``withheld`` is why nothing new shall begin in that pod, empty if it may.
+    """
 
     address: EngineAddress
     draining: bool = False
+    pod: str = ""
+    withheld: str = ""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether nothing new shall begin there, and what runs there shall go elsewhere."""
+        return self.draining or bool(self.withheld)
 
 
 class Membership:
@@ -156,8 +167,9 @@ class Membership:
                 entered.append(here[name])
             if here[name].role != role:
                 here[name].role = role
-            if here[name].draining != state.draining:
-                self._fleet.drain(name, state.draining)
+            here[name].labels = state.address.labels
+            if here[name].draining != state.leaving:
+                self._fleet.drain(name, state.leaving)
         return entered
 
     async def check(self, address: EngineAddress) -> None:
@@ -184,6 +196,19 @@ class Membership:
         statuses = await self.look(seconds)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
+        return Promise.of(statuses)
+
+    async def until_one_answers(self, seconds: float = READY_SECONDS) -> Promise:
+        """Wait for a status of any member, while members still come and go.
+
+        Returns what those that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
+        within ``seconds``.
+        """
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not (statuses := await self.look()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineUnreachable(f"no engine was found that answers, for {seconds:g} s")
+            await asyncio.sleep(LOOK_SECONDS)
         return Promise.of(statuses)
 
     def remove(self, name: str) -> Member:

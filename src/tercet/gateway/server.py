@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet
 from tercet.client import engine_tls
+from tercet.discovery import discovery_of, follow_pods, until_known
 from tercet.fleet import EngineFleet
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
@@ -97,12 +98,16 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
     fleet.costs.watch_once_asked()
     background = TaskSet()
     async with (
-        StreamListener() as listener,
+        StreamListener(config.stream_port) as listener,
         Membership(fleet, _connect(fleet, listener, config)) as membership,
     ):
-        await membership.become([MemberState(address) for address in config.engines])
-        background.spawn(membership.watch(), "membership")
         try:
+            await membership.become([MemberState(address) for address in config.engines])
+            background.spawn(membership.watch(), "membership")
+            if config.discovery.is_wanted:
+                discovery, known = discovery_of(config.discovery), asyncio.Event()
+                background.spawn(follow_pods(discovery, membership, config.engines, known), "pods")
+                await until_known(known)
             yield fleet
         finally:
             await background.close()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from tercet.discovery import PodEngine, with_pods
 from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
@@ -111,12 +112,18 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def with_role(self, name: str, role: Role) -> FleetState:
         """Another role for an engine. Raises :class:`~tercet.protocol.UnknownEngine`."""
         member = self._member(name)
-        return self._with(member, MemberState(msgspec.structs.replace(member.address, role=role), member.draining))
+        address = msgspec.structs.replace(member.address, role=role)
+        return self._with(member, msgspec.structs.replace(member, address=address))
 
     def with_draining(self, name: str, draining: bool) -> FleetState:
         """An engine is picked for nothing new, or again. Raises :class:`~tercet.protocol.UnknownEngine`."""
         member = self._member(name)
-        return self._with(member, MemberState(member.address, draining))
+        return self._with(member, msgspec.structs.replace(member, draining=draining))
+
+    def with_pods(self, found: Sequence[PodEngine], told: Mapping[str, Role]) -> FleetState:
+        """Members that are pods become those that were ``found``; see :func:`tercet.discovery.with_pods`."""
+        members = with_pods(self.members, found, told)
+        return self if members == self.members else msgspec.structs.replace(self, members=members)
 
     def _with(self, member: MemberState, changed: MemberState) -> FleetState:
         members = tuple(changed if each is member else each for each in self.members)

@@ -14,6 +14,7 @@ import msgspec
 from tercet.aio import TaskSet
 from tercet.client import Admit, HttpEngine, engine_tls
 from tercet.client.ask_front_door import ask_front_door
+from tercet.discovery import discovery_of, follow_pods, until_known
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role, TercetError
@@ -64,16 +65,27 @@ async def _serve(config: ReschedulerConfig) -> None:
 
     rescheduler = FleetRescheduler(fleet, engines, config)
     background = TaskSet()
-    async with StreamListener() as listener, Membership(fleet, connect) as membership:
+    async with StreamListener(config.stream_port) as listener, Membership(fleet, connect) as membership:
         try:
-            await _follow_once(config, membership)
+            source = await _begin_to_follow(config, membership, background)
             policies = ", ".join(config.reschedule.policies)
-            logger.info("%d engines of %s, by %s", len(fleet.members), config.url, policies)
+            logger.info("%d engines of %s, by %s", len(fleet.members), source, policies)
             background.spawn(membership.watch(), "membership")
-            background.spawn(_follow(config, membership), "engines")
             await rescheduler.run()
         finally:
             await background.close()
+
+
+async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, background: TaskSet) -> str:
+    """Engines are those of the front door, or the pods that are found; returns whose they are, once they are known."""
+    if not config.discovery.is_wanted:
+        await _follow_once(config, membership)
+        background.spawn(_follow(config, membership), "engines")
+        return config.url
+    discovery, known = discovery_of(config.discovery), asyncio.Event()
+    background.spawn(follow_pods(discovery, membership, (), known), "pods")
+    await until_known(known)
+    return discovery.source
 
 
 async def _follow(config: ReschedulerConfig, membership: Membership) -> None:

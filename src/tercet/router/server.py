@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet
 from tercet.client import engine_tls
+from tercet.discovery import discovery_of
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
@@ -22,6 +23,7 @@ from tercet.router import admin
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
+from tercet.router.pod_members import follow_pods
 from tercet.router.reload import reload_on_change
 from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import Service
@@ -68,10 +70,18 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 if shared is not None:
                     background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
                 await state.start(FleetState.of(config))
+                if config.discovery.is_wanted:
+                    if tells:
+                        background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
+                    background.spawn(state.follow(), "state")
                 _import_vllm()  # seconds, well spent while engines are still loading
-                promise = membership.promise = await state.until_ready()
+                if config.discovery.is_wanted:
+                    promise = await state.until_ready(membership.until_one_answers)
+                else:
+                    promise = await state.until_ready()
+                    background.spawn(state.follow(), "state")
+                membership.promise = promise
                 background.spawn(membership.watch(), "membership")
-                background.spawn(state.follow(), "state")
                 rescheduler = Rescheduler(fleet, service.sequences, service.moves, config.reschedule)
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.dev:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,15 +90,19 @@ class SharedState:
     async def start(self, first: FleetState) -> None:
         """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
         self.state = self._found = await run_in_thread(self._file.update, lambda state: state, first)
-        if (self.state.members, self.state.program.plan) != (first.members, first.program.plan):
+        named = tuple(each for each in self.state.members if not each.pod)
+        if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
         self._stamp = stamp_of(self._file.path)
         await self._apply(self.state, Loaded(), from_scratch=True)
 
-    async def until_ready(self) -> Promise:
-        """What clients are promised: as the state says, or as the engines do once they have loaded."""
+    async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
+        """What clients are promised: as the state says, or as the engines do once they have loaded.
+
+        ``promised`` waits for these, for all that are members if not given.
+        """
         if self.state.promise is None:
-            promise = await self._membership.until_ready()
+            promise = await (promised or self._membership.until_ready)()
             await self._update(lambda state: state.with_promise(promise))
             await self._catch_up(Loaded())
         else:
@@ -165,7 +169,7 @@ class SharedState:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         await self._apply_members(state, from_scratch)
         if self.tells:
-            for (event, fields), reason in changes_with_reasons(self.state, state, f"{self._file.path} says so"):
+            for (event, fields, _), reason in changes_with_reasons(self.state, state, f"{self._file.path} says so"):
                 event.tell(**fields, reason=reason)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)

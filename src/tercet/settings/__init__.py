@@ -2,6 +2,7 @@
 
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
+from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.picker_config import PickerConfig
 from tercet.settings.rescheduler_config import ReschedulerConfig
@@ -11,6 +12,7 @@ from tercet.settings.sidecar_config import SidecarConfig
 __all__ = [
     "SECRET_VARIABLE",
     "Declared",
+    "DiscoverySettings",
     "EngineAddress",
     "EngineTLS",
     "FrontDoorConfig",

@@ -51,6 +51,12 @@ STREAM_BACK = LogEvent("stream_back", WARNING, "{engine} has its token stream ag
 ROLE_FALLBACK = LogEvent("role_fallback", WARNING, "{role} -> any engine that answers: {reason}")
 ROLE_BACK = LogEvent("role_back", WARNING, "engines of the role {role} are picked again: {reason}")
 
+# ---- finding engines -------------------------------------------------------------------------------------------
+
+DISCOVERY_LOST = LogEvent("discovery_lost", ERROR, "the engines stay as they are, {path}: {reason}")
+DISCOVERY_BACK = LogEvent("discovery_back", WARNING, "engines are followed again, {path}: {reason}")
+POOL_MISSING = LogEvent("pool_missing", ERROR, "no pod of {pool} is an engine: {reason}")
+
 # ---- programs, scheduling and the state that has them ------------------------------------------------------------
 
 PROGRAM_CHANGED = LogEvent("program_changed", WARNING, "version {version}, {program}: {reason}")

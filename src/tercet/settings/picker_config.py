@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, NotNegative, Seconds, Setting, Settings
+from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, EngineTLS, engine_fields, require_unlike
 
@@ -19,7 +20,7 @@ FLOW = "Flow control"
 
 
 class PickerConfig(Settings, frozen=True, kw_only=True):
-    """One endpoint picker; ``engine_tls`` is a group."""
+    """One endpoint picker; ``discovery`` and ``engine_tls`` are groups."""
 
     engines: Annotated[
         tuple[EngineAddress, ...],
@@ -27,9 +28,13 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
             "An engine, whose URL's host and port are an endpoint of Envoy's; repeatable.", flag="--engine",
             metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
         ),
-    ]  # fmt: skip
+    ] = ()  # fmt: skip
+    discovery: DiscoverySettings = DiscoverySettings()
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[PortNumber, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
+    stream_port: Annotated[
+        PortNumber, Setting("Where engines connect to say how busy they are.", default="any free one")
+    ] = 0
     metrics_port: Annotated[PortNumber, Setting("Port of /metrics; 0 is any free one.")] = 9090
     scheduling: Annotated[
         str | None,
@@ -114,7 +119,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unlike(self.engines)
+        require_unlike(self.engines, self.discovery)
         if self.split_by == "cost" and self.load_from == "metrics":
             raise BadRequest("split-by: costs are learned from reports, and /metrics says too little", "split-by")
         if self.kv_events_port is not None and self.load_from != "metrics":

@@ -7,15 +7,20 @@ from typing import Annotated
 import msgspec
 
 from tercet.settings.declaration import SECRET_VARIABLE, Seconds, Setting, Settings
+from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.router_config import EngineTLS
+from tercet.settings.router_config import EngineTLS, Port
 
 
 class ReschedulerConfig(Settings, frozen=True):
-    """One rescheduler for all front doors of a fleet; ``moves``, ``reschedule`` and ``engine_tls`` are groups."""
+    """One rescheduler for all front doors of a fleet; ``moves``, ``reschedule`` and more are groups."""
 
-    url: Annotated[str, Setting("A front door, whose engines these are.")] = "http://127.0.0.1:8000"
+    url: Annotated[
+        str, Setting("A front door, whose engines these are; not asked where engines are found in Kubernetes.")
+    ] = "http://127.0.0.1:8000"
+    discovery: DiscoverySettings = DiscoverySettings()
+    stream_port: Annotated[Port, Setting("Where engines connect to say how busy they are.", default="any free one")] = 0
     api_key: Annotated[
         str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
     ] = ""  # fmt: skip

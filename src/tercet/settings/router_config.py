@@ -21,6 +21,7 @@ from tercet.settings.declaration import (
     complaint,
     key_values,
 )
+from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 
@@ -250,7 +251,7 @@ class EngineTLS(Settings, frozen=True):
 
 
 class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
-    """Everything that ``tercet router`` needs; ``engine_tls`` is a group."""
+    """Everything that ``tercet router`` needs; ``discovery`` and ``engine_tls`` are groups."""
 
     engines: Annotated[
         tuple[EngineAddress, ...],
@@ -258,7 +259,8 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
             "An engine; role is prefill, decode or both, labels are for scheduling. Repeatable.", flag="--engine",
             metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
         ),
-    ]  # fmt: skip
+    ] = ()  # fmt: skip
+    discovery: DiscoverySettings = DiscoverySettings()
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
@@ -275,14 +277,16 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unlike(self.engines)
+        require_unlike(self.engines, self.discovery)
         self.require_stream_ports_beside(self.port)
 
 
-def require_unlike(engines: Sequence[EngineAddress]) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for no engines, and for two of one name or URL."""
-    if not engines:
-        raise BadRequest("engines: at least one is needed", "engines")
+def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
+    if not engines and not discovery.is_wanted:
+        raise BadRequest(
+            "engines: at least one is needed, or --endpoint-selector or --pool-name to find some", "engines"
+        )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:
         raise BadRequest(f"engines: two engines are called {twice[0]}; give them names", "engines")

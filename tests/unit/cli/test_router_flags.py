@@ -18,6 +18,7 @@ from tercet.protocol import BadRequest
 from tercet.router.server import stream_port
 from tercet.router.workers import Shared
 from tercet.settings import (
+    DiscoverySettings,
     EngineAddress,
     FrontDoorConfig,
     Limits,
@@ -75,7 +76,8 @@ def test_every_setting_of_a_front_door_is_one_of_up_too() -> None:
     """So that none is lacking there: what up is told besides is what it decides itself."""
     up = {each.key: each for each in declared(UpConfig)}
     own = {each.key for each in declared(RouterConfig)} - {each.key for each in declared(FrontDoorConfig)}
-    assert own == {"engines", "port", "log-level", "state", "engine-ca", "engine-cert", "engine-key"}
+    in_pods = {each.key for each in declared(DiscoverySettings)}
+    assert own == in_pods | {"engines", "port", "log-level", "state", "engine-ca", "engine-cert", "engine-key"}
     assert all(up[each.key] == each for each in declared(FrontDoorConfig))
 
 

@@ -1,0 +1,19 @@
+"""Engines that are pods: found by their labels or by an InferencePool, and followed as they come and go.
+
+The watch on the API server is :class:`~tercet.discovery.watching.Watch`; what a pod is for a fleet,
+:func:`~tercet.discovery.pods.engines_of`; what a fleet's members become, :func:`~tercet.discovery.members.with_pods`.
+"""
+
+from tercet.discovery.members import follow_pods, roles_of, until_known, with_pods
+from tercet.discovery.pod_discovery import PodDiscovery, discovery_of
+from tercet.discovery.pods import PodEngine
+
+__all__ = [
+    "PodDiscovery",
+    "PodEngine",
+    "discovery_of",
+    "follow_pods",
+    "roles_of",
+    "until_known",
+    "with_pods",
+]

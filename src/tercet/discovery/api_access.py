@@ -1,0 +1,135 @@
+"""Where the API server is and who we are: by the pod's own service account, or by a kubeconfig file."""
+
+from __future__ import annotations
+
+import base64
+import os
+import ssl
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tercet.protocol import BadRequest
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+def _no_token() -> str:
+    return ""
+
+
+def _no_tls() -> ssl.SSLContext | None:
+    return None
+
+
+@dataclass(frozen=True)
+class ApiAccess:
+    """The API server at ``url``. ``token`` and ``tls`` are asked for with every request: both change while we run.
+
+    They raise ``OSError`` for files that cannot be read. ``namespace`` is the one that is meant where none is named.
+    """
+
+    url: str
+    namespace: str
+    token: Callable[[], str] = _no_token
+    tls: Callable[[], ssl.SSLContext | None] = _no_tls
+
+
+def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str] = os.environ) -> ApiAccess:
+    """What Kubernetes gives every pod. Raises :class:`~tercet.protocol.BadRequest` outside of one."""
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    token, ca, namespace = directory / "token", directory / "ca.crt", directory / "namespace"
+    if not host or not token.is_file():
+        raise BadRequest(
+            "kubeconfig: this is no pod with a service account's token (automountServiceAccountToken); outside of one "
+            "name a kubeconfig file",
+            "kubeconfig",
+        )
+    host = f"[{host}]" if ":" in host else host
+    own = namespace.read_text().strip() if namespace.is_file() else "default"
+    return ApiAccess(f"https://{host}:{port}", own, lambda: token.read_text().strip(), _TrustedBy(ca))
+
+
+class _TrustedBy:
+    """TLS by the file of a CA, made anew when the file is another one."""
+
+    def __init__(self, ca: Path) -> None:
+        self._ca = ca
+        self._made_of: object = None
+        self._context: ssl.SSLContext | None = None
+
+    def __call__(self) -> ssl.SSLContext | None:
+        stamp = self._ca.stat()
+        made_of = stamp.st_mtime_ns, stamp.st_ino, stamp.st_size
+        if self._context is None or made_of != self._made_of:
+            self._context = ssl.create_default_context(cafile=str(self._ca))
+            self._made_of = made_of
+        return self._context
+
+
+# ---- kubeconfig ------------------------------------------------------------------------------------------------
+
+
+def from_kubeconfig(file: Path) -> ApiAccess:
+    """The current context of a kubeconfig file. Raises :class:`~tercet.protocol.BadRequest` for what is not served."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        context = _called(content, "contexts", "context", content["current-context"])
+        cluster = _called(content, "clusters", "cluster", context["cluster"])
+        user: Mapping[str, Any] = _called(content, "users", "user", context["user"]) if context.get("user") else {}
+        url = str(cluster["server"])
+    except OSError as error:
+        raise BadRequest(f"kubeconfig: {file} cannot be read: {error.strerror}", "kubeconfig") from error
+    except (yaml.YAMLError, UnicodeError, KeyError, TypeError, AttributeError) as error:
+        raise BadRequest(f"kubeconfig: {file} has no current context with a server: {error}", "kubeconfig") from error
+    for unknown in ("exec", "auth-provider", "username"):
+        if unknown in user:
+            raise BadRequest(
+                f"kubeconfig: {file}: {unknown} is not understood; use a token or a client certificate, or run "
+                "`kubectl proxy` and name its address as the server",
+                "kubeconfig",
+            )
+    context_tls = _tls_of(cluster, user, file) if url.startswith("https://") else None
+    namespace = str(context.get("namespace") or "default")
+    return ApiAccess(url.rstrip("/"), namespace, _token_of(user, file), lambda: context_tls)
+
+
+def _called(content: Any, several: str, one: str, name: str) -> Any:
+    return next(each[one] for each in [*content[several], {"name": name}] if each["name"] == name)
+
+
+def _token_of(user: Mapping[str, Any], file: Path) -> Callable[[], str]:
+    if user.get("tokenFile"):
+        path = file.parent / str(user["tokenFile"])
+        return lambda: path.read_text().strip()
+    token = str(user.get("token") or "")
+    return lambda: token
+
+
+def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], file: Path) -> ssl.SSLContext:
+    try:
+        ca = _content(cluster, "certificate-authority", file)
+        context = ssl.create_default_context(cadata=ca.decode() if ca else None)
+        if cluster.get("insecure-skip-tls-verify"):
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        certificate, key = (_content(user, what, file) for what in ("client-certificate", "client-key"))
+        if certificate and key:
+            with tempfile.TemporaryDirectory(prefix="tercet-kube-") as directory:
+                pair = Path(directory) / "pair.pem"
+                pair.touch(mode=0o600)
+                pair.write_bytes(certificate + b"\n" + key)
+                context.load_cert_chain(pair, password="")
+    except (OSError, ValueError, ssl.SSLError) as error:
+        raise BadRequest(f"kubeconfig: {file}: its certificates cannot be used: {error}", "kubeconfig") from error
+    return context
+
+
+def _content(of: Mapping[str, Any], what: str, file: Path) -> bytes | None:
+    """What a file holds that is named there, or that is there itself, in base64."""
+    if data := of.get(f"{what}-data"):
+        return base64.b64decode(str(data))
+    return (file.parent / str(of[what])).read_bytes() if of.get(what) else None

@@ -1,0 +1,103 @@
+"""The few fields of Kubernetes' objects that discovery reads; all others are passed over."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    """Of any object. ``resource_version`` is opaque: it is handed back, and never compared."""
+
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """One of a pod's conditions; ``status`` is True, False or Unknown."""
+
+    type: str
+    status: str
+
+
+class PodStatus(msgspec.Struct, frozen=True):
+    """What the kubelet says of a pod."""
+
+    phase: str = ""
+    conditions: list[Condition] | None = None
+    pod_ip: str = msgspec.field(default="", name="podIP")
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """A pod."""
+
+    metadata: Metadata
+    status: PodStatus = PodStatus()
+
+
+class TargetPort(msgspec.Struct, frozen=True):
+    """A port on which every pod of a pool serves."""
+
+    number: int
+
+
+class PoolSelector(msgspec.Struct, frozen=True, rename="camel"):
+    """The labels that every pod of a pool has."""
+
+    match_labels: dict[str, str] = {}
+
+
+class PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
+    """Which pods a pool has."""
+
+    selector: PoolSelector = PoolSelector()
+    target_ports: list[TargetPort] = []
+
+
+class InferencePool(msgspec.Struct, frozen=True):
+    """``inference.networking.k8s.io/v1`` InferencePool."""
+
+    metadata: Metadata
+    spec: PoolSpec = PoolSpec()
+
+
+class ListMetadata(msgspec.Struct, frozen=True):
+    """Of a list: where a watch goes on from, and how to get the next page."""
+
+    resource_version: str = msgspec.field(default="", name="resourceVersion")
+    next_page: str | None = msgspec.field(default=None, name="continue")
+
+
+class ObjectList(msgspec.Struct, Generic[T], frozen=True):
+    """A page of a list."""
+
+    metadata: ListMetadata
+    items: list[T] | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Why something was refused; ``code`` is as HTTP's."""
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    """One line of a watch; what ``object`` is depends on ``type``."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class Marked(msgspec.Struct, frozen=True):
+    """What a bookmark has."""
+
+    metadata: Metadata

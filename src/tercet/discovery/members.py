@@ -1,0 +1,91 @@
+"""What the members of a fleet become as pods come and go: a pure function, and those who have a fleet follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tercet.discovery.pod_discovery import PodDiscovery
+from tercet.discovery.pods import PodEngine
+from tercet.fleet.member_changes import member_changes
+from tercet.fleet.membership import Membership, MemberState
+from tercet.protocol import EngineUnreachable, Role
+from tercet.settings import EngineAddress
+
+KNOWN_SECONDS = 60.0
+
+
+def with_pods(
+    members: Sequence[MemberState], found: Sequence[PodEngine], told: Mapping[str, Role] | None = None
+) -> tuple[MemberState, ...]:
+    """The members once pods are as ``found``; those that are no pods stay as they are.
+
+    A pod joins when it is ready. One that is not ready any more, or is being deleted, stays for as long as it exists,
+    and is picked for nothing new: what runs there can be followed, and moved. ``told`` are the roles as the pods had
+    them the last time: who has changed one since, keeps it until the pod's own label changes.
+    """
+    named = [each for each in members if not each.pod]
+    names = {each.address.name for each in named}
+    urls = {each.address.url.rstrip("/") for each in named}
+    known = {each.address.name: each for each in members if each.pod}
+    joined: dict[str, MemberState] = {}
+    for engine in sorted(found, key=lambda each: (not each.serves, each.address.name)):
+        address = engine.address
+        if address.name in names or address.url in urls:
+            continue
+        before = known.get(address.name)
+        if before is not None and before.pod != engine.uid:
+            before = None
+        if before is None and not engine.serves:
+            continue
+        joined[address.name] = _member(engine, before, told or {})
+        urls.add(address.url)
+    # Those that were there keep their places, so that nobody sees a change where there is none.
+    order = [*(name for name in known if name in joined), *sorted(joined.keys() - known.keys())]
+    return (*named, *(joined[name] for name in order))
+
+
+def _member(engine: PodEngine, before: MemberState | None, told: Mapping[str, Role]) -> MemberState:
+    if before is None:
+        return MemberState(engine.address, pod=engine.uid, withheld=engine.withheld)
+    address = engine.address
+    if told.get(address.name) == address.role:
+        address = msgspec.structs.replace(address, role=before.address.role)
+    return msgspec.structs.replace(before, address=address, withheld=engine.withheld)
+
+
+def roles_of(found: Sequence[PodEngine]) -> dict[str, Role]:
+    """The roles as pods have them."""
+    return {each.address.name: each.address.role for each in found}
+
+
+async def follow_pods(
+    discovery: PodDiscovery, membership: Membership, named: Sequence[EngineAddress], known: asyncio.Event
+) -> None:
+    """Have a fleet's members be those that are ``named`` and the pods, until cancelled; what changes is logged.
+
+    ``known`` is set once the pods are.
+    """
+    members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
+    told: dict[str, Role] = {}
+    async for found in discovery.changes():
+        after = with_pods(members, found, told)
+        told = roles_of(found)
+        await membership.become(after)
+        for event, fields, reason in member_changes(members, after):
+            event.tell(**fields, reason=reason or f"{discovery.source} say so")
+        members = after
+        known.set()
+
+
+async def until_known(known: asyncio.Event, seconds: float = KNOWN_SECONDS) -> None:
+    """Wait for the pods, for ``seconds``; then raises :class:`~tercet.protocol.EngineUnreachable`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await known.wait()
+    except TimeoutError:
+        raise EngineUnreachable(
+            f"the API server of Kubernetes has not said within {seconds:g} s which pods there are"
+        ) from None

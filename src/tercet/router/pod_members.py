@@ -1,0 +1,30 @@
+"""Pods of Kubernetes as engines of the state that a front door's processes follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tercet.discovery import PodDiscovery, roles_of
+from tercet.protocol import Role, TercetError
+from tercet.router.shared_state import SharedState
+
+logger = logging.getLogger("tercet.router")
+AGAIN_SECONDS = 1.0
+
+
+async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
+    """Have the state's members be the pods, beside those that somebody has named, until cancelled."""
+    told: dict[str, Role] = {}
+    logger.info("engines are %s", discovery.source)
+    async for found in discovery.changes():
+        while True:
+            try:
+                await state.change(
+                    lambda now, found=found, told=told: now.with_pods(found, told), f"{discovery.source} say so"
+                )
+                break
+            except TercetError as error:  # the file of the state cannot be written, or somebody holds it
+                logger.error("the engines stay as they are: %s", error.message)
+                await asyncio.sleep(AGAIN_SECONDS)
+        told = roles_of(found)

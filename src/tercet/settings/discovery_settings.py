@@ -1,0 +1,61 @@
+"""How engines are found in Kubernetes, by whoever has a fleet: front door, rescheduler, endpoint picker."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tercet.protocol import BadRequest
+from tercet.settings.declaration import Setting, Settings
+
+KUBERNETES = "Kubernetes"
+TargetPort = Annotated[int, Meta(ge=1, le=65535)]
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+class DiscoverySettings(Settings, frozen=True):
+    """Which pods are engines: those of an InferencePool, or those with certain labels; none if neither is given."""
+
+    pool_name: Annotated[
+        str | None,
+        Setting("An InferencePool, whose selector and ports say which pods are engines.", default="none",
+                panel=KUBERNETES),
+    ] = None  # fmt: skip
+    pool_namespace: Annotated[
+        str | None, Setting("The namespace of the pool and of the pods.", default="its own", panel=KUBERNETES)
+    ] = None
+    endpoint_selector: Annotated[
+        str | None,
+        Setting("Labels of pods that are engines, such as `app=vllm,tier in (a,b)`.", default="none", panel=KUBERNETES),
+    ] = None
+    endpoint_target_ports: Annotated[
+        tuple[TargetPort, ...],
+        Setting("Port of an engine in its pod; repeatable, for pods with several engines.",
+                default="the pool's, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
+    ] = ()  # fmt: skip
+    endpoint_scheme: Annotated[
+        Literal["http", "https"], Setting("How engines in pods are spoken to.", panel=KUBERNETES)
+    ] = "http"
+    kubeconfig: Annotated[
+        str | None,
+        Setting("A kubeconfig file, whose current context is used.", metavar="FILE",
+                default="the pod's own service account", panel=KUBERNETES),
+    ] = msgspec.field(default=None)  # fmt: skip
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether engines shall be looked for at all."""
+        return self.pool_name is not None or self.endpoint_selector is not None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool_name is not None and self.endpoint_selector is not None:
+            raise BadRequest("endpoint-selector: the pool has one; give one of the two", "endpoint-selector")
+        for key, name in (("pool-name", self.pool_name), ("pool-namespace", self.pool_namespace)):
+            if name is not None and not _NAME.fullmatch(name):
+                raise BadRequest(f"{key}: {name!r} is no name of Kubernetes (lower case, digits, -)", key)
+        if self.endpoint_selector is not None and not self.endpoint_selector.strip():
+            raise BadRequest("endpoint-selector: must not be empty: every pod would be an engine", "endpoint-selector")

@@ -1,0 +1,114 @@
+"""Pods as engines of a front door: they join and leave its state, and every process that follows it has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tercet.discovery import PodDiscovery
+from tercet.protocol import BadRequest
+from tercet.router.metrics import Metrics
+from tercet.router.pod_members import follow_pods
+from tercet.settings import DiscoverySettings
+
+from ..discovery.api_server import FAST, ApiServer, api_server, pod
+from .conftest import Door, Engine, draining
+from .test_shared_state import Other, joined
+
+
+@asynccontextmanager
+async def following(door: Door, server: ApiServer) -> AsyncGenerator[None]:
+    discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), server.api, FAST)
+    task = asyncio.create_task(follow_pods(door.shared, discovery))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def open_members(door: Door | Other) -> set[str]:
+    return {each.name for each in door.fleet.members if not each.leaving and each.reachable}
+
+
+@pytest.fixture
+async def server(door: Door) -> AsyncGenerator[ApiServer]:
+    for number in range(1, 4):
+        door.engines[f"http://10.0.0.{number}:8000"] = Engine(f"engine-{number}")
+    async with api_server() as made:
+        yield made
+
+
+async def test_pods_serve_and_are_drained_before_they_go(
+    door: Door, server: ApiServer, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.put(pod("e-1", "10.0.0.1"))
+    async with joined(door, metrics) as other, following(door, server):
+        await until(lambda: open_members(other) == {"p", "d", "e-1"} == open_members(door))
+        version = door.shared.state.version
+        server.elsewhere()
+        server.compact()
+        server.drop()
+        await until(lambda: server.lists == 2)
+        await asyncio.sleep(0.05)
+        assert door.shared.state.version == version, "the same pods are no change"
+        with caplog.at_level(logging.WARNING):
+            server.put(pod("e-1", "10.0.0.1", deleting=True))
+            await until(lambda: open_members(other) == {"p", "d"} == open_members(door))
+        assert door.fleet.member("e-1").leaving, "it is followed, so that what runs there can be moved"
+        assert "engine_drained: e-1 is emptied, and not picked: its pod is being deleted" in caplog.text
+        server.delete("e-1")
+        await until(lambda: [each.name for each in other.fleet.members] == ["p", "d"])
+
+
+async def test_what_an_operator_decided_of_a_pod_stays(door: Door, server: ApiServer) -> None:
+    server.put(pod("e-1", "10.0.0.1"))
+    server.put(pod("e-2", "10.0.0.2"))
+    async with following(door, server):
+        await until(lambda: open_members(door) >= {"e-1", "e-2"})
+        await door.shared.change(draining("e-1", True))
+        await door.shared.change(lambda state: state.with_role("e-1", "prefill"))
+        server.put(pod("e-1", "10.0.0.1", ready=False))
+        server.put(pod("e-1", "10.0.0.1"))
+        server.delete("e-2")
+        await until(lambda: len(door.fleet.members) == 3)
+        member = door.fleet.member("e-1")
+        assert (member.draining, member.role) == (True, "prefill")
+        await door.shared.change(draining("e-1", False))
+        assert "e-1" in open_members(door)
+
+
+async def test_a_pod_that_does_not_fit_is_not_picked(door: Door, server: ApiServer) -> None:
+    door.engines["http://10.0.0.3:8000"] = Engine("engine-3", model="another")
+    server.put(pod("e-3", "10.0.0.3"))
+    async with following(door, server):
+        await until(lambda: len(door.fleet.members) == 3)
+        assert open_members(door) == {"p", "d"}
+
+
+async def test_a_state_that_cannot_be_written_is_written_later(
+    door: Door, server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tercet.router.pod_members.AGAIN_SECONDS", 0.01)
+    change, failures = door.shared.change, iter((True, True))
+
+    async def fails(*given: object) -> object:
+        if next(failures, False):
+            raise BadRequest("state: cannot be written: disk full", "state")
+        return await change(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(door.shared, "change", fails)
+    server.put(pod("e-1", "10.0.0.1"))
+    async with following(door, server):
+        await until(lambda: "e-1" in open_members(door))
+    assert caplog.text.count("the engines stay as they are: state: cannot be written") == 2
