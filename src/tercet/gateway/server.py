@@ -175,16 +175,21 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     told = health.HealthServicer()
     add_HealthServicer_to_server(told, server)
     port = _listen(server, config)
+    probed = _health_server(told, config)
     await _say(told, [LIVENESS], HealthCheckResponse.SERVING)
     await _say(told, READY_NAMES, HealthCheckResponse.NOT_SERVING)
     async with _metrics_server(metrics, config) as metrics_port:
         await server.start()
+        if probed is not None:
+            await probed.start()
         starting = asyncio.create_task(_until_ready(fleet, told), name="readiness")
         try:
             yield PickerServer(port, metrics_port, picker, told, starting)
         finally:
             starting.cancel()
             await server.stop(LAST_SECONDS)
+            if probed is not None:
+                await probed.stop(None)
             renderer.close()
 
 
@@ -204,9 +209,26 @@ async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -
         await told.set(name, status)
 
 
+def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
+    """The same health on a port of its own, without TLS, which kubelets cannot speak; None where none is wanted."""
+    if config.grpc_health_port is None:
+        return None
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    add_HealthServicer_to_server(told, server)
+    address = _address(config.host, config.grpc_health_port)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise BadRequest(f"grpc-health-port: nothing can listen on {address}", "grpc-health-port") from error
+    return server
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"{host}:{config.port}"
+    address = _address(config.host, config.port)
     try:
         if config.tls_cert is None or config.tls_key is None:
             return server.add_insecure_port(address)

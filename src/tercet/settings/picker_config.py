@@ -32,6 +32,10 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     discovery: DiscoverySettings = DiscoverySettings()
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[PortNumber, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
+    grpc_health_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        Setting("A port for gRPC health alone, without TLS, as kubelets need it.", default="that of the service only"),
+    ] = None
     stream_port: Annotated[
         PortNumber, Setting("Where engines connect to say how busy they are.", default="any free one")
     ] = 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import jsonschema
 import pytest
 import yaml
 
@@ -21,8 +23,9 @@ from tercet.scheduling import load_scheduling
 from tercet.settings import RescheduleSettings, RouterConfig, decode_settings, read_yaml
 from tercet.sim import EngineOptions
 
-from .pages import Block, blocks, place
+from .pages import ROOT, Block, blocks, place
 
+VALUES = ROOT / "deploy" / "kubernetes" / "tercet" / "values.schema.json"
 PROFILE = "llama-3.1-8b-h100-tp1"
 
 
@@ -73,6 +76,8 @@ def test_yaml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
         as_settings(UpConfig, file)
     elif "router.yaml" in first:
         as_settings(RouterConfig, file)
+    elif "values.yaml" in first:
+        jsonschema.validate(content, json.loads(VALUES.read_text()))
     elif "base-url" in content:
         as_settings(ServeConfig, file)
     elif "plugins" in content:

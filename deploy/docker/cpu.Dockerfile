@@ -1,0 +1,23 @@
+# Front doors, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
+#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.1.0 .
+FROM python:3.11-slim-bookworm
+# A compiler, for what PyTorch compiles at run time; tini is process 1 and reaps what engines leave behind.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends build-essential libnuma1 tini \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/tercet
+RUN python -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+# The steps of `make setup`; requirements/cpu.txt says why there are two.
+COPY requirements/cpu.txt requirements/
+RUN pip install --no-cache-dir --no-deps -r requirements/cpu.txt \
+ && pip install --no-cache-dir torch==2.13.0
+COPY pyproject.toml ./
+COPY src src
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+ && useradd --uid 1000 --create-home tercet \
+ && install -d -o tercet -g tercet /var/cache/tercet
+ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub
+USER 1000:1000
+ENTRYPOINT ["tini", "--", "tercet"]
+CMD ["--help"]

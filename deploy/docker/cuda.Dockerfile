@@ -1,0 +1,19 @@
+# Engines on GPUs: vLLM's own image, and Tercet. docs/howto/gpu.md says what works on GPUs today.
+#     docker build -f deploy/docker/cuda.Dockerfile -t tercet-cuda:0.1.0 .
+FROM vllm/vllm-openai:v0.32.0
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /opt/tercet
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends tini \
+ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml ./
+COPY src src
+# What vLLM's image has stays as it is; only what is lacking is added.
+RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/there.txt \
+ && python3 -m pip install --no-cache-dir --constraint /tmp/there.txt . \
+ && rm /tmp/there.txt \
+ && install -d -o 1000 -g 1000 /var/cache/tercet
+ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub
+USER 1000:1000
+ENTRYPOINT ["tini", "--", "tercet"]
+CMD ["--help"]

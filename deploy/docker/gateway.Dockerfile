@@ -1,0 +1,20 @@
+# The endpoint picker, the rescheduler, and commands that talk to a front door; without torch and vLLM.
+#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.1.0 .
+FROM python:3.11-slim-bookworm
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends tini \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/tercet
+RUN python -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+COPY requirements/gateway.txt requirements/
+RUN pip install --no-cache-dir --no-deps -r requirements/gateway.txt
+COPY pyproject.toml ./
+COPY src src
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+ && useradd --uid 1000 --create-home tercet \
+ && install -d -o tercet -g tercet /var/cache/tercet
+ENV TERCET_CACHE=/var/cache/tercet
+USER 1000:1000
+ENTRYPOINT ["tini", "--", "tercet"]
+CMD ["--help"]

