@@ -45,7 +45,9 @@ def _layers(*kinds: str) -> list[str]:
 
 
 WINDOWED = "all blocks of the full layers, the window's of the others"
-STATE = "Tercet moves the KV of full and of sliding-window attention"
+# vLLM's CPU kernels of Mamba 2 fail at a prompt of which a step computes more than a block.
+MAMBA_2 = ("--max-num-batched-tokens", "128")
+STATES = "all blocks of the attention layers, of the others the last state and the one before its block"
 LATENT = "vLLM computes no tokens of an MLA model behind KV that is there already"
 # What DeepSeek's generations have in common.
 LATENT_EXPERTS: dict[str, Any] = {
@@ -95,7 +97,7 @@ FAMILIES: dict[str, Family] = {
             interleave_moe_layer_step=1,
             layer_types=["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
         ),
-        "all blocks (vLLM keeps those outside of a chunk, too)",
+        "all blocks of the full layers, the chunk's of the others",
     ),
     "deepseek_v2": Family(
         "DeepSeek V2",
@@ -130,17 +132,28 @@ FAMILIES: dict[str, Family] = {
             linear_key_head_dim=32,
             linear_value_head_dim=32,
         ),
-        refusal=STATE,
+        STATES,
     ),
     "jamba": Family(
-        "Jamba", _of("Jamba", num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=16), refusal=STATE
+        "Jamba",
+        _of(
+            "Jamba",
+            hidden_size=128,
+            num_experts=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
+        ),
+        STATES,
     ),
     "granite_hybrid": Family(
         "Granite 4 (hybrid)",
         _of(
             "GraniteMoeHybrid",
+            hidden_size=128,
             layer_types=["mamba", "attention", "mamba", "attention"],
-            mamba_n_heads=4,
+            mamba_n_heads=8,
             mamba_d_head=32,
             mamba_d_state=16,
             mamba_n_groups=1,
@@ -148,7 +161,8 @@ FAMILIES: dict[str, Family] = {
             num_experts_per_tok=0,
             shared_intermediate_size=128,
         ),
-        refusal=STATE,
+        STATES,
+        MAMBA_2,
     ),
     "nemotron_h": Family(
         "Nemotron-H",
@@ -161,6 +175,7 @@ FAMILIES: dict[str, Family] = {
             ssm_state_size=16,
             n_groups=1,
         ),
-        refusal=STATE,
+        STATES,
+        MAMBA_2,
     ),
 }

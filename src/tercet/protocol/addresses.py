@@ -16,7 +16,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share block tables: how many, and of which ``kind``, in vLLM's words (``sliding_window``).
 
-    With a ``window``, they look back at so many tokens, the token itself included; 0 is all of them.
+    With a ``window``, they look back at so many tokens, the token itself included, or at those of its chunk of so many;
+    0 is all of them.
     """
 
     kind: str

@@ -1,7 +1,8 @@
 """Which part of whose blocks goes where, when the two engines split a model's heads differently.
 
-On both sides a block holds its rank's KV heads one after the other. So with tensor-parallel degrees of which one
-divides the other, what two ranks have in common is one run of bytes in each of their blocks.
+With equal tensor-parallel degrees, each rank sends whole blocks to its counterpart. Else a block holds, on both sides,
+its rank's KV heads one after the other. So with degrees of which one divides the other, what two ranks have in common
+is one run of bytes in each of their blocks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
 
     The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
+    if source.tp_size == target.tp_size and source.block_bytes == target.block_bytes:
+        return [RankRoute(rank, HeadSlice(0, source.block_bytes))]
     here = heads(source, rank)
     found: list[RankRoute] = []
     for receiver in range(target.tp_size):

@@ -56,6 +56,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_hooks("engine")
         require_movable_groups(kv_cache_config)
         _require_prefill_behind_kv(vllm_config)
+        _require_whole_blocks(vllm_config)
+        _require_states_to_be_kept(vllm_config, kv_cache_config)
         _require_one_replica(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
@@ -185,6 +187,30 @@ def _require_prefill_behind_kv(config: VllmConfig) -> None:
             "on this CPU vLLM computes no tokens of an MLA model behind KV that is there already (it has turned "
             "chunked prefill and prefix caching off), so none could go on from KV that was sent. Serve it with vLLM"
         )
+
+
+def _require_whole_blocks(config: VllmConfig) -> None:
+    # Found in the middle of a block, KV would begin where no block of a lease does.
+    cache = config.cache_config
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, cache.block_size):
+        raise UnsupportedVLLM(
+            f"--prefix-match-unit is {unit}, and Tercet's leases begin with whole blocks of {cache.block_size}; "
+            "start the engine without it"
+        )
+
+
+def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:
+    # vLLM's CPU kernels return no state but the last of a step, and the worker fails where it wants one from within.
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    steps = config.scheduler_config.max_num_batched_tokens
+    for spec in specs:
+        within = getattr(spec, "num_prefill_checkpoint_blocks", 0) > 0
+        if within and current_platform.is_cpu() and steps > spec.block_size:
+            raise UnsupportedVLLM(
+                "on a CPU vLLM fails at prompts of which one step computes more than a block, if the model has Mamba-2 "
+                f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
+            )
 
 
 def _require_one_replica(config: VllmConfig) -> None:

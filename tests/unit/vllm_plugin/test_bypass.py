@@ -25,6 +25,7 @@ from tercet.vllm_plugin.engine.block_tables import (
     TablePlace,
     TableShape,
     create_table,
+    row_owner,
 )
 from tercet.vllm_plugin.engine.bypass import Bypass
 from tercet.vllm_plugin.engine.connector_messages import SendParams, TercetParams
@@ -68,9 +69,31 @@ def bypass_over(computed: int, blocks: list[int] = BLOCKS) -> Bypass:
 
 
 def test_blocks_of_the_range_for_the_leases_slots() -> None:
-    push, word = bypass_over(60).find([7, 1], send_params(2 * BLOCK, 50, base=BLOCK))
-    assert push == Push("s", 1, (2, 11))
+    pushes, word = bypass_over(60).find([7, 1], send_params(2 * BLOCK, 50, base=BLOCK))
+    assert pushes == [Push("s", 1, (2, 11))]
     assert word == core_word(EPOCH, 0)
+
+
+def test_of_each_group_what_its_layers_look_back_at() -> None:
+    shape = TableShape(2, 8, 2)
+    words, place = create_table(shape)
+    os.close(int(place.path.rpartition("/")[2]))
+    writer = BlockTableWriter(words, shape, lambda epoch: None, EPOCH)
+    bypass, windowed = Bypass(BlockTableReader(words, shape), BLOCK), [0, 0, 7, 8]
+    writer.begin()
+    for group, blocks in enumerate((BLOCKS, windowed)):
+        row = writer.enter(row_owner(1, group, shape))
+        assert row is not None
+        writer.blocks(row, 0, blocks)
+        writer.computed(row, 60)
+    writer.end()
+    params = msgspec.structs.replace(send_params(0, 60), group_begins=(0, 2 * BLOCK))
+    assert bypass.find([1], params)[0] == [Push("s", 0, tuple(BLOCKS)), Push("s", 2, (7, 8), 1)]
+    before = msgspec.structs.replace(send_params(0, 20), group_begins=(0, 2 * BLOCK))
+    assert bypass.find([1], before)[0] == [Push("s", 0, tuple(BLOCKS[:2]))]
+    for wanted in ((0, BLOCK), (0, 0)):
+        with pytest.raises(EngineError, match="has not published"):
+            bypass.find([1], msgspec.structs.replace(params, group_begins=wanted))
 
 
 def test_each_send_has_a_word_of_its_own_until_there_are_none() -> None:

@@ -6,9 +6,10 @@ Two engines without a model; in the place of KV, memory holds at each position w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -31,6 +33,7 @@ from vllm.v1.request import Request
 
 from tercet.protocol import CacheGroup, UnknownSequence
 from tercet.transport import Push
+from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.connector import _require_prefill_behind_kv
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, described, require_movable_groups
@@ -48,6 +51,20 @@ def window(tokens: int, block_size: int = BLOCK) -> SlidingWindowSpec:
     )
 
 
+def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32, attention_chunk_size=tokens
+    )
+
+
+def state(checkpoints: int = 0) -> MambaSpec:
+    """With ``checkpoints``, a step writes the state at the last block's beginning, too, if it began before it."""
+    return MambaSpec(
+        block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=checkpoints, prefill_checkpoint_alignment=checkpoints or None,
+    )  # fmt: skip
+
+
 MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (FULL,),
     "windows": (window(WINDOW),),
@@ -55,6 +72,10 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "windows first": (window(WINDOW), window(WINDOW), FULL),
     "a window of a block": (FULL, window(BLOCK)),
     "a window of one token more": (FULL, window(BLOCK + 1)),
+    "chunks": (FULL, chunk(2 * BLOCK)),
+    "states": (FULL, state()),
+    "states first": (state(), state(), FULL),
+    "states with checkpoints": (FULL, state(1)),
 }
 
 
@@ -72,13 +93,31 @@ class Computing:
             request = self.engine.scheduler.requests[request_id]
             tables = self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)
             first = request.num_computed_tokens - scheduled
-            for at in range(first, request.num_computed_tokens):
-                for table, spec in zip(tables, self.specs, strict=True):
+            for table, spec in zip(tables, self.specs, strict=True):
+                if isinstance(spec, MambaSpec):
+                    self._compute_state(request, table, spec, first)
+                    continue
+                for at in range(first, request.num_computed_tokens):
                     assert table[at // BLOCK] != 0, "vLLM's null block is nobody's to write"
                     self.memory[table[at // BLOCK], at % BLOCK] = meaning(request, at)
-                    for back in range(max(0, at - sees(spec) + 1), at):
+                    for back in range(looks_back_to(spec, at), at):
                         found = self.memory.get((table[back // BLOCK], back % BLOCK))
                         assert found == meaning(request, back), (at, back)
+
+    def _compute_state(self, request: Request, table: list[int], spec: MambaSpec, first: int) -> None:
+        """As vLLM's model runner: the last state is copied if another block begins, and then goes on from there."""
+        end = request.num_computed_tokens
+        if first:
+            assert table[(first - 1) // BLOCK] != 0, "vLLM's null block is nobody's"
+            assert self.memory.get((table[(first - 1) // BLOCK], 0)) == meaning(request, first - 1), (first, end)
+        offsets, columns = compute_mamba_prefill_checkpoints(
+            [end], [end - first], BLOCK, BLOCK, spec.prefill_checkpoint_alignment, False, BLOCK
+        )
+        for offset, column in zip(offsets, columns, strict=True):
+            if offset and spec.num_prefill_checkpoint_blocks and table[column] != 0:
+                self.memory[table[column], 0] = meaning(request, first + offset - 1)
+        assert table[(end - 1) // BLOCK] != 0, "vLLM's null block is nobody's to write"
+        self.memory[table[(end - 1) // BLOCK], 0] = meaning(request, end - 1)
 
     def step(self) -> list[Push]:
         """One engine step; what it pushes."""
@@ -90,8 +129,11 @@ class Computing:
             self.step()
 
 
-def sees(spec: KVCacheSpec) -> int:
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 10**9
+def looks_back_to(spec: KVCacheSpec, at: int) -> int:
+    """The first position that a token's layer looks at."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return at // spec.attention_chunk_size * spec.attention_chunk_size
+    return max(0, at - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def meaning(request: Request, at: int) -> int:
@@ -140,9 +182,11 @@ class Pair:
 def new_pair(config: VllmConfig) -> Callable[..., Pair]:
     def make(model: str, retention: int | None = 0) -> Pair:
         specs, settings = MODELS[model], {"max_lease_share": 1}
-        source, target = (
-            Computing(TinyEngine(config, settings, specs=specs, retention=retention), specs) for _ in range(2)
-        )
+        # Steps that compute more than a block are refused on a CPU, and this engine has no kernels.
+        with patch.object(connector, "_require_states_to_be_kept"):
+            source, target = (
+                Computing(TinyEngine(config, settings, specs=specs, retention=retention), specs) for _ in range(2)
+            )
         return Pair(source, target)
 
     return make
@@ -313,9 +357,6 @@ def caches(*specs: KVCacheSpec) -> KVCacheConfig:
 
 
 STATE = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
-LOCAL = ChunkedLocalAttentionSpec(
-    block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32, attention_chunk_size=64
-)
 HALF = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
 
@@ -323,8 +364,9 @@ LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
-        ((FULL, STATE), "layers of kind mamba; Tercet moves"),
-        ((FULL, LOCAL), "layers of kind chunked_local_attention"),
+        ((FULL, STATE), "states, in mamba_cache_mode 'none'"),
+        ((FULL, replace(state(), num_speculative_blocks=2)), "several at a time for speculative decoding"),
+        ((state(),), "states only"),
         ((FULL, window(WINDOW, 2 * BLOCK)), r"blocks of \[16, 32\] tokens"),
         ((FULL, HALF), "several precisions"),
         ((), "no KV cache"),

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tercet.protocol import NoSpace
 from tercet.transport import KVRegion, core_word
 from tercet.vllm_plugin.engine.block_tables import BlockTableReader, Residence, open_table
+from tercet.vllm_plugin.engine.bypass import NULL_BLOCK
 
-from .tiny_engine import BLOCK, MAX_BATCHED, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
+from .tiny_engine import BLOCK, FULL, MAX_BATCHED, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
 
 # What a position of a block holds: the tokens up to there, as KV does.
 Position = tuple[int, int]
-Kept = tuple[int, list[int], Residence]
+Kept = tuple[int, list[int], list[Residence]]
+WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32, sliding_window=40)
 
 
 class Published:
@@ -34,10 +38,10 @@ class Published:
 
     scheduler: type[Scheduler] = Scheduler
 
-    def __init__(self, config: VllmConfig, region: KVRegion) -> None:
+    def __init__(self, config: VllmConfig, region: KVRegion, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
         self.region = region
         words = f"/proc/self/fd/{region.fd}", region.shape.words
-        self.engine = TinyEngine(config, words=words, scheduler=self.scheduler)
+        self.engine = TinyEngine(config, words=words, scheduler=self.scheduler, specs=specs)
         assert self.engine.side.tables is not None
         self.place = self.engine.side.tables.place
         self.reader: BlockTableReader = open_table(self.place)
@@ -57,34 +61,42 @@ class Published:
         self.check()  # it may stop before its workers run, and while they do
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self.engine.scheduler.requests[request_id]
-            blocks = self.engine.blocks_of(request_id)
             first = request.num_computed_tokens - scheduled
-            for at in range(first, first + scheduled):
-                self.write(blocks[at // BLOCK], at % BLOCK, request._all_token_ids[: at + 1])
+            for blocks in self.tables_of(request_id):
+                for at in range(first, first + scheduled):
+                    self.write(blocks[at // BLOCK], at % BLOCK, request._all_token_ids[: at + 1])
         self.check()
+
+    def tables_of(self, request_id: str) -> list[list[int]]:
+        return [list(blocks) for blocks in self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
     def write(self, block: int, at: int, tokens: list[int]) -> None:
         self.written[block, at] = hash(tuple(tokens))
 
     def find(self, number: int) -> Residence | None:
-        return self.reader.find(number)
+        """What is said of the first group of layers."""
+        found = self.reader.find_all(number)
+        return None if found is None else found[0]
 
     def check(self) -> None:
         """All that the table says is true; and so is what it said before, as long as its words stand."""
         for number, tokens in self.tokens.items():
-            found = self.find(number)
+            found = self.reader.find_all(number)
             if found is not None:
-                assert self.stands(found)
+                assert self.stands(found[0])
                 self.kept.append((number, tokens, found))
-        self.kept = [kept for kept in self.kept if self.stands(kept[2])]
+        self.kept = [kept for kept in self.kept if self.stands(kept[2][0])]
         for _, tokens, found in self.kept:
-            self.require(tokens, found)
+            for each in found:
+                self.require(tokens, each)
 
     def stands(self, found: Residence) -> bool:
         return self.region.has_word(core_word(found.epoch, 3))
 
     def require(self, tokens: list[int], found: Residence) -> None:
         for at in range(found.computed):
+            if found.blocks[at // BLOCK] == NULL_BLOCK:
+                continue  # it has left a window
             assert self.written[found.blocks[at // BLOCK], at % BLOCK] == hash(tuple(tokens[: at + 1])), at
 
     def idle(self) -> None:
@@ -104,7 +116,7 @@ class Step:
     """A step that is planned: what it computes of which request, where, and whether a token comes of it."""
 
     output: SchedulerOutput
-    parts: list[tuple[Request, list[int], range, bool]]
+    parts: list[tuple[Request, list[list[int]], range, bool]]
 
 
 class PublishedAhead(Published):
@@ -112,26 +124,28 @@ class PublishedAhead(Published):
 
     scheduler = AsyncScheduler
 
-    def __init__(self, config: VllmConfig, region: KVRegion) -> None:
-        super().__init__(config, region)
+    def __init__(self, config: VllmConfig, region: KVRegion, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
+        super().__init__(config, region, specs)
         self._steps: list[Step] = []
 
     def step(self) -> None:
         output = self.engine.scheduler.schedule()
         self.check()
-        parts = list[tuple[Request, list[int], range, bool]]()
+        parts = list[tuple[Request, list[list[int]], range, bool]]()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self.engine.scheduler.requests[request_id]
             computes = range(request.num_computed_tokens - scheduled, request.num_computed_tokens)
-            parts.append((request, self.engine.blocks_of(request_id), computes, not request.is_prefill_chunk))
+            parts.append((request, self.tables_of(request_id), computes, not request.is_prefill_chunk))
         self._steps.append(Step(output, parts))
         if len(self._steps) == 2 or not parts:
             self._finish(self._steps.pop(0))
 
     def _finish(self, step: Step) -> None:
-        for request, blocks, computes, _ in step.parts:
-            for at in computes:
-                self.write(blocks[at // BLOCK], at % BLOCK, [*request._all_token_ids, NEXT_TOKEN, NEXT_TOKEN][: at + 1])
+        for request, tables, computes, _ in step.parts:
+            tokens = [*request._all_token_ids, NEXT_TOKEN, NEXT_TOKEN]
+            for blocks in tables:
+                for at in computes:
+                    self.write(blocks[at // BLOCK], at % BLOCK, tokens[: at + 1])
         self.check()
         if step.parts:
             ids = {request.request_id: index for index, (request, *_) in enumerate(step.parts)}
@@ -145,10 +159,12 @@ class PublishedAhead(Published):
 
 
 @contextmanager
-def publishing(config: VllmConfig, kind: type[Published] = Published) -> Generator[Published]:
+def publishing(
+    config: VllmConfig, kind: type[Published] = Published, specs: Sequence[KVCacheSpec] = (FULL,)
+) -> Generator[Published]:
     region = KVRegion.create(1, NUM_BLOCKS, 64)
     try:
-        found = kind(config, region)
+        found = kind(config, region, specs)
         yield found
         found.close()
     finally:
@@ -279,14 +295,17 @@ actions = st.lists(
 )
 
 
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["one group", "windows"])
 @pytest.mark.parametrize("kind", [Published, PublishedAhead])
-def test_whatever_happens_what_stands_is_true(config: VllmConfig, kind: type[Published]) -> None:
+def test_whatever_happens_what_stands_is_true(
+    config: VllmConfig, kind: type[Published], specs: Sequence[KVCacheSpec]
+) -> None:
     """A pool of few blocks: requests are preempted, and their blocks given to others and to peers under a lease."""
 
     @given(actions)
     @settings(max_examples=60, deadline=None)
     def happens(wanted: list[tuple[str, int, int, int]]) -> None:
-        with publishing(config, kind) as published:
+        with publishing(config, kind, specs) as published:
             leases: list[str] = []
             for number, action in enumerate(wanted, 1):
                 do(published, number, leases, *action)

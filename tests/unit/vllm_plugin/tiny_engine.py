@@ -18,7 +18,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -168,6 +168,8 @@ class TinyEngine:
         assert transfer is not None
         transfer.kv_connector_extra_config = extra_config or {}
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        keeps_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        config.cache_config.mamba_cache_mode = "align" if keeps_states else "none"
         groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
         caches = KVCacheConfig(NUM_BLOCKS, [], groups, prefix_cache_retention_interval=retention)
         self.scheduler = scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)

@@ -37,10 +37,11 @@ class TableWords(Protocol):
 
 
 class TableShape(msgspec.Struct, frozen=True):
-    """``rows`` sequences, each of at most ``row_blocks`` blocks."""
+    """``rows`` of at most ``row_blocks`` blocks; a sequence has one for each of the ``groups`` of layers."""
 
     rows: int
     row_blocks: int
+    groups: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +62,10 @@ class TablePlace(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Residence:
-    """Of one sequence: ``computed`` tokens have their KV in ``blocks``, for as long as the words are of ``epoch``."""
+    """Of one sequence, or of one group of its layers: ``computed`` tokens have their KV in ``blocks``.
+
+    That holds for as long as the words are of ``epoch``.
+    """
 
     epoch: int
     computed: int
@@ -134,8 +138,18 @@ class BlockTableReader:
     def __init__(self, words: TableWords, shape: TableShape) -> None:
         self._words, self._shape = words, shape
 
+    def find_all(self, owner: int) -> list[Residence] | None:
+        """Where a sequence's KV is, by group of layers; None if the table does not say so of all in one epoch."""
+        found = list[Residence]()
+        for group in range(self._shape.groups):
+            one = self.find(row_owner(owner, group, self._shape))
+            if one is None or one.epoch != (found or [one])[0].epoch:
+                return None
+            found.append(one)
+        return found
+
     def find(self, owner: int) -> Residence | None:
-        """Where a sequence's KV is; None if the table does not say, or cannot be read now."""
+        """What the row of an owner says; None if there is none, or it cannot be read now."""
         words = self._words
         for _ in range(TRIES):
             version = words[VERSION]
@@ -155,6 +169,11 @@ class BlockTableReader:
                 blocks = [words[at + ROW_HEAD + index] for index in range(count)]
                 return Residence(epoch, words[at + COMPUTED], blocks)
         return None
+
+
+def row_owner(sequence: int, group: int, shape: TableShape) -> int:
+    """Whose the row of a sequence's group is, in words of the table."""
+    return sequence * shape.groups + group
 
 
 def create_table(shape: TableShape) -> tuple[TableWords, TablePlace]:

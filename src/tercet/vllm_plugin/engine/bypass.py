@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from tercet.protocol import EngineError
 from tercet.transport import CORE_WORDS, Push, core_word
-from tercet.vllm_plugin.engine.block_tables import BlockTableReader
+from tercet.vllm_plugin.engine.block_tables import BlockTableReader, Residence
 from tercet.vllm_plugin.engine.connector_messages import SendParams
 
 # No KV is ever in vLLM's null block: it stands for what a model does not look back at any more.
@@ -27,21 +27,29 @@ class Bypass:
         self._block_size = block_size
         self._epoch, self._used = 0, 0
 
-    def find(self, owners: Iterable[int], params: SendParams) -> tuple[Push, int]:
+    def find(self, owners: Iterable[int], params: SendParams) -> tuple[list[Push], int]:
         """What to push for a send of KV that any of ``owners`` has, and under which word; it may begin at once.
 
         Raises :class:`~tercet.protocol.EngineError` if the core has not published where it is.
         """
-        first, until = params.first_block(0, self._block_size), -(-params.end // self._block_size)
         for owner in owners:
-            found = self._tables.find(owner)
-            if found is None or found.computed < params.end or len(found.blocks) < until:
-                continue
-            blocks = tuple(found.blocks[first:until])
-            if NULL_BLOCK not in blocks:
-                slot = first - params.base // self._block_size
-                return Push(params.send_id, slot, blocks), self._word(found.epoch)
+            found = self._tables.find_all(owner)
+            pushes = None if found is None else self._pushes(found, params)
+            if found and pushes is not None:
+                return pushes, self._word(found[0].epoch)
         raise EngineError("the engine's core does not answer, and has not published where the KV of these tokens is")
+
+    def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
+        """A push for each group of which anything is wanted; None if some of it is not there."""
+        base, until, pushes = params.base // self._block_size, -(-params.end // self._block_size), list[Push]()
+        for group, each in enumerate(found):
+            first = params.first_block(group, self._block_size)
+            blocks = tuple(each.blocks[first:until])
+            if each.computed < params.end or len(blocks) < until - first or NULL_BLOCK in blocks:
+                return None
+            if blocks:
+                pushes.append(Push(params.send_id, first - base, blocks, group))
+        return pushes
 
     def _word(self, epoch: int) -> int:
         """One of the epoch's words, each of which names one send."""

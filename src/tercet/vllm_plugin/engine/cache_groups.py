@@ -1,17 +1,28 @@
 """A model's KV cache groups: layers that share block tables, as vLLM sorts them, and which of them Tercet can move.
 
-The layers of a group look back at all tokens, or at a window of them. vLLM keeps blocks for what they look back at and
+The layers of a group look back at all tokens, at a window of them (or at those of their chunk), or keep a state: what a
+state-space or linear-attention layer remembers of all tokens so far. vLLM keeps blocks for what they look back at and
 puts its null block where a request has none; a lease has :data:`NO_BLOCK` there.
+
+A state is one block, and changes with every token. vLLM keeps it under the position of the last token that it has seen,
+copies it when the next block of tokens begins, and leaves the copied one behind: so a block that is full, in tokens,
+holds the state at its end, and the last block the state now (vLLM's mode "align").
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     KVCacheSpecKind,
+    MambaSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
@@ -20,13 +31,16 @@ from tercet.protocol import CacheGroup
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 NO_BLOCK = -1
+# What a peer writes must not be zeroed at the same time. vLLM 0.31 is told so block by block.
+ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCacheManager.allocate_slots).parameters
 FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
-SUPPORTED = (*FULL, KVCacheSpecKind.SLIDING_WINDOW)
+SUPPORTED = (
+    *FULL, KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION, KVCacheSpecKind.MAMBA
+)  # fmt: skip
 
 
 def require_movable_groups(config: KVCacheConfig) -> None:
@@ -38,9 +52,14 @@ def require_movable_groups(config: KVCacheConfig) -> None:
     if strange:
         raise UnsupportedVLLM(
             f"this model has layers of kind {', '.join(strange)}; Tercet moves the KV of full and of sliding-window "
-            "attention. Serve it with plain vLLM"
+            "attention, and states. Serve it with plain vLLM"
         )
-    if len(kinds) > 1 and config.needs_kv_cache_zeroing:
+    for group in config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, MambaSpec):
+            _require_movable_state(group.kv_cache_spec)
+    if all(kind is KVCacheSpecKind.MAMBA for kind in kinds):
+        raise UnsupportedVLLM("this model's layers keep states only; Tercet moves them beside the KV of attention")
+    if len(kinds) > 1 and config.has_mixed_precision_kv_cache:
         raise UnsupportedVLLM("this model's layers keep KV in several precisions; Tercet supports one")
     sizes = sorted({group.kv_cache_spec.block_size for group in config.kv_cache_groups})
     if len(sizes) > 1:
@@ -50,14 +69,47 @@ def require_movable_groups(config: KVCacheConfig) -> None:
         )
 
 
+def _require_movable_state(spec: MambaSpec) -> None:
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedVLLM(
+            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM says of none "
+            "which tokens it is of; Tercet moves those of mode 'align', which --enable-prefix-caching chooses"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedVLLM(
+            "this model's layers keep states, of which vLLM holds several at a time for speculative decoding; Tercet "
+            "moves the last one: start the engine without --speculative-config"
+        )
+    if not ZEROING_IS_SKIPPED_BY_GROUP:
+        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
+
+
 def described(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """The groups, as layouts name them; empty if all layers look back at all tokens."""
     groups = [_described(group.kv_cache_spec, len(group.layer_names)) for group in config.kv_cache_groups]
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 
 
+def state_formats(config: KVCacheConfig) -> list[str]:
+    """What the states of the model consist of, by group that has some: shapes, on one rank, and precisions."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return [
+        "+".join(f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        for spec in specs
+        if isinstance(spec, MambaSpec)
+    ]
+
+
+def state_layers(config: KVCacheConfig) -> list[str]:
+    """The layers that keep states."""
+    groups = config.kv_cache_groups
+    return [name for group in groups if isinstance(group.kv_cache_spec, MambaSpec) for name in group.layer_names]
+
+
 def _described(spec: KVCacheSpec, num_layers: int) -> CacheGroup:
-    return CacheGroup(get_kv_cache_spec_kind(spec).value, num_layers, get_kv_cache_spec_sliding_window(spec) or 0)
+    chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
+    window = get_kv_cache_spec_sliding_window(spec) or chunk
+    return CacheGroup(get_kv_cache_spec_kind(spec).value, num_layers, window)
 
 
 class GroupTables:
@@ -66,6 +118,8 @@ class GroupTables:
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self.block_size = self.groups[0].block_size
+        self.states = [at for at, group in enumerate(self.groups) if isinstance(group.kv_cache_spec, MambaSpec)]
+        """The groups that keep states."""
 
     @property
     def groups(self) -> tuple[SingleTypeKVCacheManager, ...]:
@@ -76,13 +130,35 @@ class GroupTables:
         """A request's blocks, by group and position; null blocks stand for none."""
         return [list(blocks) for blocks in self._manager.get_blocks(request_id).blocks]
 
+    def leased(self, request_id: str, end: int) -> list[list[int]]:
+        """The blocks of a lease for ``end`` tokens, by group and position, as a sender sees them.
+
+        Of states it wants the one at the lease's end, and the one where vLLM would resume; what else was left behind as
+        the lease grew is of positions that nobody goes on from.
+        """
+        tables = [[NO_BLOCK if block.is_null else block.block_id for block in blocks] for blocks in self.of(request_id)]
+        for group in self.states:
+            first = min(self.first_needed(group, self.resumed_at(end)), len(tables[group]))
+            tables[group][:first] = [NO_BLOCK] * first
+        return tables
+
+    def forget_older_states(self, request_id: str, end: int) -> None:
+        """Keep states from the prefix cache that stayed behind in blocks of a lease that grew to ``end`` tokens.
+
+        They are of the position at which the lease ended before, and blocks are named by the tokens that fill them.
+        """
+        for group in self.states:
+            cached = self.groups[group].num_cached_block
+            first = self.first_needed(group, self.resumed_at(end))
+            cached[request_id] = max(cached.get(request_id, 0), first)
+
     def held(self, request_id: str) -> int:
         """How many blocks a request holds."""
         return sum(not block.is_null for blocks in self.of(request_id) for block in blocks)
 
     def first_needed(self, group: int, computed: int) -> int:
         """The first position in a group's block table that a request needs which goes on behind ``computed`` tokens."""
-        return self.groups[group].get_num_skipped_tokens(computed) // self.block_size
+        return max(0, self.groups[group].get_num_skipped_tokens(computed)) // self.block_size
 
     def resumed_at(self, end: int) -> int:
         """Where vLLM resumes that finds ``end`` tokens in its prefix cache, which is in whole blocks, and not the last.
@@ -103,6 +179,26 @@ class GroupTables:
         """How many blocks a request that has some needs beside them, so as to have ``end`` tokens and one more."""
         until = -(-(end + 1) // self.block_size)
         return sum(max(0, until - len(blocks)) for blocks in self.of(request_id))
+
+    def hand_over(self, owner: str, heir: str) -> None:
+        """Give a request's blocks to another one, which has none."""
+        for group, manager in enumerate(self.groups):
+            blocks, cached = manager.req_to_blocks[owner], manager.num_cached_block.get(owner, 0)
+            if group in self.states:
+                # Where its last state was, vLLM's manager takes from the table, as for a request that found one cached.
+                manager.pop_blocks_for_free(owner)
+            else:
+                del manager.req_to_blocks[owner]
+                manager.num_cached_block.pop(owner, None)
+            manager.req_to_blocks[heir], manager.num_cached_block[heir] = blocks, cached
+
+    @contextmanager
+    def written_by_peers(self) -> Generator[None]:
+        """Blocks that are taken within are written from outside, at any time: vLLM is not to zero them in a step."""
+        lengths = [len(group.new_block_ids) for group in self.groups]
+        yield
+        for group, length in zip(self.groups, lengths, strict=True):
+            del group.new_block_ids[length:]
 
     def continues(self, request_id: str, computed: int) -> bool:
         """Whether a request can go on behind ``computed`` tokens: all that it looks back at from there has blocks.

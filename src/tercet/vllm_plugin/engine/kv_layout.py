@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tercet.protocol import KVLayout
-from tercet.vllm_plugin.engine.cache_groups import described
+from tercet.vllm_plugin.engine.cache_groups import described, state_formats, state_layers
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 
 # Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
@@ -90,20 +90,23 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, *,
     """The layout of this rank's KV cache; ``staged``: blocks come and go as wholes, and are not cut between tokens."""
     model, groups = config.model_config, described(caches)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
-    first = planes.tensors[0]
+    attention = planes.tensors_without(state_layers(caches))
+    first, states = attention[0], state_formats(caches)
     cache_dtype = first.dtype
-    alike = all(plane.shape == first.shape for plane in planes.tensors)
+    alike = not states and all(plane.shape == first.shape for plane in attention)
+    packing = packing_of(config, block_size, model.dtype, first.device)
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
         num_layers=sum(len(group.layer_names) for group in caches.kv_cache_groups),
-        num_kv_heads=model.get_total_num_kv_heads(),
+        # MLA's latent KV is one head's, which every rank keeps; what the model's config calls heads come out of it.
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_size=block_size,
         block_bytes=planes.block_bytes,
         tp_size=config.parallel_config.tensor_parallel_size,
-        packing=packing_of(config, block_size, model.dtype, first.device),
-        splits_by_head=alike and _splits_by_head(first, block_size),
+        packing="; states ".join([packing, *states]),
+        splits_by_head=alike and (model.use_mla or _splits_by_head(first, block_size)),
         # What is cut between tokens is one table of blocks, and all of it.
         splits_by_token=not groups and not staged and _splits_by_token(config, block_size, first),
         groups=groups,

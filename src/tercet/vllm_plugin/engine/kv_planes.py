@@ -51,6 +51,7 @@ class LayerPlanes:
             raise UnsupportedVLLM("layers with KV blocks of different sizes are not supported by Tercet yet")
 
     def _add(self, name: str, plane: torch.Tensor) -> int:
+        plane = _whole_pages(plane)
         if plane.device.type not in ("cpu", "cuda"):
             raise UnsupportedVLLM(f"Tercet moves KV of CPUs and of CUDA devices, and this cache is on {plane.device}")
         if not (plane.is_contiguous() if plane.device.type == "cpu" else is_in_blocks(plane, self.num_blocks)):
@@ -74,6 +75,11 @@ class LayerPlanes:
             raise UnsupportedVLLM(f"layers arrange their blocks differently: {orders}")
         shape = replace(shape, groups=tuple(self.group_planes), order=orders.pop())
         return create_file(shape), shape
+
+    def tensors_without(self, layers: Sequence[str]) -> list[torch.Tensor]:
+        """The planes of all other layers."""
+        left_out = {plane for name in layers for plane in self.planes_of[name]}
+        return [plane for number, plane in enumerate(self.tensors) if number not in left_out]
 
     def share(self) -> tuple[int, RegionShape]:
         """Put the KV cache, where it is, into a file that other processes can map; once, before it holds any KV.
@@ -164,6 +170,19 @@ def _exchange(extent: _Extent, fd: int, offset: int) -> None:
     if found != extent.begin:
         error = ctypes.get_errno()
         raise UnsupportedVLLM(f"the KV cache cannot be shared: mmap: {os.strerror(error)}")
+
+
+def _whole_pages(plane: torch.Tensor) -> torch.Tensor:
+    """States of a layer with what vLLM pads them by, so that their blocks are as large as those of attention.
+
+    It hands them out as ``(blocks, 1, 1, bytes)``; other planes stay as they are.
+    """
+    blocks, page = plane.shape[0], plane.stride(0)
+    states = plane.dtype == torch.int8 and plane.dim() == 4 and plane.shape[1:3] == (1, 1) and plane.stride(3) == 1
+    begin = plane.storage_offset()
+    if not states or page <= plane.shape[3] or begin + blocks * page > plane.untyped_storage().nbytes():
+        return plane
+    return torch.as_strided(plane, (blocks, page), (page, 1), begin)
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

@@ -8,15 +8,12 @@ The KV cache manager sees a reservation as a request of its own which waits for 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
-from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, GroupTables
+from tercet.vllm_plugin.engine.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, GroupTables
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 
 if TYPE_CHECKING:
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 
 # Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
-# What a peer writes must not be zeroed at the same time. vLLM 0.31 is told so block by block.
-ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCacheManager.allocate_slots).parameters
 
 
 @dataclass
@@ -87,7 +82,11 @@ class Reservations:
         ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed. Raises
         :class:`NoSpace`; then nothing stays taken.
         """
-        matched = self._allocate(owner, end, needed_before)
+        try:
+            matched = self._allocate(owner, end, needed_before)
+        except NoSpace:
+            self._manager.free(owner)  # with windows or states, vLLM has entered it, without blocks
+            raise
         held = self._held[lease] = Held(owner, list(owner.all_token_ids)[:end], matched)
         return self._reserved(held)
 
@@ -95,15 +94,14 @@ class Reservations:
         size, request_id = self._block_size, held.owner.request_id
         held.num_blocks = self._tables.held(request_id)
         first, until = held.matched_len // size, -(-held.end // size)
-        blocks = [
-            [NO_BLOCK if block.is_null else block.block_id for block in blocks[first:until]]
-            for blocks in self._tables.of(request_id)
-        ]
+        blocks = [blocks[first:until] for blocks in self._tables.leased(request_id, held.end)]
         return ReservedBlocks(held.matched_len, blocks, size)
 
     def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
         # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
         scheduler, manager = self._scheduler, self._manager
+        if self._tables.states:
+            return self._allocate_with_states(owner, end, needed_before)
         computed, matched, _ = manager.get_computed_blocks(owner)
         # A model whose blocks are zeroed has no windows, and takes all that comes from elsewhere as loaded.
         loaded = end if scheduler.needs_kv_cache_zeroing else max(matched, self._tables.resumed_at(end))
@@ -121,6 +119,30 @@ class Reservations:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched
+
+    def _allocate_with_states(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
+        # vLLM defers whoever finds a state that the step being planned computes. A lease is used in a later step.
+        self._manager.new_step_starts()
+        computed, matched, _ = self._manager.get_computed_blocks(owner)
+        loaded = max(matched, self._tables.resumed_at(end))
+        with self._tables.written_by_peers():
+            self._take_slots(
+                owner,
+                end - loaded,
+                self.blocks_for(end),
+                # vLLM does not count the state that comes from elsewhere, nor the one that decoding begins with.
+                needed_before + 2 * len(self._tables.states),
+                num_new_computed_tokens=matched,
+                new_computed_blocks=computed,
+                num_external_computed_tokens=loaded - matched,
+            )
+            self._take_first_state_to_decode_into(owner, end)
+        return matched
+
+    def _take_first_state_to_decode_into(self, owner: VLLMRequest, end: int) -> None:
+        # vLLM gives none ahead of the step that needs it, and whoever holds blocks must not wait for another.
+        if self._tables.missing(owner.request_id, end):
+            self._manager.allocate_slots(owner, end + 1, delay_cache_blocks=True)
 
     def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed_before: int, **how: Any) -> None:
         """Have vLLM allocate ``more`` blocks, for ``num_tokens`` to be computed here. Raises :class:`NoSpace`."""
@@ -159,11 +181,16 @@ class Reservations:
         return self._reserved(held)
 
     def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
-        if self._scheduler.needs_kv_cache_zeroing:
-            raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
         # As for a request that runs and has computed nothing: else vLLM would free what falls out of a window, and
         # peers may be writing there.
-        self._take_slots(owner, end, more, needed_before)
+        if self._tables.states:
+            with self._tables.written_by_peers():
+                self._take_slots(owner, end, more, needed_before + len(self._tables.states))
+                self._take_first_state_to_decode_into(owner, end)
+        elif self._scheduler.needs_kv_cache_zeroing:
+            raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
+        else:
+            self._take_slots(owner, end, more, needed_before)
 
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far findable in the prefix cache; the lease stays open.
@@ -175,7 +202,19 @@ class Reservations:
             return
         if content_of(packed(held.tokens), held.owner.cache_salt, valid.end) != valid:
             raise EngineError(f"lease {lease}: the agents report KV of other tokens than it was taken for")
-        self._manager.cache_blocks(held.owner, valid.end)
+        self._cache(held, held.owner, valid.end)
+
+    def _cache(self, held: Held, request: VLLMRequest, valid_end: int) -> None:
+        """Make a lease's KV findable; ``request`` has its blocks.
+
+        Without the state at the lease's end nobody can go on from KV of a model that has states, and what is in a
+        state's block before all of the lease is there may be of another position.
+        """
+        if self._tables.states:
+            if valid_end < held.end:
+                return
+            self._tables.forget_older_states(request.request_id, held.end)
+        self._manager.cache_blocks(request, valid_end)
 
     def release(self, lease: str, valid_end: int) -> int:
         """Give the blocks of a lease that is over back; what arrived stays as prefix cache. Returns its valid end.
@@ -202,10 +241,10 @@ class Reservations:
         if not self._can_continue(held, request, computed):
             self._give_back(held, valid_end)
             return
-        self._rename_blocks(held.owner.request_id, request.request_id)
+        self._tables.hand_over(held.owner.request_id, request.request_id)
         self._zero_unwritten(request, valid_end)
         request.num_computed_tokens = computed
-        self._manager.cache_blocks(request, computed)
+        self._cache(held, request, computed)
         self._count_prefill(request, held.matched_len, computed)
         # Behind a request that needs blocks, one that holds blocks would wait for ever.
         self._scheduler.waiting.remove_request(request)
@@ -217,8 +256,10 @@ class Reservations:
         It cannot into a block that the prefix cache shares; that happens when all tokens are there and only the last
         one is computed again. Without the reservation, vLLM finds the same blocks in its cache and computes the last
         one anew. Nor can it from half of what was reserved, where layers have windows: blocks were reserved for the
-        last one.
+        last one. And a state is of the lease's end, not of any position before it.
         """
+        if self._tables.states and computed != held.end:
+            return False
         if request.skip_reading_prefix_cache:  # it wants every position computed here, for prompt_logprobs say
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
@@ -226,7 +267,7 @@ class Reservations:
         return self._tables.continues(held.owner.request_id, computed)
 
     def _give_back(self, held: Held, valid_end: int) -> None:
-        self._manager.cache_blocks(held.owner, valid_end)
+        self._cache(held, held.owner, valid_end)
         self._manager.free(held.owner)
 
     def _take(self, lease: str) -> Held:
@@ -234,11 +275,6 @@ class Reservations:
             return self._held.pop(lease)
         except KeyError:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used") from None
-
-    def _rename_blocks(self, old: str, new: str) -> None:
-        for manager in self._manager.coordinator.single_type_managers:
-            manager.req_to_blocks[new] = manager.req_to_blocks.pop(old)
-            manager.num_cached_block[new] = manager.num_cached_block.pop(old, 0)
 
     def _zero_unwritten(self, request: VLLMRequest, valid_end: int) -> None:
         if self._scheduler.needs_kv_cache_zeroing:

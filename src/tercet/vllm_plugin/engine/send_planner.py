@@ -114,13 +114,14 @@ class SendPlanner:
 
         That is so if it is in the prefix cache, or if a request that runs here has computed it: then the block that
         this request is still filling goes as it is, since later tokens leave the bytes of earlier ones alone.
-        ``probe`` is a request of the tokens ``[0, end)`` and one more, used for the look-up only.
+        States go from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more, used for
+        the look-up only.
         """
         firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
         for found in (self._cached(probe, params.end), self._running(probe, params.end)):
             if found is None:
                 continue
-            tables = [self._completed(probe, *each) for each in enumerate(found)]
+            tables = [self._completed(probe, params.end // self._block_size, *each) for each in enumerate(found)]
             # What left a window may be gone.
             wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
             if not any(block.is_null for blocks in wanted for block in blocks):
@@ -128,13 +129,18 @@ class SendPlanner:
                 return self._push(sending, tables, until)
         return None
 
-    def _completed(self, probe: VLLMRequest, group: int, table: Sequence[KVCacheBlock]) -> Sequence[KVCacheBlock]:
-        """A group's blocks of the probe's tokens, with what has left its window, if the prefix cache has it still."""
+    def _completed(
+        self, probe: VLLMRequest, full: int, group: int, table: Sequence[KVCacheBlock]
+    ) -> Sequence[KVCacheBlock]:
+        """A group's blocks of the probe's tokens, with what has left its window, if the prefix cache has it still.
+
+        The first ``full`` blocks have no tokens but those that are sent.
+        """
         pool, hashes = self._manager.block_pool, probe.block_hashes
         if self._steps_in_flight():
             return table
         return [
-            (pool.get_cached_block(hashes[at], [group]) or [block])[0] if block.is_null and at < len(hashes) else block
+            (pool.get_cached_block(hashes[at], [group]) or [block])[0] if block.is_null and at < full else block
             for at, block in enumerate(table)
         ]
 
@@ -166,7 +172,11 @@ class SendPlanner:
                 and request.cache_salt == probe.cache_salt
                 and request._all_token_ids[:end] == tokens
             ):
-                return self._tables.of(request.request_id)
+                tables = self._tables.of(request.request_id)
+                for group in self._tables.states:
+                    # Its state is of what it has computed by now, and changes with every step.
+                    tables[group] = [self._manager.block_pool.null_block] * len(tables[group])
+                return tables
         return None
 
     def end(self, send_id: str) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from tercet.transport import CoreWords
-from tercet.vllm_plugin.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table
+from tercet.vllm_plugin.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
+from tercet.vllm_plugin.engine.cache_groups import GroupTables
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -32,7 +33,7 @@ EPOCH_BITS = 48
 
 @dataclass
 class Followed:
-    """A request that decodes for a sequence. ``blocks`` are those in ``row``.
+    """A request that decodes for a sequence. ``blocks`` are those in ``rows``, of which each group of layers has one.
 
     ``since`` is how many tokens were counted as computed when it was first seen running, after ``preemptions``.
     """
@@ -41,8 +42,8 @@ class Followed:
     owner: int
     preemptions: int = 0
     since: int | None = None
-    row: int | None = None
-    blocks: list[KVCacheBlock] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
 
 
 class TablePublisher:
@@ -52,8 +53,8 @@ class TablePublisher:
         self.place = place
         self._writer = writer
         self._followed: dict[str, Followed] = {}
-        (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
-        self._blocks_of = manager.req_to_blocks
+        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._blocks_of = [group.req_to_blocks for group in groups]
         pool = scheduler.kv_cache_manager.block_pool
         hand_out = pool.get_new_blocks
 
@@ -67,15 +68,15 @@ class TablePublisher:
     def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]]) -> TablePublisher | None:
         """A publisher for the core of ``scheduler``, whose words are at these places, by rank.
 
-        None, with a warning that says why, where they cannot be written from here, or there are several groups of
-        layers, which have tables of their own: then nothing is published.
+        None, with a warning that says why, where they cannot be written from here, or the model's layers keep states,
+        which a step that stands still may have changed in some layers: then nothing is published.
         """
-        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
-        if len(groups) > 1:
+        tables = GroupTables(scheduler.kv_cache_manager)
+        if tables.states:
             logger.warning(
                 "sequences of this engine cannot be moved with their KV while its core stands still: "
-                "the model has %d KV cache groups", len(groups)
-            )  # fmt: skip
+                "the model's layers keep states"
+            )
             return None
         try:
             mapped = [CoreWords(*place) for place in words]
@@ -90,10 +91,8 @@ class TablePublisher:
             for each in mapped:
                 each.turn(epoch)
 
-        (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
-        table, place = create_table(
-            TableShape(scheduler.max_num_running_reqs, -(-scheduler.max_model_len // manager.block_size) + 1)
-        )
+        groups, row_blocks = len(tables.groups), -(-scheduler.max_model_len // tables.block_size) + 1
+        table, place = create_table(TableShape(scheduler.max_num_running_reqs * groups, row_blocks, groups))
         return cls(scheduler, BlockTableWriter(table, place.shape, turn, 1 + secrets.randbits(EPOCH_BITS)), place)
 
     def follow(self, request: VLLMRequest, owner: int) -> None:
@@ -103,7 +102,7 @@ class TablePublisher:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         found = self._followed.pop(request_id, None)
-        if found is not None and found.row is not None:
+        if found is not None and found.rows:
             # It need not be told in time: its KV stays until a block is handed out, and that revokes it.
             self._withdraw(found)
 
@@ -134,27 +133,33 @@ class TablePublisher:
         if each.since is None:
             each.since = request.num_computed_tokens
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if each.row is None:
-            if computed <= each.since:
-                return
-            each.row = self._writer.enter(each.owner)
-            if each.row is None:
-                return
-        blocks = self._blocks_of.get(request.request_id, ())
-        known = each.blocks
-        if len(known) > len(blocks) or (verify and not all(map(is_, known, blocks))):
-            known.clear()
-        if len(known) != len(blocks):
-            first = len(known)
-            known += blocks[first:]
-            if not self._writer.blocks(each.row, first, (block.block_id for block in islice(blocks, first, None))):
+        if not each.rows and (computed <= each.since or not self._enter(each)):
+            return
+        for row, known, blocks_of in zip(each.rows, each.blocks, self._blocks_of, strict=True):
+            blocks = blocks_of.get(request.request_id, ())
+            if len(known) > len(blocks) or (verify and not all(map(is_, known, blocks))):
+                known.clear()
+            if len(known) != len(blocks):
+                first = len(known)
+                known += blocks[first:]
+                if not self._writer.blocks(row, first, (block.block_id for block in islice(blocks, first, None))):
+                    self._withdraw(each)
+                    return
+            self._writer.computed(row, computed)
+
+    def _enter(self, each: Followed) -> bool:
+        """Rows for a sequence, for all of its groups or none."""
+        for group in range(len(self._blocks_of)):
+            row = self._writer.enter(row_owner(each.owner, group, self.place.shape))
+            if row is None:
                 self._withdraw(each)
-                return
-        self._writer.computed(each.row, computed)
+                return False
+            each.rows.append(row)
+            each.blocks.append([])
+        return True
 
     def _withdraw(self, each: Followed) -> None:
         each.since = None
-        if each.row is not None:
-            self._writer.leave(each.row)
-            each.row = None
-            each.blocks = []
+        for row in each.rows:
+            self._writer.leave(row)
+        each.rows, each.blocks = [], []

@@ -246,10 +246,10 @@ class EngineVerbs:
             if asked.done():
                 return asked.result(), None
             owners = [each.number for each in self._generated.beginning_with(tokens, salt)]
-            push, word = self._bypass.find(owners, params)
+            pushes, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
             logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
-            return [push], word
+            return pushes, word
         finally:
             asked.cancel()
             silent.cancel()
