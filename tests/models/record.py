@@ -59,6 +59,9 @@ def page(records: dict[str, Record]) -> str:
         found = records.get(name)
         if family.refusal:
             rows.append(f"| {family.title} | refused at start | | {_where(found)} |")
+        elif family.not_on_cpu:
+            how = f"not run on a CPU ({family.not_on_cpu}); mapping tested on vLLM's cache specs"
+            rows.append(f"| {family.title} | {family.kv} | | {how} |")
         elif found is None:
             rows.append(f"| {family.title} | {family.kv} | | not run |")
         else:

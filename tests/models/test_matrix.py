@@ -32,7 +32,7 @@ LENGTHS = (5, BLOCK, WINDOW + 1, 2 * BLOCK + 40, 600)
 # What programs send at least, if nobody says otherwise.
 MIN_SEND = 32
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
-SERVED = [name for name, family in FAMILIES.items() if not family.refusal]
+SERVED = [name for name, family in FAMILIES.items() if not (family.refusal or family.not_on_cpu)]
 REFUSED = [name for name, family in FAMILIES.items() if family.refusal]
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

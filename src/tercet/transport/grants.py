@@ -116,6 +116,8 @@ class GrantTable:
     def extend(self, grant: Grant) -> None:
         """Let more be written under a lease: more tokens of its sequence, and more blocks behind those that it has.
 
+        Of those, some may be closed: what a state was before the sequence grew, nobody needs. They stay the lease's.
+
         Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
         the same lease with more; it is as it was then.
         """
@@ -125,7 +127,7 @@ class GrantTable:
             old = opened.grant
             continues = (
                 (grant.begin, grant.block_size, grant.salt or None) == (old.begin, old.block_size, old.salt or None)
-                and all(list(new[: len(had)]) == list(had) for new, had in zip(grant.blocks, old.blocks, strict=True))
+                and all(_continues(new, had) for new, had in zip(grant.blocks, old.blocks, strict=True))
                 and grant.tokens.startswith(old.tokens)
             )
             if not continues:
@@ -403,6 +405,12 @@ class GrantTable:
 
 _NOTHING = np.zeros((0, 0), dtype=np.bool_)
 _GAP = np.zeros(1, dtype=np.bool_)
+
+
+def _continues(new: Sequence[int], had: Sequence[int]) -> bool:
+    return len(new) >= len(had) and all(
+        one in (other, NOWHERE) for one, other in zip(new, had, strict=False)
+    )  # fmt: skip
 
 
 def _begun(opened: _Lease, send: SendKey) -> _Receive:

@@ -124,6 +124,7 @@ class LeaseTimers:
                 await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), cache_salt))
         finally:
             held.extending = False
+        held.group_begins = reserved.group_begins()
         if held.lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its lease ended, while it was being extended", "seq_id")
         held.tokens = tokens

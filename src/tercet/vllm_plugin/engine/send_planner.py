@@ -56,9 +56,23 @@ class SendPlanner:
         if params.send_id in self._ended_early:
             self._ended_early.remove(params.send_id)
             return
+        self._compute_what_is_gone(request, params)
         sending = Sending(params, self._first_blocks(params))
         self._sending[params.send_id] = sending
         self._by_request[request.request_id] = sending
+
+    def _compute_what_is_gone(self, request: VLLMRequest, params: SendParams) -> None:
+        """Have a request computed from its beginning that would go on behind blocks which the receiver wants.
+
+        The prefix cache keeps of a window what is looked back at from some positions, and a receiver whose lease has
+        grown may want more.
+        """
+        if not params.group_begins or request.skip_reading_prefix_cache:
+            return
+        computed, matched, _ = self._manager.get_computed_blocks(request)
+        found = zip(computed.blocks, self._first_blocks(params), strict=True)
+        if any(block.is_null for table, first in found for block in table[first : matched // self._block_size]):
+            request.skip_reading_prefix_cache = True
 
     def _first_blocks(self, params: SendParams) -> list[int]:
         return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]

@@ -1,0 +1,164 @@
+"""How KV of models with latent KV or states lies in memory, as vLLM's own specs say it, and what is made of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
+
+from tercet.protocol import KVLayout, LayoutMismatch
+from tercet.transport.head_slices import HeadSlice, RankRoute, routes
+from tercet.vllm_plugin import connector
+from tercet.vllm_plugin.engine.cache_groups import state_layers
+from tercet.vllm_plugin.engine.kv_layout import layout_of
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.step_layers import StepLayers
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+
+BLOCK, BLOCKS = 16, 8
+LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+STATE = MambaSpec(
+    block_size=BLOCK, shapes=((3, 40), (2, 8, 16)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align",
+    page_size_padded=FULL.page_size_bytes,
+)  # fmt: skip
+
+
+def caches(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"{number}.a", f"{number}.b"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def tensor_of(spec: KVCacheSpec) -> torch.Tensor:
+    """A layer's cache as vLLM's model runner hands it to a connector."""
+    raw = torch.zeros(BLOCKS * spec.page_size_bytes, dtype=torch.int8)
+    if isinstance(spec, MambaSpec):
+        page = spec.page_size_bytes
+        return torch.as_strided(raw, (BLOCKS, 1, 1, spec.state_content_size_bytes), (page, page, page, 1))
+    if isinstance(spec, MLAAttentionSpec):
+        return raw.view(spec.dtype).view(BLOCKS, BLOCK, spec.head_size)
+    assert isinstance(spec, FullAttentionSpec)
+    return raw.view(spec.dtype).view(BLOCKS, spec.num_kv_heads, BLOCK, 2 * spec.head_size)
+
+
+def planes_of(config: KVCacheConfig) -> LayerPlanes:
+    groups = [group.layer_names for group in config.kv_cache_groups]
+    tensors = {name: tensor_of(group.kv_cache_spec) for group in config.kv_cache_groups for name in group.layer_names}
+    return LayerPlanes(tensors, BLOCKS, groups)
+
+
+def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVLayout:
+    config, use_mla = caches(*specs), any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    model = SimpleNamespace(
+        model="m", hf_config=SimpleNamespace(to_dict=dict[str, Any]), use_mla=use_mla, dtype=torch.bfloat16,
+        get_total_num_kv_heads=lambda: heads, get_head_size=lambda: head_size,
+    )  # fmt: skip
+    vllm: Any = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    with patch("tercet.vllm_plugin.engine.kv_layout.packing_of", return_value="cpu-vec"):
+        return layout_of(vllm, config, planes_of(config), staged=False)
+
+
+# ---- MLA -----------------------------------------------------------------------------------------------------------
+
+
+def test_latent_kv_is_one_plane_and_one_head_whatever_the_models_config_says() -> None:
+    found = layout(4, 128, 576, LATENT)
+    assert (found.num_kv_heads, found.head_size, found.heads_per_rank) == (1, 576, 1)
+    assert found.block_bytes == LATENT.page_size_bytes == BLOCK * 576 * 2
+    assert found.splits_by_head
+    assert not found.splits_by_token
+    assert found.groups == ()
+
+
+def test_latent_kv_goes_between_any_degrees_from_the_first_rank_that_has_it() -> None:
+    two, four = layout(2, 128, 576, LATENT), layout(4, 128, 576, LATENT)
+    two.require_mappable(four, "the other")
+    whole = HeadSlice(0, LATENT.page_size_bytes)
+    assert [routes(two, four, rank) for rank in range(2)] == [[RankRoute(rank, whole) for rank in range(4)], []]
+    assert [routes(four, two, rank) for rank in range(4)] == [[RankRoute(rank, whole) for rank in range(2)], [], [], []]
+    assert [routes(four, four, rank) for rank in range(4)] == [[RankRoute(rank, whole)] for rank in range(4)]
+
+
+# ---- states --------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_planes_with_their_padding_beside_those_of_attention() -> None:
+    config = caches(STATE, FULL)
+    planes = planes_of(config)
+    assert planes.block_bytes == FULL.page_size_bytes
+    assert planes.group_planes == [2, 2]
+    assert state_layers(config) == ["0.a", "0.b"]
+    assert [plane.shape for plane in planes.tensors_without(state_layers(config))] == [(BLOCKS, 2, BLOCK, 64)] * 2
+    assert all(plane.is_contiguous() for plane in planes.tensors)
+
+
+def test_engines_that_keep_states_otherwise_exchange_nothing() -> None:
+    here = layout(1, 2, 32, STATE, FULL)
+    assert here.dtype == "float32"
+    assert not here.splits_by_head
+    assert not here.splits_by_token
+    assert "float32[2, 8, 16]" in here.packing
+    here.require_mappable(layout(1, 2, 32, STATE, FULL), "the other")
+    other = layout(1, 2, 32, replace(STATE, dtypes=(torch.float32, torch.bfloat16)), FULL)
+    with pytest.raises(LayoutMismatch, match="packing"):
+        here.require_mappable(other, "the other")
+    with pytest.raises(LayoutMismatch, match="tp_size"):
+        here.require_mappable(layout(2, 2, 32, STATE, FULL), "the other")
+
+
+def test_a_block_that_its_heads_do_not_divide_goes_as_a_whole() -> None:
+    padded = layout(2, 6, 32, STATE, FULL)
+    assert padded.block_bytes % padded.heads_per_rank
+    assert [routes(padded, padded, rank) for rank in range(2)] == [
+        [RankRoute(rank, HeadSlice(0, padded.block_bytes))] for rank in range(2)
+    ]
+
+
+def test_states_are_told_when_the_step_is_over_since_no_hook_runs_behind_their_layers() -> None:
+    planes = planes_of(caches(STATE, FULL))
+    step = StepLayers(len(planes.tensors))
+    step.begin(1)
+    assert step.saved(planes.planes_of["1.a"]) == step.saved(planes.planes_of["1.b"]) == ()
+    assert step.ended() == (2, 3, 0, 1)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_steps_of_which_vllm_keeps_no_state_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(steps: int) -> Any:
+        return SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=steps))
+
+    mamba_2 = caches(FULL, replace(STATE, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1))
+    with pytest.raises(UnsupportedVLLM, match="--max-num-batched-tokens 16"):
+        connector._require_states_to_be_kept(config(BLOCK + 1), mamba_2)
+    connector._require_states_to_be_kept(config(BLOCK), mamba_2)
+    connector._require_states_to_be_kept(config(BLOCK + 1), caches(FULL, STATE))
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    connector._require_states_to_be_kept(config(BLOCK + 1), mamba_2)
+
+
+def test_prefixes_are_matched_in_whole_blocks() -> None:
+    def config(unit: int | None) -> Any:
+        return SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK, prefix_match_unit=unit))
+
+    with pytest.raises(UnsupportedVLLM, match="--prefix-match-unit is 8"):
+        connector._require_whole_blocks(config(8))
+    connector._require_whole_blocks(config(None))
+    connector._require_whole_blocks(config(BLOCK))
