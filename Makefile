@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo demo-envoy docs reference check charts test test-long test-models test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference check charts test test-long test-models test-gpu test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ test-long: setup ## real engines, in full: 64 requests that move back and forth 
 test-models: setup ## tiny random models of each family on two engines each (an hour); ARGS="-k gemma2" for one
 	$(BIN)/pytest tests/models $(ARGS)
 	$(BIN)/python -m tests.models.record
+
+test-gpu: ## tests that need a CUDA device, with the Python at hand (PYTHON=...), which has a CUDA vLLM
+	$(PYTHON) -m pytest -m gpu -rs tests/gpu
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

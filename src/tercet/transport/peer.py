@@ -353,7 +353,7 @@ class TransferPeer:
         """A push in chunks of the size that its transport takes best."""
         part = leg.head_slice
         limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
-        if self.transport == tcp.TcpBackend.name:
+        if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
             total = len(layers) * len(blocks) * part.size
             limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
         for some, cut in cuts(layers, len(blocks), limit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tercet.transport.backends import backends_for, backends_through_buffers
+from tercet.transport.backends import backends_for, backends_of_device
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import LocalRank, TransportSettings
@@ -39,7 +39,7 @@ class RankTransport:
         if staged is None:
             backends = backends_for(settings.transport, region, settings.hosts[0])
         else:
-            backends = backends_through_buffers(settings.transport)
+            backends = backends_of_device(settings.transport, region, staged)
         self._rank = LocalRank(region, fingerprint, settings, backends, block, staged)
         self.grants = GrantTable(*map(len, region.shape.group_planes))
         self.sends = KVSender(self._rank)

@@ -21,6 +21,7 @@ from functools import partial
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
+from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.reading import Batch, Fence
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.block_sizes import place
@@ -90,7 +91,7 @@ class KVReceiver:
     def _listen(self) -> Iterator[str]:
         settings = self._rank.settings
         makers = [partial(listen, host, settings.ports) for host in settings.hosts]
-        if any(backend.name == "host" for backend in self._rank.backends):
+        if any(isinstance(backend, HostBackend) for backend in self._rank.backends):
             makers.append(partial(listen_unix))
         for make in makers:
             listener, address = make()

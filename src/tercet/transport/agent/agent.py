@@ -56,7 +56,8 @@ class AgentSetup(msgspec.Struct, frozen=True):
     """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor of the rank's KV that it inherits.
 
     ``staged``: KV is reached through buffers. It lies on the ``device``, and then the descriptor's file holds nothing
-    but generation words; or else in the file, in the device's role.
+    but generation words; or else in the file, in the device's role. ``mapped``: peers of this machine may map that
+    device's memory as well.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     block: BlockShape | None = None
     staged: bool = False
     device: DeviceHandles | None = None
+    mapped: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -114,7 +116,7 @@ class Agent:
         self._reporter = Reporter()
         self._region = KVRegion(setup.kv, setup.shape)
         self._groups = setup.shape.group_planes
-        staged, self._computed = (None, None) if not setup.staged else _through_buffers(self._region, setup.device)
+        staged, self._computed = (None, None) if not setup.staged else _through_buffers(self._region, setup)
         self._transport = RankTransport(
             self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block, staged
         )
@@ -197,13 +199,14 @@ class Agent:
         self._reporter.close()
 
 
-def _through_buffers(region: KVRegion, device: DeviceHandles | None) -> tuple[StagedMemory, ComputedEvents | None]:
+def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory, ComputedEvents | None]:
     """A rank's memory that is reached through buffers, and the events of its worker if a device computes there."""
     from tercet.transport.memory import torch_blocks  # which imports torch: most agents need none
 
-    shape = region.shape
+    shape, device = region.shape, setup.device
     planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
-    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order)
+    offer = b"" if device is None or not setup.mapped else msgspec.msgpack.encode(device)
+    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order, offer)
     staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
     logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
                 blocks.device_bytes >> 20)  # fmt: skip

@@ -1,8 +1,8 @@
 """Backends: ways to read another rank's KV, chosen per pair of peers.
 
-``auto`` takes ``host`` for peers on one machine; for others, where there is an RDMA device, the first of :data:`RDMA`
-that works; and ``tcp`` for what is left: without RDMA that is faster than the libraries are. A name instead of ``auto``
-insists on that one; what is missing is then an error.
+``auto`` takes ``host`` for peers on one machine, or ``ipc`` where KV is on devices; for others, where there is an RDMA
+device, the first of :data:`RDMA` that works; and ``tcp`` for what is left: without RDMA that is faster than the
+libraries are. A name instead of ``auto`` insists on that one; what is missing is then an error.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
 from tercet.transport.backends.host import HostBackend
+from tercet.transport.backends.ipc import IpcBackend
 from tercet.transport.backends.mooncake import MooncakeBackend
 from tercet.transport.backends.nixl import NixlBackend
 from tercet.transport.backends.reading import Backend, BackendUnavailable
 from tercet.transport.backends.registered import has_rdma
 from tercet.transport.backends.tcp import TcpBackend
+from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.region import KVRegion
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
 }
 # Under ``auto`` one of them is enough, for each registers the whole region.
 RDMA = ("nixl", "mooncake")
-TRANSPORTS = (AUTO, *FACTORIES)
+TRANSPORTS = (AUTO, *FACTORIES, IpcBackend.name)
 
 
 def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequence[Backend]:
@@ -42,25 +44,29 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
     if name == AUTO:
         rdma = RDMA if has_rdma() else ()
         return (*_first_of(["host"], region, host), *_first_of(rdma, region, host), TcpBackend())
+    if name == IpcBackend.name:
+        raise BadRequest("transport: ipc reads KV on devices, and this engine's is in host memory", "transport")
     if name not in FACTORIES:
         raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
     return (FACTORIES[name](region, host),)
 
 
-def backends_through_buffers(name: str) -> Sequence[Backend]:
-    """As :func:`backends_for`, for KV that is reached through buffers only: peers cannot read it by themselves.
+def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Sequence[Backend]:
+    """As :func:`backends_for`, for KV that is reached through buffers: others read it where it lies if it is offered.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a transport that would have them do so.
+    Raises :class:`~tercet.protocol.BadRequest` for a transport that reads host memory.
     """
     if name not in TRANSPORTS:
         raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
-    if name not in (AUTO, TcpBackend.name):
+    known = (AUTO, TcpBackend.name, *([IpcBackend.name] if memory.device.offer else []))
+    if name not in known:
         raise BadRequest(
-            f"transport: {name} reads KV where it lies, and this engine's is reached through buffers; "
-            f"choose {AUTO} or {TcpBackend.name}",
+            f"transport: {name} does not reach this engine's KV, which is not read where it lies; "
+            f"choose {', '.join(known)}",
             "transport",
         )
-    return (TcpBackend(),)
+    found = {IpcBackend.name: lambda: IpcBackend(region, memory), TcpBackend.name: TcpBackend}
+    return tuple(found[each]() for each in known[:0:-1] if name in (AUTO, each))
 
 
 def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:

@@ -42,7 +42,7 @@ class HostBackend(Backend):
     def __init__(self, region: KVRegion) -> None:
         self.memory: int | None = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def connect(self, offer: bytes, sender: SendingPeer) -> HostReader:
+    def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
         if sender.memory is None:
             raise BackendUnavailable("host: the sender's memory did not come with its greeting, over a Unix socket")
         fd, size = sender.memory, sender.shape.size

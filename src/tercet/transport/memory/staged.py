@@ -8,6 +8,8 @@ chunk comes into a buffer as a whole, and is put into its blocks while its lease
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from tercet.transport.memory.kv_memory import KVMemory
 from tercet.transport.region import Numbers, RegionShape
 from tercet.transport.vectors import Vector, address_of
 
+logger = logging.getLogger(__name__)
 BUFFERS = 8
 # A chunk's copy takes a millisecond; a device that is not done after so long will not be.
 COPY_SECONDS = 30.0
@@ -32,7 +35,31 @@ IsOver = Callable[[], bool]
 
 
 class DeviceBlocks(Protocol):
-    """A device's side: begins copies between its blocks and host memory. Calls come from several threads."""
+    """A device's side: begins copies from and to its blocks. Calls come from several threads.
+
+    ``offer`` is what opens the blocks in another process of this machine; empty if nothing does.
+    """
+
+    offer: bytes
+
+    def opened(self, offer: bytes, shape: RegionShape) -> object:
+        """Another rank's blocks; raises :class:`~tercet.protocol.TransferFailed` if they cannot be had here."""
+        ...
+
+    def begin_across(
+        self,
+        theirs: object,
+        layers: range,
+        there: tuple[Numbers, int],
+        here: tuple[Numbers, int],
+        size: int,
+        order: BlockOrder | None,
+    ) -> IsOver:
+        """Begin to copy ``size`` bytes of each of their blocks, which :meth:`opened` returned, to ours.
+
+        Of both sides: block numbers, and how far into each.
+        """
+        ...
 
     def buffer(self, nbytes: int) -> memoryview:
         """Host memory that the device copies from and to without a detour."""
@@ -52,11 +79,33 @@ class DeviceBlocks(Protocol):
         ...
 
 
+class DeviceHangs(TransferFailed):
+    """A device has not done in time what takes a millisecond."""
+
+
+@contextmanager
+def ending_where_a_device_hangs() -> Generator[None]:
+    """End this process, and with it the worker beside it, if a copy into blocks is not over in time.
+
+    It may still be carried out, and nobody could say when its blocks are safe to be given to somebody else.
+    """
+    try:
+        yield
+    except DeviceHangs as error:
+        logger.critical("%s, and may still write there; this engine ends", error.message)
+        end_process()
+
+
+def end_process() -> None:
+    """At once, whatever other threads do."""
+    os._exit(1)
+
+
 class StagedMemory(KVMemory):
     """The KV of one rank whose region looks like ``shape``, in chunks of ``chunk_bytes``, or of one block."""
 
     def __init__(self, device: DeviceBlocks, shape: RegionShape, chunk_bytes: int) -> None:
-        self._device, self._shape = device, shape
+        self.device, self._shape = device, shape
         self.buffer_bytes = max(chunk_bytes, shape.block_bytes)
         self._out = BufferPool([device.buffer(self.buffer_bytes) for _ in range(BUFFERS)])
         self._in = BufferPool([device.buffer(self.buffer_bytes) for _ in range(BUFFERS)])
@@ -76,7 +125,7 @@ class StagedMemory(KVMemory):
         buffer = self._out.take()
         try:
             into = buffer.bytes[:nbytes]
-            self._copy(buffer, lambda: self._device.begin_out(layers, blocks, offset, size, into))
+            self._copy(buffer, lambda: self.device.begin_out(layers, blocks, offset, size, into))
             yield whole(into)
         finally:
             buffer.give_back()
@@ -104,7 +153,27 @@ class StagedMemory(KVMemory):
         """
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
         source = buffer.bytes[:nbytes]
-        self._copy(buffer, lambda: self._device.begin_in(layers, blocks, offset, size, source, order))
+        with ending_where_a_device_hangs():
+            self._copy(buffer, lambda: self.device.begin_in(layers, blocks, offset, size, source, order))
+        return nbytes
+
+    def copy_across(
+        self,
+        theirs: object,
+        layers: range,
+        there: tuple[Numbers, int],
+        here: tuple[Numbers, int],
+        size: int,
+        order: BlockOrder | None,
+    ) -> int:
+        """Copy a chunk of a rank that is mapped here into our blocks; returns its bytes, once the device has them.
+
+        To be called while nobody can be given our blocks.
+        """
+        blocks, offset = here
+        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        with ending_where_a_device_hangs():
+            wait_until(self.device.begin_across(theirs, layers, there, here, size, order))
         return nbytes
 
     def _copy(self, buffer: StagingBuffer, begin: Callable[[], IsOver]) -> None:
@@ -128,14 +197,14 @@ class StagedMemory(KVMemory):
 
 
 def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
-    """Wait for a device; raises :class:`~tercet.protocol.TransferFailed` if it takes too long."""
+    """Wait for a device; raises :class:`DeviceHangs` if it takes too long."""
     deadline, looks = time.monotonic() + seconds, 0
     while not is_over():
         looks += 1
         if looks > SPINS:
             time.sleep(PAUSE_SECONDS)
         if time.monotonic() > deadline:
-            raise TransferFailed(f"the device has not copied KV within {seconds:.0f} s")
+            raise DeviceHangs(f"the device has not copied KV within {seconds:.0f} s")
 
 
 def whole(memory: memoryview) -> Vector:

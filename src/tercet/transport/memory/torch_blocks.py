@@ -10,12 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from tercet.protocol import TransferFailed
+from tercet.protocol.wire import UNREADABLE
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
 from tercet.transport.memory.staged import DeviceBlocks, IsOver, wait_until
@@ -53,6 +56,27 @@ def _blocks_of(memory: torch.Tensor, begin: int, stride: int, shape: RegionShape
     return memory.as_strided((shape.num_blocks, shape.block_bytes), (stride, 1), begin)
 
 
+OpenPlanes = Callable[[bytes, RegionShape], Sequence[torch.Tensor]]
+
+
+def open_device_planes(offer: bytes, shape: RegionShape) -> Sequence[torch.Tensor]:
+    """The planes that a rank on this machine offers; raises :class:`~tercet.protocol.TransferFailed`."""
+    try:
+        handles = msgspec.msgpack.decode(offer, type=DeviceHandles)
+    except UNREADABLE as error:
+        raise TransferFailed(f"ipc: the sender's offer cannot be understood: {error}") from error
+    if len(handles.planes) != len(shape.planes):
+        raise TransferFailed("ipc: the sender offers other planes than its region has")
+    return device_planes(handles, shape)
+
+
+@dataclass(frozen=True)
+class PeerBlocks:
+    """Another rank's planes, mapped here; nothing but a source of copies."""
+
+    planes: Sequence[torch.Tensor]
+
+
 class TorchBlocks(DeviceBlocks):
     """Copies between planes, each a tensor of ``(blocks, bytes)``, and host memory. Thread-safe.
 
@@ -61,9 +85,15 @@ class TorchBlocks(DeviceBlocks):
     """
 
     def __init__(
-        self, planes: Sequence[torch.Tensor], chunk_bytes: int, order: BlockOrder | None = None
-    ) -> None:  # fmt: skip
+        self,
+        planes: Sequence[torch.Tensor],
+        chunk_bytes: int,
+        order: BlockOrder | None = None,
+        offer: bytes = b"",
+        open_planes: OpenPlanes = open_device_planes,
+    ) -> None:
         self._planes, self._order = planes, order
+        self.offer, self._open_planes = offer, open_planes
         self._device = planes[0].device
         self._out, self._in = (_Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
 
@@ -74,6 +104,35 @@ class TorchBlocks(DeviceBlocks):
 
     def buffer(self, nbytes: int) -> memoryview:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu").numpy().data
+
+    def opened(self, offer: bytes, shape: RegionShape) -> PeerBlocks:
+        return PeerBlocks(self._open_planes(offer, shape))
+
+    def begin_across(
+        self,
+        theirs: object,
+        layers: range,
+        there: tuple[Numbers, int],
+        here: tuple[Numbers, int],
+        size: int,
+        order: BlockOrder | None,
+    ) -> IsOver:
+        if not isinstance(theirs, PeerBlocks):
+            raise TransferFailed("ipc: these blocks were not opened here")
+        (sources, begin), (blocks, offset) = there, here
+        with self._in.next() as room:
+            gathered = room[: len(layers) * len(sources) * size].view(len(layers), len(sources), size)
+            # The gather runs where the sender's blocks are; to another device it is copied as a whole.
+            for layer, rows in zip(layers, gathered, strict=True):
+                plane = theirs.planes[layer]
+                items, found = _items(plane[:, begin : begin + size], rows)
+                numbers = torch.tensor(sources, device=plane.device)
+                if plane.device == self._device:
+                    torch.index_select(items, 0, numbers, out=found)
+                else:
+                    found.copy_(items.index_select(0, numbers), non_blocking=True)
+            self._scatter(gathered, layers, blocks, offset, order)
+            return self._in.mark()
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
         with self._out.next() as room:
@@ -92,16 +151,22 @@ class TorchBlocks(DeviceBlocks):
         self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
     ) -> IsOver:
         with self._in.next() as room:
-            wanted = (blocks >= 0).nonzero()[0]
-            numbers, rows_of = self._numbers(blocks[wanted]), self._numbers(wanted)
             room[: len(source)].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
-            scattered = room[: len(source)].view(len(layers), len(blocks), size)
-            if order is not None and self._order is not None:
-                scattered = _in_order(scattered, order, self._order)
-            for layer, rows in zip(layers, scattered, strict=True):
-                items, found = _items(self._planes[layer][:, offset : offset + size], rows)
-                items.index_copy_(0, numbers, found if len(wanted) == len(blocks) else found[rows_of])
+            arrived = room[: len(source)].view(len(layers), len(blocks), size)
+            self._scatter(arrived, layers, blocks, offset, order)
             return self._in.mark()
+
+    def _scatter(
+        self, arrived: torch.Tensor, layers: range, blocks: Numbers, offset: int, order: BlockOrder | None
+    ) -> None:
+        """Put a chunk's blocks, which are on the device, where they belong."""
+        wanted, size = (blocks >= 0).nonzero()[0], arrived.shape[2]
+        numbers, rows_of = self._numbers(blocks[wanted]), self._numbers(wanted)
+        if order is not None and self._order is not None:
+            arrived = _in_order(arrived, order, self._order)
+        for layer, rows in zip(layers, arrived, strict=True):
+            items, found = _items(self._planes[layer][:, offset : offset + size], rows)
+            items.index_copy_(0, numbers, found if len(wanted) == len(blocks) else found[rows_of])
 
 
 class _Direction:

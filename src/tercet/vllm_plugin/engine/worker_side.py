@@ -36,8 +36,9 @@ class WorkerSide:
         try:
             settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
             staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
+            mapped = device is not None and self._config.kv_memory == "auto"
             setup = AgentSetup(
-                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device
+                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device, mapped
             )
             self._agent = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number

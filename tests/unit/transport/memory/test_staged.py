@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
-from tercet.transport.backends import backends_through_buffers, tcp
+from tercet.transport.backends import backends_for, backends_of_device, tcp
 from tercet.transport.memory import staged
 from tercet.transport.memory.staged import BUFFERS, StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks, host_planes
-from tercet.transport.region import Numbers
+from tercet.transport.region import Numbers, RegionShape
 from tests.unit.transport.ranks import (
     FINGERPRINT,
     Held,
@@ -274,12 +275,104 @@ def test_a_chunk_that_no_buffer_holds_is_refused() -> None:
             target.close()
 
 
-@pytest.mark.parametrize("name", ["host", "nixl", "mooncake"])
-def test_a_transport_that_reads_kv_where_it_lies_is_refused(name: str) -> None:
-    with pytest.raises(BadRequest, match="through buffers"):
-        backends_through_buffers(name)
+@pytest.mark.parametrize(
+    ("name", "offer", "found"),
+    [("auto", b"", ["tcp"]), ("auto", b"it", ["ipc", "tcp"]), ("tcp", b"it", ["tcp"]), ("ipc", b"it", ["ipc"])],
+)
+def test_ways_to_kv_on_a_device(name: str, offer: bytes, found: list[str]) -> None:
+    region = filled(1, 2, BYTES, 1)
+    memory = memory_of(region, TorchBlocks(host_planes(region), CHUNK, offer=offer))
+    backends = backends_of_device(name, region, memory)
+    assert [backend.name for backend in backends] == found
+    for backend in backends:
+        backend.close()
+    region.close()
 
 
-def test_a_transport_that_there_is_not_is_refused() -> None:
-    with pytest.raises(BadRequest, match="there is no 'pigeon'"):
-        backends_through_buffers("pigeon")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("host", "does not reach"), ("nixl", "does not reach"), ("ipc", "does not reach"), ("pigeon", "there is no")],
+)
+def test_a_transport_that_does_not_reach_the_device_is_refused(name: str, says: str) -> None:
+    region = filled(1, 2, BYTES, 1)
+    with pytest.raises(BadRequest, match=says):
+        backends_of_device(name, region, memory_of(region))
+    region.close()
+
+
+def test_ipc_is_for_devices() -> None:
+    region = filled(1, 2, BYTES, 1)
+    with pytest.raises(BadRequest, match="in host memory"):
+        backends_for("ipc", region)
+    region.close()
+
+
+# ---- devices of one machine ------------------------------------------------------------------------------------------
+
+
+class SharedBlocks(TorchBlocks):
+    """Blocks that others may map: here those of ``theirs``, in this process."""
+
+    def __init__(self, region: KVRegion, theirs: KVRegion | None = None) -> None:
+        def opened(offer: bytes, _: RegionShape) -> Sequence[torch.Tensor]:
+            if theirs is None:
+                raise TransferFailed("ipc: no device of the sender's can be seen from here")
+            return host_planes(theirs)
+
+        super().__init__(host_planes(region), CHUNK, offer=b"it", open_planes=opened)
+
+
+def test_a_receiver_copies_out_of_a_device_that_it_has_mapped() -> None:
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    before, sources, targets = content(target), blocks_of(20, 3), blocks_of(20, 4)
+    auto = TransportSettings()
+    with (
+        staged_rank(source, auto, SharedBlocks(source)) as (sender, _),
+        staged_rank(target, auto, SharedBlocks(target, source)) as (receiver, memory),
+    ):
+        assert transfer(sender, source, receiver, sources, targets).transport == "ipc"
+        assert memory.buffers_free() == (BUFFERS, BUFFERS)
+        assert content(target) == expected_after(before, source, sources, targets)
+
+
+def test_a_device_that_cannot_be_mapped_is_reached_through_buffers() -> None:
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    auto = TransportSettings()
+    with (
+        staged_rank(source, auto, SharedBlocks(source)) as (sender, _),
+        staged_rank(target, auto, SharedBlocks(target)) as (receiver, _),
+    ):
+        assert transfer(sender, source, receiver, (1, 2), (3, 4)).transport == "tcp"
+
+
+def test_a_mapped_device_whose_send_is_over_is_not_believed() -> None:
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    auto = TransportSettings()
+    with (
+        staged_rank(source, auto, SharedBlocks(source)) as (sender, _),
+        staged_rank(target, auto, SharedBlocks(target, source)) as (receiver, _),
+    ):
+        transfer(sender, source, receiver, (1,), (3,))  # the session is there
+        lease = grant(receiver, (0, 1))
+        send = Send(sender, receiver.addresses, lease, whole(source))
+        send.push(range(LAYERS), (2, 3))
+        send.cancel()
+        assert receiver.grants.revoke(lease) in (0, None)
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_an_engine_whose_device_hangs_in_a_copy_into_blocks_ends(across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(staged, "end_process", lambda: ended.append(True))
+    monkeypatch.setattr(staged.wait_until, "__defaults__", (0.05,))
+    source, target = filled(1, 4, BYTES, 1), filled(1, 4, BYTES, 2)
+    device = SlowBlocks(target)
+    monkeypatch.setattr(device, "begin_across", lambda *_: lambda: False)
+    memory, blocks = memory_of(target, device), np.array([1])
+    if across:
+        memory.copy_across(object(), range(1), (blocks, 0), (blocks, 0), BYTES, None)
+    else:
+        memory.put(memory.room(), range(1), blocks, 0, BYTES)
+    assert ended
+    source.close()
+    target.close()

@@ -19,12 +19,13 @@ def test_a_forward_pass_is_sent_layer_by_layer_through_buffers(sender_staged: bo
         lease = target.grant(inbox.address, targets)
         begun = opening("s", lease, inbox.address, target.addresses)
         step(source.agent, [begun], [Push("s", 0, ALL)], [SendComplete("s", 0, END)])
-        (done,) = (report for report in (inbox.next(), inbox.next()) if isinstance(report, SendDone))
+        while not isinstance(done := inbox.next(), SendDone):
+            pass  # how far the lease is filled, as often as time allows
         assert (done.error, done.transport, done.bytes) == (None, "tcp", LAYERS * BLOCKS * BYTES)
         assert target.order(RevokeLease(lease)) == END
         assert content(target.region) == expected
 
 
 def test_a_transport_that_reads_memory_is_refused_at_the_start() -> None:
-    with pytest.raises(EngineError, match="through buffers"), rank(1, TransportSettings("host"), staged=True):
+    with pytest.raises(EngineError, match="does not reach"), rank(1, TransportSettings("host"), staged=True):
         pytest.fail("it started")

@@ -1,0 +1,61 @@
+"""``ipc``: engines with KV on devices of one machine map each other's (CUDA IPC), and the receiver copies across.
+
+Blocks go from device to device, or on one device, in batches, on a stream of the receiver's. As with ``host`` the
+sender passes a descriptor through a Unix socket, here of the file that its generation words are in; what its offer
+opens is the memory of the worker beside it. Where a device cannot be mapped (another container, devices that do not
+see each other), the next way is taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tercet.transport.backends.host import HostBackend
+from tercet.transport.backends.reading import Batch, Fence, Reader, SendingPeer
+from tercet.transport.memory.staged import StagedMemory
+from tercet.transport.peer_messages import BLOCK_NUMBER
+from tercet.transport.region import KVRegion
+
+
+class IpcBackend(HostBackend):
+    """Reads KV on devices of other processes of this machine."""
+
+    name = "ipc"
+    stages = False
+
+    def __init__(self, region: KVRegion, memory: StagedMemory) -> None:
+        super().__init__(region)
+        self._memory = memory
+
+    def offer(self) -> bytes:
+        return self._memory.device.offer
+
+    def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
+        words = super().connect(b"", sender)
+        try:
+            return IpcReader(words, self._memory, self._memory.device.opened(offer, sender.shape))
+        except BaseException:
+            words.close()
+            raise
+
+
+class IpcReader(Reader):
+    """Copies out of ``theirs``; ``words`` reads the sender's generation words."""
+
+    def __init__(self, words: Reader, ours: StagedMemory, theirs: object) -> None:
+        self._words, self._ours, self._theirs = words, ours, theirs
+
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
+            sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
+            layers, here = range(chunk.layer, chunk.layer + chunk.layers), chunk.part * chunk.size
+            places = (sources, chunk.offset), (blocks, here)
+            fence(
+                lambda layers=layers, places=places, size=chunk.size: self._ours.copy_across(
+                    self._theirs, layers, *places, size, batch.order
+                )
+            )
+        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
+
+    def close(self) -> None:
+        self._words.close()
