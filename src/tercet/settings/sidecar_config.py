@@ -43,6 +43,10 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     prefill_hosts: PrefillHosts = ""
     prefill_timeout: PrefillTimeout = TIMEOUT_S
     prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
+    stuck_after_s: Annotated[
+        Seconds,
+        Setting("Without a sign of life of its engine, until what waits for it ends in an error.", unit="seconds"),
+    ] = msgspec.field(default=10.0, name="stuck-after")
     idle_timeout_s: Annotated[
         Seconds, Setting("How long its engine may send nothing of an answer while it is well.", unit="seconds")
     ] = msgspec.field(default=300.0, name="idle-timeout")

@@ -114,7 +114,7 @@ async def house(**settings: Any) -> AsyncGenerator[House]:
         decode.answer = decode.streamed
         told: dict[str, Any] = {
             "engine": f"http://{decode.address}", "port": 0, "connector": "nixl", "prefill_hosts": LOOPBACK,
-            "prefill_stuck_after": 0.5, **settings,
+            "prefill_stuck_after": 0.5, "stuck_after_s": 0.5, **settings,
         }  # fmt: skip
         port = await stack.enter_async_context(sidecar(SidecarConfig(**told)))
         yield House(session, decode, prefill, f"http://{HOST}:{port}")

@@ -60,7 +60,7 @@ class Proxy:
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
         self._max_bytes = config.max_request_bytes
-        self._stuck_s = config.prefill_stuck_after
+        self._stuck_s = config.stuck_after_s
         self._idle_s = config.idle_timeout_s
 
     async def handle(self, http: web.Request) -> web.StreamResponse:

@@ -96,7 +96,7 @@ async def _leg(config: SidecarConfig, session: aiohttp.ClientSession) -> AsyncGe
             return (await engine.status()).fingerprint
 
         async with RemotePrefill(attempts, weights, config.secret, https, tls) as remote:
-            yield TercetLeg(engine, session, remote, config.prefill_stuck_after)
+            yield TercetLeg(engine, session, remote, config.stuck_after_s)
 
 
 async def _metrics(_: web.Request) -> web.Response:
