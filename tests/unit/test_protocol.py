@@ -65,6 +65,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "tercet_error": 500,
         "bad_request": 400,
         "unauthorized": 401,
+        "unknown_adapter": 404,
         "unknown_engine": 404,
         "unknown_path": 404,
         "method_not_allowed": 405,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tercet import __version__
+from tercet.cli.adapters import adapters
 from tercet.cli.bench import bench
 from tercet.cli.chaos import chaos
 from tercet.cli.chat import chat
@@ -47,7 +48,7 @@ app = typer.Typer(
 )
 for command in (up, down, status, chat, engine, router, epp, sidecar, rescheduler, demo, chaos, doctor):
     app.command()(command)
-for group in (program, engines, scheduling, moves, bench, sim, profile):
+for group in (program, engines, adapters, scheduling, moves, bench, sim, profile):
     app.add_typer(group)
 
 
@@ -70,7 +71,8 @@ def tercet(
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet scheduling`, `tercet engines` and `tercet moves` change them while traffic flows.
+    - `tercet program`, `tercet scheduling`, `tercet engines`, `tercet adapters` and `tercet moves` change them while
+      traffic flows.
     """
 
 

@@ -18,6 +18,7 @@ from tercet.aio import TaskSet
 from tercet.client.connection_errors import reason_of
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
+    AdapterReport,
     Conflict,
     EngineError,
     EngineLoad,
@@ -45,6 +46,7 @@ from tercet.protocol.wire import (
     ConnectCall,
     Destination,
     Door,
+    LoadAdapterCall,
     MoveCall,
     PrepRecvAnswer,
     PrepRecvCall,
@@ -156,7 +158,12 @@ class HttpEngine:
 
     async def _reserve(self, request: Request, end: int | None, lease: str | None = None) -> Reservation:
         call = PrepRecvCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt, lease=lease
+            prompt=list(request.prompt),
+            seq_id=request.seq_id,
+            end=end,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            lease=lease,
         )
         answer = await self._post("prep_recv", call, PrepRecvAnswer)
         return Reservation(answer.kv_addr_info, answer.matched_len)
@@ -188,6 +195,7 @@ class HttpEngine:
             sample=sample,
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             priority=request.priority,
         )
         return await self._post("remote_send", call, Sent, PATIENT)
@@ -200,6 +208,7 @@ class HttpEngine:
             output=list(output),
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             priority=request.priority,
         )
         return OutputStream(partial(self._generate, call))
@@ -242,6 +251,16 @@ class HttpEngine:
 
     async def abort(self, seq_id: str) -> None:
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        """See :class:`~tercet.protocol.TakesAdapters`."""
+        return await self._post("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See :class:`~tercet.protocol.TakesAdapters`."""
+        where = f"adapters/{quote(name, safe='')}"
+        async with self._call(where, None, QUICK, "DELETE") as response:
+            await self._decode(response, dict[str, Any])
 
     async def status(self) -> EngineStatus:
         async with self._exchange("status", None, QUICK, {}) as response:
@@ -297,23 +316,30 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _call(
-        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout
+        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout, method: str = ""
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         async with AsyncExitStack() as stack:
             try:
-                response = await stack.enter_async_context(self._exchange(verb, call, timeout, await self._addressed()))
+                where = await self._addressed()
+                response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
             except Conflict as error:
                 if error.param != INCARNATION_HEADER:
                     raise
                 self._is_known = False  # it refused before it did anything: it is met, and asked again
-                response = await stack.enter_async_context(self._exchange(verb, call, timeout, await self._addressed()))
+                where = await self._addressed()
+                response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
             yield response
 
     @asynccontextmanager
     async def _exchange(
-        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout, headers: dict[str, str]
+        self,
+        verb: str,
+        call: msgspec.Struct | None,
+        timeout: aiohttp.ClientTimeout,
+        headers: dict[str, str],
+        method: str = "",
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        method = "GET" if call is None else "POST"
+        method = method or ("GET" if call is None else "POST")
         url = f"{self.url}{PREFIX}/{verb}"
         body = None if call is None else msgspec.json.encode(call)
         try:

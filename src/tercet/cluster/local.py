@@ -134,12 +134,18 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
             gpus=shares[index].devices,
             gpu_memory=shares[index].memory,
             kv_cache_gib=config.kv_cache_gib,
-            extra_args=config.engine_args,
+            extra_args=(*lora_flags(config), *config.engine_args),
             simulate=config.simulate,
             options=config.options,
         )
         for index, (name, _) in enumerate(config.roles)
     ]
+
+
+def lora_flags(config: UpConfig) -> tuple[str, ...]:
+    """vLLM's flags by which every engine begins with the fleet's LoRA adapters."""
+    modules = [f"{name}={path}" for name, path in config.lora_modules.items()]
+    return ("--enable-lora", "--lora-modules", *modules) if modules else ()
 
 
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:

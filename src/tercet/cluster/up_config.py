@@ -56,6 +56,8 @@ class UpConfig(FrontDoorConfig, frozen=True):
             raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
         if self.options and self.simulate is None:
             raise BadRequest("options: go with simulate", "options")
+        if self.lora_modules and self.simulate is not None:
+            raise BadRequest("lora-modules: with simulate there is nothing to load", "lora-modules")
         if self.engine_args and self.simulate is not None:
             raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
         self.require_stream_ports_beside(self.port)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 
 from tercet.cost import Costs, Targets
+from tercet.fleet.adapters import Declared, agreed, differing, has
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
@@ -15,11 +16,13 @@ from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
+    AdapterReport,
     BadRequest,
     Conflict,
     Engine,
     EngineError,
     EngineLoad,
+    EngineStatus,
     EngineUnreachable,
     MoveProposal,
     PrefillRule,
@@ -27,6 +30,7 @@ from tercet.protocol import (
     Role,
     Route,
     TercetError,
+    UnknownAdapter,
     UnknownEngine,
     WithoutRole,
 )
@@ -69,6 +73,8 @@ class EngineFleet:
         self._failed: dict[str, TercetError] | None = None
         self._lost: set[str] = set()
         self._on_generate: Callable[[Generation], object] = lambda _: None
+        self._adapter: str | None = None
+        self._declared: Declared = ()
         random = Random(seed)
         self.knowledge = FleetKnowledge(clock, stale_after)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
@@ -82,14 +88,21 @@ class EngineFleet:
         """Every engine, those that are being drained included."""
         return list(self._members.values())
 
-    def traced(self, trace: Trace, on_generate: Callable[[Generation], object] = lambda _: None) -> EngineFleet:
+    def traced(
+        self,
+        trace: Trace,
+        on_generate: Callable[[Generation], object] = lambda _: None,
+        adapter: str | None = None,
+    ) -> EngineFleet:
         """A view of this fleet whose engines note in ``trace`` what they do.
 
-        ``on_generate`` is told of each generation that begins on one of them.
+        ``on_generate`` is told of each generation that begins on one of them. ``adapter`` is what the view's request
+        asks for: roles are offered by those that have it.
         """
         view = EngineFleet.__new__(EngineFleet)
         view.__dict__.update(self.__dict__)  # as copy() does, at a tenth of its cost
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
+        view._adapter = adapter
         return view
 
     @property
@@ -115,7 +128,47 @@ class EngineFleet:
         self.knowledge.loads.report(name, load)
         self.heard(name, load.stalled_s)
         self._note_stopping(name, load.stopping)
+        member = self._members.get(name)
+        if member is not None and load.adapters is not None:
+            member.said_stamp = load.adapters.stamp
         self.on_report(name, load)
+
+    # ---- adapters --------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterReport]:
+        """The LoRA adapters that this fleet serves, by name: what its engines have, and what operators declared."""
+        return self._picking.adapters
+
+    @property
+    def declared(self) -> Declared:
+        """The adapters that every engine of this fleet is to have; set it to change them."""
+        return self._declared
+
+    @declared.setter
+    def declared(self, declared: Declared) -> None:
+        self._declared = declared
+        self._agree_on_adapters()
+
+    def has_adapters(self, member: Member, status: EngineStatus) -> None:
+        """An engine said which LoRA adapters it has, and how many one step may serve."""
+        member.adapters = {report.name: report for report in status.adapters}
+        member.max_adapters = status.max_adapters
+        self._agree_on_adapters()
+        for engine, report in differing({member.name: member.adapters}, self.adapters):
+            wanted = self.adapters[report.name].digest
+            why = f"its contents are {report.digest}, and those of this fleet's {wanted}"
+            log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
+
+    def require_adapter(self, name: str, adapter: str | None) -> None:
+        """Raises :class:`~tercet.protocol.UnknownAdapter` if an engine lacks what the fleet means by this name."""
+        if adapter is not None and not has(self.member(name).adapters, self.adapters.get(adapter)):
+            raise UnknownAdapter(f"destination: {name} does not have the adapter {adapter!r}", "destination")
+
+    def _agree_on_adapters(self) -> None:
+        everyone = [member.adapters for member in self._members.values() if member.adapters]
+        if everyone or self._declared or self._picking.adapters:
+            self._picking.adapters = agreed(everyone, self._declared)
 
     def started_anew(self, name: str) -> None:
         """Another start of the engine has been met: what is known of the one before is void."""
@@ -183,6 +236,7 @@ class EngineFleet:
         self.liveness.forget(name)
         self.costs.forget(name)
         self._lost.discard(name)
+        self._agree_on_adapters()
         self._reopen()
         return member
 
@@ -245,7 +299,8 @@ class EngineFleet:
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
-        able = [member for member in self._open if member.reachable] or self._open
+        serving = self._picking.serving(request, self._open)
+        able = [member for member in serving if member.reachable] or serving
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
             raise self._picking.nobody()
@@ -297,6 +352,9 @@ class EngineFleet:
         """Whether there is an engine for the role that answers and has not failed this view's request."""
         failed = self._failed or ()
         able = (member for member in self._open if role == "both" or member.role in (role, "both"))
+        if self._adapter is not None:
+            wanted = self.adapters.get(self._adapter)
+            able = (member for member in able if has(member.adapters, wanted))
         return any(member.reachable and member.name not in failed for member in able)
 
     def _note_failure(self, name: str, error: TercetError) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
-from tercet.protocol import EngineLoad, Request
+from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.scheduling.hashing import block_hashes, key_of
 from tercet.scheduling.plugin import Floats, Integers
 
@@ -34,7 +34,8 @@ class LoadTable:
         self._free: list[int] = []
         self._at = np.empty(0)
         self._keys = np.empty(0, dtype=np.uint64)
-        self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__}
+        self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name != "adapters"}
+        self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve any
 
     @property
     def size(self) -> int:
@@ -54,6 +55,7 @@ class LoadTable:
         """Give an engine's row back; what was there is void."""
         row = self._rows.pop(name)
         self._free.append(row)
+        self._adapters.pop(row, None)
         return row
 
     def row(self, name: str) -> int | None:
@@ -69,6 +71,10 @@ class LoadTable:
         for field, column in self._columns.items():
             value: float | None = getattr(load, field)
             column[row] = math.nan if value is None else value
+        if load.adapters is not None:
+            self._adapters[row] = load.adapters
+        else:
+            self._adapters.pop(row, None)
 
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
         """An engine's last report, however old, and its age in seconds; None if it has said nothing."""
@@ -84,6 +90,7 @@ class LoadTable:
             step_time=None if math.isnan(found["step_time"]) else found["step_time"],
             stalled_s=found["stalled_s"],
             stopping=bool(found["stopping"]),
+            adapters=self._adapters.get(row),
         )
         return load, self._clock() - float(self._at[row])
 
@@ -92,6 +99,10 @@ class LoadTable:
         if name == "age":
             return np.where(np.isfinite(age), age, np.nan)
         return np.where(age <= self._stale_after, self._columns[name][rows], np.nan)
+
+    def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
+        fresh = self._clock() - self._at[rows] <= self._stale_after
+        return [self._adapters.get(row) if said else None for row, said in zip(rows.tolist(), fresh, strict=True)]
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
         return self._keys[rows]
@@ -174,11 +185,12 @@ class FleetKnowledge:
         parent: Hashable | None,
         tokens: Sequence[int],
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """An engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
-            self._stored_in(block_size).store(row, blocks, parent, tokens, salt)
+            self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
         """The same, from an engine that names blocks by our own hashes (:mod:`tercet.protocol.block_hashes`)."""

@@ -5,6 +5,7 @@ The messages are vLLM's as they are on the wire (``vllm/distributed/kv_events.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -129,18 +130,25 @@ class KVInbox:
                 self._group, self._looks_back = event.group_idx or 0, True
 
     def _store(self, event: BlockStored) -> None:
-        if event.group_idx not in (None, self._group) or event.ownership is not None or event.lora_name is not None:
+        if event.group_idx not in (None, self._group) or event.ownership is not None:
             return
-        keys = [key for block in event.extra_keys or () for key in block or ()]
+        keys = [_beside_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
         salt = None
-        if keys:
+        if any(keys):
             # Only a salt is a single word in a chain's first block; other keys are no prompt's that is text alone.
-            if event.parent_block_hash is not None or len(keys) != 1 or not isinstance(keys[0], str):
+            first = keys[0]
+            if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
-            salt = keys[0]
+            salt = first[0]
         if self._block_size not in (None, event.block_size):
             raise ValueError(f"block_size {event.block_size} after {self._block_size}: an engine has one")
         self._block_size = event.block_size
         self._knowledge.store(
-            self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt
-        )
+            self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
+            event.lora_name,
+        )  # fmt: skip
+
+
+def _beside_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
+    """A block's keys without its adapter's name, which comes first in each block."""
+    return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys

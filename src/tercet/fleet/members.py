@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tercet.fleet.calls_in_flight import CallsInFlight
-from tercet.protocol import Engine, Role
+from tercet.protocol import AdapterReport, Engine, Role
 
 
 @dataclass
@@ -18,7 +18,9 @@ class Member:
     words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
     when somebody (the front door's watch) finds it well. ``draining`` is its operator's wish, ``stopping`` its own
     word. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV
-    cache has room; 0 while it has not said so.
+    cache has room; 0 while it has not said so. ``adapters`` are the LoRA adapters that it said it has, by name,
+    ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``said_stamp`` is what its reports say
+    that changes with them, ``asked_stamp`` what they said when it was asked last.
     """
 
     name: str
@@ -34,6 +36,10 @@ class Member:
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     kv_tokens: int = 0
     stopping: bool = False
+    adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
+    max_adapters: int = 0
+    said_stamp: int = 0
+    asked_stamp: int = 0
 
     @property
     def leaving(self) -> bool:

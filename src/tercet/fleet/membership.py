@@ -26,6 +26,7 @@ REPORTED_WITHIN = 1.0
 """Seconds without a report after which an engine is asked for one."""
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
+ASK_SECONDS = 5.0
 Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
 """Name, URL, and what raises for an engine that must not serve here."""
 
@@ -234,7 +235,8 @@ class Membership:
                 asking = {key: task for key, task in asking.items() if not task.done()}
                 for member in self._fleet.members:
                     silent = not self._fleet.heard_within(member.name, REPORTED_WITHIN)
-                    if (silent or not member.reachable) and id(member) not in asking:
+                    asks = silent or not member.reachable or member.said_stamp != member.asked_stamp
+                    if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"question to {member.name}")
                 self._fleet.stand_still(LOOK_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
@@ -242,14 +244,24 @@ class Membership:
             await questions.close()
 
     async def _ask(self, member: Member) -> None:
+        stamp = member.said_stamp
         try:
             self._answered(member, await member.engine.status())
+            member.asked_stamp = stamp
         except EngineUnreachable as error:
             self._fleet.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
         except Exception as error:  # such as that of a connection closed meanwhile
             self._refuse(member, EngineError(f"{type(error).__name__}: {error}"))
+
+    async def ask(self, members: Sequence[Member]) -> None:
+        """Ask ``members`` for their status now; the watch goes on asking those that do not answer soon."""
+        asked = [asyncio.ensure_future(self._ask(member)) for member in members]
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=ASK_SECONDS)
+            for task in late:
+                task.cancel()
 
     async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
         """Ask ``members``, or all, for their status; those that do not answer in time are unreachable from now on."""
@@ -277,6 +289,7 @@ class Membership:
         """An engine has said how it is; one that breaks the promise is not picked, and why is logged once."""
         self._fleet.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
+        self._fleet.has_adapters(member, status)
         try:
             self._admit(status)
         except BadRequest as error:

@@ -11,8 +11,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from tercet.fleet.adapters import has
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import (
+    AdapterReport,
     BadRequest,
     EngineUnreachable,
     EngineView,
@@ -20,6 +22,7 @@ from tercet.protocol import (
     Request,
     Role,
     RoleUnavailable,
+    UnknownAdapter,
     WithoutRole,
 )
 from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
@@ -34,6 +37,7 @@ ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 
 _reachable, _role = attrgetter("reachable"), attrgetter("role")
 ViewT = TypeVar("ViewT", bound=EngineView)
+AnyView = TypeVar("AnyView", bound=EngineView)
 
 
 @dataclass
@@ -46,6 +50,9 @@ class Picking(Generic[ViewT]):
 
     ``believed`` are the tokens that engines were believed to hold when they were picked, for picks that are not over:
     afterwards a pick itself makes them believed to hold the whole prompt.
+
+    ``adapters`` is what the fleet means by the names of LoRA adapters. Who lacks the one that a request asks for is
+    not picked for it, whatever else holds.
     """
 
     knowledge: FleetKnowledge
@@ -55,6 +62,7 @@ class Picking(Generic[ViewT]):
     rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     without_role: WithoutRole = "serve"
+    adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     leaving: Sequence[ViewT] = ()
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -79,24 +87,27 @@ class Picking(Generic[ViewT]):
         """
         turns = PICKERS.get(by)
         if turns is not None:
-            return self._pick_by_turns(turns, role, by, without)
+            return self._pick_by_turns(turns, role, by, without, request)
         profile = self.scheduling.profile(by, role)
         if profile is None:
             known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
             raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
         return self._pick_by_profile(profile, role, without, request)
 
-    def _pick_by_turns(self, picker: TurnPicker, role: Role, by: str, without: Sequence[str]) -> ViewT:
+    def _pick_by_turns(
+        self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None
+    ) -> ViewT:  # fmt: skip
         # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
-        able = self.views if role == "both" else [v for v in self.views if v.role == role or v.role == "both"]
+        views = self.serving(request, self.views)
+        able = views if role == "both" else [v for v in views if v.role == role or v.role == "both"]
         candidates = [view for view in able if view.reachable]
         if candidates:
             self._filled(role)
         else:
             self._require_role(role)
-            others = [view for view in self.views if view.reachable]
+            others = [view for view in views if view.reachable]
             self._filled_by_others(role, bool(others))
-            candidates = others or able or self.views
+            candidates = others or able or views
         for name in without:
             candidates = [view for view in candidates if view.name != name] or candidates
         if not candidates:
@@ -110,7 +121,7 @@ class Picking(Generic[ViewT]):
         self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None
     ) -> ViewT:
         self.knowledge.needed()
-        candidates = self.candidates(role)
+        candidates = self.candidates(role, request=request)
         for name in without:
             candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
@@ -130,7 +141,7 @@ class Picking(Generic[ViewT]):
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
         self.knowledge.needed()
-        candidates = self.candidates(role, among)
+        candidates = self.candidates(role, among, request)
         for name in without:
             candidates = _preferring(candidates, [engine.name != name for engine in candidates])
         if not len(candidates):
@@ -142,15 +153,38 @@ class Picking(Generic[ViewT]):
         cached = 0 if decision.matched is None else int(decision.matched[rows[0]])
         return [self.views[self._places[row]] for row in rows], cached
 
-    def candidates(self, role: Role, among: Collection[str] | None = None) -> Engines:
+    def serving(self, request: Request | None, views: Sequence[AnyView]) -> Sequence[AnyView]:
+        """Those that can serve the request: all, unless it asks for an adapter.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter` if there are some, and none has it.
+        """
+        if request is None or request.adapter is None:
+            return views
+        wanted = self.adapters.get(request.adapter)
+        found = [view for view in views if has(view.adapters, wanted)]
+        if views and not found:
+            raise UnknownAdapter(
+                f"model: no engine that may be picked has the adapter {request.adapter!r}; tercet adapters list shows "
+                "who has which",
+                "model",
+            )
+        return found
+
+    def candidates(
+        self, role: Role, among: Collection[str] | None = None, request: Request | None = None
+    ) -> Engines:  # fmt: skip
         """Those that have the role, without those that do not answer while others do.
 
         If none of them answers, those that do, whatever their role: every engine can do both. Or none, if the fleet is
         told so: raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count, all if not given.
+        Of these, only who can serve the ``request``: raises :class:`~tercet.protocol.UnknownAdapter`.
         """
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
+        if request is not None and request.adapter is not None:
+            serving = {view.name for view in self.serving(request, everyone.views)}
+            everyone = everyone.where([engine.name in serving for engine in everyone])
         roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
         answering = self._answering(everyone, roles)
         if len(answering):
@@ -238,7 +272,7 @@ class Picking(Generic[ViewT]):
     ) -> bool:
         """See :meth:`tercet.fleet.EngineFleet.disaggregates`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
-        prefill = self.candidates("prefill", among)
+        prefill = self.candidates("prefill", among, request)
         row = self.knowledge.loads.row(decode)
         prefill = prefill if row is None else prefill.where(prefill.rows != row)
         if not len(prefill):

@@ -122,13 +122,14 @@ class StoredBlocks(Holders):
         parent: Hashable | None,
         tokens: Sequence[int],
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """The engine stored consecutive blocks, which it calls ``names``, after the one it calls ``parent``.
 
-        ``tokens`` are theirs, ``salt`` the cache salt of the request they came from.
+        ``tokens`` are theirs; ``salt`` and ``adapter`` are those of the request they came from.
         """
         places = self._places.setdefault(row, {})
-        place = root_of(salt) if parent is None else places.get(parent)
+        place = root_of(salt, adapter) if parent is None else places.get(parent)
         if place is None:
             self.orphans += len(names)
             return

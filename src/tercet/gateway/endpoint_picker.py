@@ -16,7 +16,15 @@ from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.rendering import Renderer, Tokens
 from tercet.gateway.reported_load import UNKNOWN_ROOM, UNTIL_COUNTED, ReportedLoad
 from tercet.gateway.split_cost import SplitCost
-from tercet.protocol import EngineLoad, EngineUnreachable, Request, RoleUnavailable, Saturated, TercetError
+from tercet.protocol import (
+    EngineLoad,
+    EngineUnreachable,
+    Request,
+    RoleUnavailable,
+    Saturated,
+    TercetError,
+    UnknownAdapter,
+)
 from tercet.settings import Limits, PickerConfig
 from tercet.streams.wire_format import REPORT_SECONDS
 
@@ -99,7 +107,7 @@ class EndpointPicker:
         """The pick itself; making the ``prompt`` took ``rendering`` seconds."""
         began = time.perf_counter() - rendering
         names = self._named(among)
-        request = _request(call, prompt)
+        request = _request(call, prompt, self._adapter_of(call))
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
         decode = decoding[0]
         may_split = request.prompt and self._fleet.scheduling.splits
@@ -130,9 +138,13 @@ class EndpointPicker:
             if not self._fleet.splits(request, decode.name, cached, names, rule):
                 return None
             (member,), _ = self._fleet.ranked("prefill", request, 1, names, [decode.name])
-        except (EngineUnreachable, RoleUnavailable):
+        except (EngineUnreachable, RoleUnavailable, UnknownAdapter):
             return None
         return member if member is not decode else None
+
+    def _adapter_of(self, call: OpenAICall) -> str | None:
+        """The LoRA adapter that is asked for by the model's name, if the fleet has one of that name."""
+        return call.body.model if call.body.model in self._fleet.adapters else None
 
     # ---- who may be picked -----------------------------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class EndpointPicker:
             self._gate.look()
 
 
-def _request(call: OpenAICall, prompt: Tokens) -> Request:
+def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:
     body, limit = call.body, call.max_tokens
     return Request(
         seq_id=call.headers.get("x-request-id") or f"pick-{next(_numbers)}",
@@ -192,6 +204,7 @@ def _request(call: OpenAICall, prompt: Tokens) -> Request:
         cache_salt=body.cache_salt,
         headers=call.headers,
         user=body.user,
+        adapter=adapter,
     )
 
 

@@ -4,8 +4,8 @@ Positions are token positions in ``prompt + output``; every range is half-open, 
 """
 
 from tercet.protocol.addresses import CacheGroup, KVAddrInfo, KVLayout, RankAddress
-from tercet.protocol.content import Content, content_of, packed
-from tercet.protocol.engine import Engine, Reservation
+from tercet.protocol.content import Content, cache_key, content_of, packed
+from tercet.protocol.engine import Engine, Reservation, TakesAdapters
 from tercet.protocol.errors import (
     BadRequest,
     Conflict,
@@ -27,6 +27,7 @@ from tercet.protocol.errors import (
     TercetError,
     TransferFailed,
     Unauthorized,
+    UnknownAdapter,
     UnknownEngine,
     UnknownPath,
     UnknownSequence,
@@ -36,6 +37,8 @@ from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, W
 from tercet.protocol.ranges import resolve_range
 from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import (
+    AdapterLoad,
+    AdapterReport,
     EngineLoad,
     EngineStatus,
     KVEvents,
@@ -49,6 +52,8 @@ from tercet.protocol.types import (
 )
 
 __all__ = [
+    "AdapterLoad",
+    "AdapterReport",
     "BadRequest",
     "CacheGroup",
     "Conflict",
@@ -87,15 +92,18 @@ __all__ = [
     "Sent",
     "SequenceReport",
     "ShuttingDown",
+    "TakesAdapters",
     "TercetError",
     "TokenLogprob",
     "TransferFailed",
     "Unauthorized",
+    "UnknownAdapter",
     "UnknownEngine",
     "UnknownPath",
     "UnknownSequence",
     "Usage",
     "WithoutRole",
+    "cache_key",
     "content_of",
     "from_wire",
     "packed",

@@ -110,7 +110,8 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block size and equals the matched length that ``prep_recv`` returned. ``group_begins`` has for each of the layout's
     groups of layers from which token on KV is wanted: what its layers do not look back at is not sent. ``transport``
     names the wire protocol.
-    ``proof`` shows that an engine of the fleet has given it out, where the fleet has a secret.
+    ``proof`` shows that an engine of the fleet has given it out, where the fleet has a secret. ``adapter`` is
+    the digest of the receiver's LoRA adapter that the KV is wanted for; empty for the base model.
     """
 
     lease: str
@@ -122,6 +123,7 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: KVLayout
     proof: str = ""
     group_begins: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...] = ()
+    adapter: str = ""
 
     def proved(self, secret: str) -> KVAddrInfo:
         """This one with its proof; as it is without a secret."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 
 
-def root_of(salt: str | None) -> int:
-    """What a chain starts from: prompts with different cache salts share nothing."""
-    return 0 if salt is None else zlib.crc32(salt.encode()) + 1
+def root_of(salt: str | None, adapter: str | None = None) -> int:
+    """What a chain starts from: prompts with different cache salts, or for different adapters, share nothing."""
+    root = zlib.crc32(salt.encode()) + 1 if salt else 0
+    return root if adapter is None else hash((root, zlib.crc32(adapter.encode()), len(adapter)))
 
 
 def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None) -> list[int]:

@@ -19,8 +19,12 @@ DIGEST_BYTES = 16
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
+# Salts of clients that begin like a key of ours get it twice.
+MARK, OF_ADAPTER = "\0", "\0a"
+
+
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """The first ``end`` tokens of a sequence; ``digest`` covers them and the cache salt."""
+    """The first ``end`` tokens of a sequence; ``digest`` covers them, the cache salt and the adapter."""
 
     end: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     digest: Digest
@@ -34,8 +38,22 @@ def packed(tokens: Sequence[int]) -> bytes:
     return found.tobytes()
 
 
+def cache_key(salt: str | None, adapter: str = "") -> str | None:
+    """What beside the tokens KV is of, as one word that stands for no other: a cache salt, and an adapter's digest.
+
+    Without an adapter it is the salt, in all but those that look like one of these words.
+    """
+    salt = salt or None
+    if adapter:
+        return f"{OF_ADAPTER}{len(adapter)}:{adapter}{salt or ''}"
+    return MARK + salt if salt is not None and salt.startswith(MARK) else salt
+
+
 def content_of(tokens: bytes, salt: str | None, end: int | None = None) -> Content:
-    """What KV of the first ``end`` of some :func:`packed` tokens is of, by default of all."""
+    """What KV of the first ``end`` of some :func:`packed` tokens is of, by default of all.
+
+    ``salt`` is a :func:`cache_key`, where there are adapters.
+    """
     end = len(tokens) // TOKEN_BYTES if end is None else end
     # vLLM's cache knows no difference between an empty salt and none. A key has 64 bytes at most, a salt any number.
     key = blake2b(salt.encode()).digest() if salt else b""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
 from tercet.protocol.stream import OutputStream
-from tercet.protocol.types import EngineStatus, Request, Sent
+from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -97,4 +97,25 @@ class Engine(Protocol):
 
     async def status(self) -> EngineStatus:
         """The engine's current state."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that loads and unloads LoRA adapters while it runs."""
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        """Serve the adapter at ``path``, on the engine's machine, under ``name``; what it is.
+
+        Raises :class:`~tercet.protocol.errors.Unauthorized` if its operator does not allow that,
+        :class:`~tercet.protocol.errors.Conflict` for a name or path that stands for something else, and
+        :class:`~tercet.protocol.errors.BadRequest` for what is no adapter of its model.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for it; what runs with it goes on.
+
+        Raises :class:`~tercet.protocol.errors.UnknownAdapter` and :class:`~tercet.protocol.errors.Unauthorized`.
+        """
         ...

@@ -54,6 +54,10 @@ class UnknownSequence(TercetError, status=404):
     """The engine holds nothing under this seq_id or lease."""
 
 
+class UnknownAdapter(TercetError, status=404):
+    """The engine, or every engine of the fleet that answers, lacks the LoRA adapter of that name."""
+
+
 class UnknownPath(TercetError, status=404):
     """Nothing is served under this path."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tercet.protocol.engine import Engine
-from tercet.protocol.types import Request
+from tercet.protocol.types import AdapterReport, Request
 
 Role = Literal["prefill", "decode", "both"]
 WithoutRole = Literal["serve", "refuse"]
@@ -20,7 +20,7 @@ class EngineView(Protocol):
 
     ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are its operator's words. It is ``reachable`` if it
     answered when it was asked last. ``in_flight`` counts the sequences that this front door runs on it now,
-    ``in_flight_tokens`` their prompt tokens.
+    ``in_flight_tokens`` their prompt tokens. ``adapters`` are the LoRA adapters that it says it has, by name.
     """
 
     @property
@@ -40,6 +40,9 @@ class EngineView(Protocol):
 
     @property
     def in_flight_tokens(self) -> int: ...
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterReport]: ...
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ class Fleet(Protocol):
         ``by`` is ``round_robin``, ``least_loaded``, the name of a scheduling profile, or ``scheduled`` for the profile
         of the role. Profiles that look at prompts or headers need the ``request``.
 
-        Engines that are being drained are left out; those that do not answer are while others do, and so is
-        ``other_than``. If no engine of the role answers, others serve in its place, unless the fleet is told to refuse
-        that. Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine or a strict filter leaves none,
-        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
+        Engines that are being drained are left out, and those without the request's LoRA adapter; those that do not
+        answer are while others do, and so is ``other_than``. If no engine of the role answers, others serve in its
+        place, unless the fleet is told to refuse that. Raises :class:`~tercet.protocol.EngineUnreachable` if there is
+        no engine or a strict filter leaves none, :class:`~tercet.protocol.RoleUnavailable`,
+        :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         ...
 

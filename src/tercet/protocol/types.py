@@ -20,7 +20,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
     ``SamplingParams`` by field name; what is left out has vLLM's default. ``headers`` are the client's HTTP headers,
-    lower case; ``user`` is what its OpenAI request called its end user.
+    lower case; ``user`` is what its OpenAI request called its end user. ``adapter`` is the name of the LoRA adapter
+    that it asks for, None for the base model; programs need not look at it, since it goes wherever the request does.
     """
 
     seq_id: str
@@ -30,6 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     headers: Mapping[str, str] = {}
     user: str | None = None
+    adapter: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -113,13 +115,26 @@ class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: str = ""
 
 
+class AdapterReport(msgspec.Struct, frozen=True):
+    """A LoRA adapter that an engine serves: its ``name``, and where its files are.
+
+    ``digest`` stands for its config and weights: of two engines that say another one for a name, none takes the
+    other's KV.
+    """
+
+    name: str
+    path: str
+    digest: str
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: who it is, how loaded it is, and what it holds for others.
 
     ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None
     for an engine that publishes none. ``incarnation`` is another one after each start, and is what calls may be
     addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV. ``stalled_s``
-    as in :class:`EngineLoad`.
+    as in :class:`EngineLoad`. ``max_adapters`` is how many LoRA adapters one step may serve, 0 if it serves none;
+    ``adapters`` are those that it has.
     """
 
     engine: str
@@ -141,6 +156,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     dtype: str = ""
     stalled_s: NotNegativeNumber = 0.0
+    max_adapters: int = 0
+    adapters: tuple[AdapterReport, ...] = ()
 
 
 class SequenceReport(msgspec.Struct, frozen=True):
@@ -171,6 +188,19 @@ class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA adapters of an engine: which its sequences use, in its batch (``running``) and in its queue.
+
+    One step serves ``max`` of them at most. This is vLLM's ``vllm:lora_requests_info``. ``stamp`` is another number
+    when the engine has other adapters than before: then its status says which.
+    """
+
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    max: Count = 0
+    stamp: Count = 0
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How busy an engine is.
 
@@ -178,6 +208,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
     ``stalled_s`` is for how many seconds at least one of its processes (core, workers, agents) has shown no progress.
     An engine that is ``stopping`` ends when it is empty, or soon: what runs there is to go elsewhere.
+    ``adapters`` is None of an engine that serves none.
     """
 
     waiting: Count
@@ -187,3 +218,4 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step_time: NotNegativeNumber | None = None
     stalled_s: NotNegativeNumber = 0.0
     stopping: bool = False
+    adapters: AdapterLoad | None = None

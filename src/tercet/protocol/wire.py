@@ -1,7 +1,7 @@
 """The verbs as JSON over HTTP: one struct per call. Unknown fields are refused.
 
 ``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
-``SamplingParams`` by field name.
+``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seq_id: Name
     end: int | None = None
     cache_salt: str | None = None
+    adapter: Name | None = None
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
     lease: Name | None = None
 
@@ -62,6 +63,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sample: bool = False
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
+    adapter: Name | None = None
     priority: Priority = 0
 
 
@@ -102,6 +104,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     door: Destination | None = None
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
+    adapter: Name | None = None
     priority: Priority = 0
 
 
@@ -131,6 +134,13 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Its answer: the whole blocks among tokens ``[0, valid_end)`` of the reserved prompt are prefix cache now."""
 
     valid_end: int
+
+
+class LoadAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/adapters``: a name for the LoRA adapter at ``path``, on the engine's machine."""
+
+    name: Name
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 C = TypeVar("C")

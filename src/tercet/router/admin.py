@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
+from tercet.fleet.adapters import has
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
-from tercet.protocol.wire import PREFIX, MoveCall, decode_call
+from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, decode_call
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -48,12 +49,33 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     destination: str
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
-def install(app: FastAPI, shared: SharedState, models: Sequence[str]) -> None:
-    """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``."""
+class VLLMLoadCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of vLLM's ``POST /v1/load_lora_adapter``, as far as a fleet does it."""
+
+    lora_name: Name
+    lora_path: Name
+
+
+class VLLMUnloadCall(msgspec.Struct, frozen=True):
+    """Body of vLLM's ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Name
+
+
+def install(app: FastAPI, shared: SharedState, models: Sequence[str], loads_adapters: bool = False) -> None:
+    """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``.
+
+    ``loads_adapters``: with vLLM's own routes for adapters, in the place of those that it has then.
+    """
     app.state.tercet, app.state.tercet_models = shared, models
     app.include_router(router)
+    if loads_adapters:
+        own = {route.path for route in vllms.routes if isinstance(route, Route)}
+        app.router.routes[:] = [each for each in app.routes if not (isinstance(each, Route) and each.path in own)]
+        app.include_router(vllms)
     app.router.middleware_stack = _refusing(app.router.middleware_stack, app.routes)
 
 
@@ -219,7 +241,8 @@ def _scheduling(shared: SharedState) -> dict[str, Any]:
 async def move_context(request: Request) -> Response:
     """Have a prefix in another engine's cache; answers with what was sent, the range and the bytes."""
     call = decode_call(await request.body(), MigrateCall)
-    prefix = protocol.Request(seq_id=f"context-{uuid.uuid4().hex}", prompt=call.prompt, cache_salt=call.cache_salt)
+    seq_id = f"context-{uuid.uuid4().hex}"
+    prefix = protocol.Request(seq_id=seq_id, prompt=call.prompt, cache_salt=call.cache_salt, adapter=call.adapter)
     sent = await migrate_context(_fleet(request), prefix, call.source, call.destination)
     if sent is None:
         return _json({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
@@ -277,6 +300,72 @@ def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
         "tokens": len(sequence.tokens),
         "seconds": now - sequence.began,
     }
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------
+
+
+@router.get("/adapters")
+async def adapters(request: Request) -> Response:
+    """The LoRA adapters of this fleet: name, path and digest, and which engines have each."""
+    return _json(_adapters(_fleet(request)))
+
+
+@router.post("/adapters")
+async def load_adapter(request: Request) -> Response:
+    """Serve a LoRA adapter, once every engine has loaded it from this path on its machine."""
+    call = decode_call(await request.body(), LoadAdapterCall)
+    return await _load_adapter(request, call.name, call.path)
+
+
+@router.delete("/adapters/{name:path}")
+async def unload_adapter(request: Request, name: str) -> Response:
+    """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
+    return await _unload_adapter(request, name)
+
+
+async def _load_adapter(request: Request, name: str, path: str) -> Response:
+    if name in request.app.state.tercet_models:
+        raise BadRequest(f"name: {name!r} is what the base model is called", "name")
+    behind = await _shared(request).load_adapter(name, path, _asked(request))
+    return _json(next(each for each in _adapters(_fleet(request)) if each["name"] == name), 201, behind)
+
+
+async def _unload_adapter(request: Request, name: str) -> Response:
+    behind = await _shared(request).unload_adapter(name, _asked(request))
+    return _json({"name": name, "unloaded": True}, behind=behind)
+
+
+def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "path": adapter.path,
+            "digest": adapter.digest,
+            "engines": [member.name for member in fleet.members if has(member.adapters, adapter)],
+        }
+        for name, adapter in fleet.adapters.items()
+    ]
+
+
+# vLLM's own routes, for the whole fleet.
+vllms = APIRouter(tags=["tercet"], route_class=_Route)
+
+
+@vllms.post("/v1/load_lora_adapter")
+async def load_lora_adapter(request: Request) -> Response:
+    """As vLLM's."""
+    call = decode_call(await request.body(), VLLMLoadCall)
+    await _load_adapter(request, call.lora_name, call.lora_path)
+    return Response(f"Success: LoRA adapter '{call.lora_name}' added successfully.")
+
+
+@vllms.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(request: Request) -> Response:
+    """As vLLM's."""
+    call = decode_call(await request.body(), VLLMUnloadCall)
+    await _unload_adapter(request, call.lora_name)
+    return Response(f"Success: LoRA adapter '{call.lora_name}' removed successfully.")
 
 
 # ---- engines -------------------------------------------------------------------------------------------------
@@ -352,4 +441,5 @@ def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
         "in_flight": everywhere.in_flight,
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels),
+        "adapters": sorted(member.adapters),
     }

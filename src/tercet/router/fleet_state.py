@@ -40,6 +40,14 @@ class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
 
 
+class AdapterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter that the engines of a fleet are to have; ``digest`` is empty until one of them has loaded it."""
+
+    name: str
+    path: str
+    digest: str = ""
+
+
 class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the change to that version did: an event of the log, its fields, and who asked, or which file changed."""
 
@@ -50,9 +58,10 @@ class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Members, programs and scheduling. ``before`` are the programs to which front doors return from failing ones.
+    """Members, programs, scheduling and adapters.
 
-    ``changes`` are the last ones, oldest first, for front doors that find several at once.
+    ``before`` are the programs to which front doors return from failing ones. ``changes`` are the last
+    ones, oldest first, for front doors that find several at once.
     """
 
     version: int = 1
@@ -61,6 +70,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
     promise: Promise | None = None
+    adapters: tuple[AdapterState, ...] = ()
     changes: tuple[MadeChange, ...] = ()
 
     @classmethod
@@ -70,6 +80,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             members=tuple(MemberState(address) for address in config.engines),
             program=ProgramInUse(1, Plan(program=config.program, args=config.program_args)),
             scheduling=None if config.scheduling is None else SchedulingInUse(1, config.scheduling),
+            adapters=tuple(AdapterState(name, path) for name, path in config.lora_modules.items()),
         )
 
     def following(self, known: FleetState) -> FleetState:
@@ -79,7 +90,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         after = known.with_program(self.program.plan)
         if self.scheduling is not None:
             after = after.with_scheduling(self.scheduling.file)
-        return msgspec.structs.replace(after, members=self.members)
+        return msgspec.structs.replace(after, members=self.members, adapters=self.adapters)
 
     def with_program(self, plan: Plan) -> FleetState:
         """Requests from now on are served under ``plan``."""
@@ -94,6 +105,19 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def with_promise(self, promise: Promise) -> FleetState:
         """The first promise stands."""
         return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
+
+    def with_adapter(self, adapter: AdapterState) -> FleetState:
+        """One more adapter for all engines. Raises :class:`~tercet.protocol.Conflict` if its name is another one's."""
+        others = tuple(each for each in self.adapters if each.name != adapter.name)
+        for each in self.adapters:
+            if each.name == adapter.name and each.path != adapter.path:
+                raise Conflict(f"name: {each.name!r} is the adapter at {each.path}; unload it first", "name")
+        return msgspec.structs.replace(self, adapters=(*others, adapter))
+
+    def without_adapter(self, name: str) -> FleetState:
+        """No engine needs it any more; one that was never here is fine."""
+        left = tuple(each for each in self.adapters if each.name != name)
+        return self if left == self.adapters else msgspec.structs.replace(self, adapters=left)
 
     def with_member(self, address: EngineAddress) -> FleetState:
         """One more engine. Raises :class:`~tercet.protocol.Conflict` if its name or URL is taken."""

@@ -20,6 +20,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
+from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
@@ -84,6 +85,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 background.spawn(membership.watch(), "membership")
                 rescheduler = Rescheduler(fleet, service.sequences, service.moves, config.reschedule)
                 background.spawn(rescheduler.run(), "rescheduler")
+                if config.missing_adapters == "load":
+                    background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
                 await _serve_openai(config, state, promise.max_model_len, shutdown, shared)
@@ -140,6 +143,7 @@ async def _serve_openai(
 ) -> None:
     from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
+    from tercet.vllm_plugin.frontend.served_adapters import serve_adapters
 
     service = state.service
     names = [config.public_name, *config.model_aliases]
@@ -148,7 +152,8 @@ async def _serve_openai(
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         server = await vllm.openai_server(args, engine_client)
-        admin.install(server.app, state, names)
+        serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
+        admin.install(server.app, state, names, vllm.loads_adapters())
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(

@@ -138,7 +138,7 @@ class Service:
         trace.program = chosen.name
         tried_at = self._clock()
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
-        fleet = self.fleet.traced(trace, sequence.generates)
+        fleet = self.fleet.traced(trace, sequence.generates, request.adapter)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
         with (

@@ -16,8 +16,9 @@ from pathlib import Path
 from tercet.aio import TaskSet, run_in_thread
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
-from tercet.protocol import BadRequest, TercetError
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
+from tercet.protocol import AdapterReport, BadRequest, TercetError, UnknownAdapter
+from tercet.router.fleet_adapters import load_everywhere, unload_everywhere
+from tercet.router.fleet_state import AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.recovery import LOOK_SECONDS
 from tercet.router.routing import Plan
@@ -168,6 +169,9 @@ class SharedState:
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         await self._apply_members(state, from_scratch)
+        self._fleet.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
+        if not from_scratch and state.adapters != self.state.adapters:
+            await self._membership.ask(self._fleet.members)
         if self.tells:
             for (event, fields, _), reason in changes_with_reasons(self.state, state, f"{self._file.path} says so"):
                 event.tell(**fields, reason=reason)
@@ -246,6 +250,20 @@ class SharedState:
         self.state.with_member(address)
         await self._membership.check(address)
         return await self.change(lambda state: state.with_member(address), reason)
+
+    async def load_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
+        """Serve a LoRA adapter, once every engine that answers and takes adapters has loaded it."""
+        self.state.with_adapter(AdapterState(name, path))
+        report = await load_everywhere(self._fleet, self._membership, name, path)
+        adapter = AdapterState(name, path, report.digest)
+        return await self.change(lambda state: state.with_adapter(adapter), reason)
+
+    async def unload_adapter(self, name: str, reason: str = ASKED) -> Sequence[str]:
+        """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
+        if name not in self._fleet.adapters:
+            raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
+        behind = await self.change(lambda state: state.without_adapter(name), reason)
+        return [*behind, *await unload_everywhere(self._fleet, self._membership, name)]
 
     async def change(
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None

@@ -37,9 +37,19 @@ def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) 
 def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
     """What operators have changed between two states, each once; an engine at another URL is another engine."""
     yield from member_changes(before.members, after.members)
+    yield from _of_adapters(before, after)
     yield from _of_programs(before.program, after)
     if after.scheduling is not None and after.scheduling != before.scheduling:
         yield Change(events.SCHEDULING_CHANGED, {"file": after.scheduling.file})
+
+
+def _of_adapters(before: FleetState, after: FleetState) -> Iterator[Change]:
+    known, wanted = ({each.name: each.path for each in state.adapters} for state in (before, after))
+    for name in known.keys() - wanted.keys():
+        yield Change(events.ADAPTER_UNLOADED, {"adapter": name})
+    for name, path in wanted.items():
+        if known.get(name) != path:
+            yield Change(events.ADAPTER_LOADED, {"adapter": name, "path": path})
 
 
 def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:
@@ -54,6 +64,6 @@ _CHANGES = {
     each.name: each
     for each in (
         events.ENGINE_ADDED, events.ENGINE_REMOVED, events.ENGINE_ROLE, events.ENGINE_DRAINED, events.ENGINE_UNDRAINED,
-        events.PROGRAM_CHANGED, events.SCHEDULING_CHANGED,
+        events.ADAPTER_LOADED, events.ADAPTER_UNLOADED, events.PROGRAM_CHANGED, events.SCHEDULING_CHANGED,
     )
 }  # fmt: skip

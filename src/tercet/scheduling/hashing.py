@@ -13,7 +13,7 @@ from tercet.protocol.block_hashes import chain, root_of
 
 def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
     """The hashes of a prompt's full blocks, at most ``limit`` of them."""
-    return chain(root_of(request.cache_salt), request.prompt, block_size, limit)
+    return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit)
 
 
 def key_of(name: str) -> int:

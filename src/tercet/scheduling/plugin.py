@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import EngineView, Request, Role
+from tercet.protocol import AdapterLoad, EngineView, Request, Role
 from tercet.scheduling.hashing import block_hashes
 
 Floats = NDArray[np.float64]
@@ -36,6 +36,10 @@ class Reports(Protocol):
 
     def column(self, name: str, rows: Integers) -> Floats:
         """``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` or ``age`` of the engines in ``rows``."""
+        ...
+
+    def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
+        """Which LoRA adapters the engines in ``rows`` use; None for one that serves none, or has not said it lately."""
         ...
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
@@ -95,6 +99,11 @@ class Engines:
     def in_flight_tokens(self) -> Floats:
         """Prompt tokens of the sequences that this front door runs on each."""
         return np.fromiter(map(_in_flight_tokens, self.views), np.float64, len(self.views))
+
+    @cached_property
+    def adapter_loads(self) -> Sequence[AdapterLoad | None]:
+        """Which LoRA adapters each uses; None for one that serves none, or has not said it lately."""
+        return self._reports.adapters(self.rows)
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:

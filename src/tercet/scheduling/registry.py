@@ -22,6 +22,7 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "kv-cache-utilization-scorer": scorers.KVCacheUtilizationScorer,
     "load-aware-scorer": scorers.LoadAwareScorer,
     "load-based-pd-decider": profiles.LoadBasedDecider,
+    "lora-affinity-scorer": scorers.LoraAffinityScorer,
     "max-score-picker": pickers.MaxScorePicker,
     "no-hit-lru-scorer": scorers.NoHitLRUScorer,
     "power-of-two-picker": pickers.PowerOfTwoPicker,

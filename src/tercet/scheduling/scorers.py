@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from tercet.protocol import Request
+from tercet.protocol import AdapterLoad, Request
 from tercet.protocol.headers import SESSION_HEADER
 from tercet.scheduling.hashing import preference
 from tercet.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
@@ -178,6 +178,28 @@ class NoHitLRUScorer(Scorer, frozen=True):
 
 def _is_cold(decision: Decision) -> bool:
     return decision.matched is None or not decision.matched.any()
+
+
+class LoraAffinityScorer(Scorer, frozen=True):
+    """1 for an engine that runs the request's LoRA adapter, 0.8 for one with room for another adapter in its batch.
+
+    0.6 for one without room, where requests for the adapter wait already; 0 for any other, and for one that serves no
+    adapters or has said nothing lately. The base model is an adapter that no engine runs.
+    """
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        wanted = None if decision.request is None else decision.request.adapter
+        return np.array([_affinity(load, wanted) for load in engines.adapter_loads], dtype=np.float64)
+
+
+def _affinity(load: AdapterLoad | None, wanted: str | None) -> float:
+    if load is None:
+        return 0.0
+    if wanted in load.running:
+        return 1.0
+    if len({*load.running, *load.waiting}) < load.max:
+        return 0.8
+    return 0.6 if wanted in load.waiting else 0.0
 
 
 class SessionAffinityScorer(Scorer, frozen=True):

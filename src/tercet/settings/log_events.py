@@ -48,6 +48,10 @@ ENGINE_REFUSED = LogEvent("engine_refused", ERROR, "{engine} is not picked: {rea
 ENGINE_BACK = LogEvent("engine_back", WARNING, "{engine} is picked again: {reason}")
 STREAM_FALLBACK = LogEvent("stream_fallback", WARNING, "{engine}: token stream -> server-sent events: {reason}")
 STREAM_BACK = LogEvent("stream_back", WARNING, "{engine} has its token stream again: {reason}")
+ADAPTER_DIFFERS = LogEvent("adapter_differs", ERROR, "{engine} is not picked for {adapter}: {reason}")
+ADAPTER_LOADED = LogEvent("adapter_loaded", WARNING, "{adapter} ({path}): {reason}")
+ADAPTER_MISSING = LogEvent("adapter_missing", ERROR, "{engine} is not picked for {adapter}: {reason}")
+ADAPTER_UNLOADED = LogEvent("adapter_unloaded", WARNING, "{adapter}, what runs with it goes on: {reason}")
 ROLE_FALLBACK = LogEvent("role_fallback", WARNING, "{role} -> any engine that answers: {reason}")
 ROLE_BACK = LogEvent("role_back", WARNING, "engines of the role {role} are picked again: {reason}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -170,6 +170,18 @@ class FrontDoorConfig(Settings, frozen=True):
         str | None,
         Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
     ] = None
+    lora_modules: Annotated[
+        Mapping[str, str],
+        Setting(
+            "A LoRA adapter that engines are to have, and where its files are on them; repeatable.",
+            flag="--lora-modules",
+            metavar="NAME=PATH",
+        ),
+    ] = {}
+    missing_adapters: Annotated[
+        Literal["load", "leave"],
+        Setting("`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it."),
+    ] = "load"
     retries: RetryBudget = RetryBudget()
     stuck_after_s: Annotated[
         Seconds,

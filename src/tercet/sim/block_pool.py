@@ -79,7 +79,9 @@ class BlockPool:
 
     def match(self, prompt: Prompt, limit: int) -> Match:
         """How many of the first ``limit`` blocks of a prompt, with its output, are cached."""
-        return self._tree.match(self._tree.root(prompt.cache_salt), 0, prompt, limit if self._caching else 0)
+        return self._tree.match(
+            self._tree.root(prompt.cache_salt, prompt.adapter), 0, prompt, limit if self._caching else 0
+        )
 
     def fits(self, match: Match, plain: int) -> bool:
         """Whether the blocks of a match can be pinned and ``plain`` more taken."""
@@ -139,7 +141,7 @@ class BlockPool:
         begin, end = holding.cached, min(blocks, holding.blocks)
         if begin >= end or not self._caching:
             return
-        run = holding.run or self._tree.root(prompt.cache_salt)
+        run = holding.run or self._tree.root(prompt.cache_salt, prompt.adapter)
         match = self._tree.match(run, begin, prompt, end)
         if match.blocks > begin:
             # Somebody else has these blocks: they are shared from now on, and the copies given back.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from tercet.protocol import BadRequest, KVAddrInfo, Request
+from tercet.protocol import BadRequest, KVAddrInfo, Request, UnknownAdapter
 from tercet.settings.declaration import complaint
 from tercet.sim.leases import Lease
 from tercet.sim.step_times import Profile
@@ -26,6 +26,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
       hands over what came in between at the end: first and last arrive on time, at a fraction of the cost.
     - ``prefill_scale``, ``decode_scale``: multiply the profile's times.
     - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
+    - ``adapters``: names of the LoRA adapters that it has, with commas between; ``max_loras`` of them may be in one
+      batch, and one that is not yet there takes ``lora_load`` seconds.
     """
 
     schedule: Literal["chunked", "prefill_first"] = "chunked"
@@ -39,20 +41,29 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     transfer_failures: float = 0.0
+    adapters: str = ""
+    max_loras: int = 1
+    lora_load: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
-        for field in ("max_num_batched_tokens", "max_num_seqs"):
+        for field in ("max_num_batched_tokens", "max_num_seqs", "max_loras"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         # Every running decode has its token in each step, which keeps equal steps equal.
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(seqs <= tokens, "max_num_seqs", seqs, f"at most max_num_batched_tokens, {tokens}")
         _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
         _require(self.stream_every >= 0, "stream_every", self.stream_every, "0 or more")
+        _require(self.lora_load >= 0, "lora_load", self.lora_load, "0 or more")
         for field in ("lease_ttl", "prefill_scale", "decode_scale"):
             _require(getattr(self, field) > 0, field, getattr(self, field), "positive")
         for field in ("max_lease_share", "transfer_failures"):
             _require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "between 0 and 1")
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The names in ``adapters``."""
+        return [name for name in self.adapters.split(",") if name]
 
 
 def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:
@@ -115,8 +126,20 @@ def check_prompt(request: Request, limit: int) -> None:
         raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
 
 
+def check_adapter(request: Request, known: Collection[str]) -> None:
+    """Raise :class:`~tercet.protocol.UnknownAdapter` unless the request's adapter is known here, if it has one."""
+    if request.adapter is not None and request.adapter not in known:
+        said = ", ".join(known) or "none"
+        raise UnknownAdapter(f"adapter: this engine has no adapter {request.adapter!r}; it has {said}", "adapter")
+
+
 def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless the reservation has room for ``[begin, end)``."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless the reservation has room for ``[begin, end)``.
+
+    And is for the same adapter.
+    """
+    if info.adapter != (request.adapter or ""):
+        raise BadRequest(f"adapter: is {request.adapter!r}, and prep_recv was for {info.adapter!r}", "adapter")
     if begin < info.begin:
         raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
     if end > info.end:
@@ -128,6 +151,8 @@ def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample:
 def check_same(lease: Lease, request: Request, output: Sequence[int], end: int | None = None) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence, and its cache salt."""
     reserved = lease.prompt.tokens
+    if lease.prompt.adapter != request.adapter:
+        raise BadRequest("adapter: differs from what prep_recv was given for this sequence", "adapter")
     if not lease.prompt.has_salt(request.cache_salt):
         raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
     if reserved is request.prompt and (end is None or end >= lease.end):

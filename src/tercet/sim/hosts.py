@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from tercet.sim.step_times import HostSharing
+from tercet.protocol import BadRequest
+from tercet.sim.step_times import HostSharing, Profile
 
 Kind = Literal["prefill", "decode"]
 """What an engine computes: steps with prompt tokens, whatever else is in them, or steps of decodes alone."""
@@ -160,3 +161,19 @@ class _Alarm:
 
 EngineTime = LoopTime | SharedTime
 Alarm = asyncio.TimerHandle | _Alarm
+
+
+def time_on(host: Host | None, profile: Profile) -> EngineTime:
+    """The time of an engine, which may share a host.
+
+    Raises :class:`~tercet.protocol.BadRequest` if its profile does not say how.
+    """
+    if host is None:
+        return LoopTime()
+    if profile.sharing is None:
+        raise BadRequest(
+            f"host: profile {profile.name} does not say what engines of one host do to one another; measure one with "
+            "two --engine of the same host",
+            "host",
+        )
+    return host.join(profile.sharing)

@@ -122,10 +122,10 @@ class Send:
 
 
 class Network:
-    """Engines by name, and their links. ``prompt`` makes a prompt, which their model answers, of tokens and salt."""
+    """Engines by name, and their links. ``prompt`` makes what their model answers, of tokens, salt and adapter."""
 
     def __init__(self) -> None:
-        self.prompt: Callable[[tuple[int, ...], str | None], Prompt] = Prompt
+        self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
         self.bytes_sent = 0
         self._engines: dict[str, SimEngine] = {}
         self._out_free: dict[str, float] = {}

@@ -58,12 +58,12 @@ class PrefixTree:
                 yield run
             left += (run.children or {}).values()
 
-    def root(self, salt: str | None) -> Run:
-        """What prompts with this cache salt follow."""
-        found = self._roots.get(salt)
+    def root(self, salt: str | None, adapter: str | None = None) -> Run:
+        """What prompts with this cache salt follow, for this adapter."""
+        found = self._roots.get((salt, adapter))
         if found is None:
-            found = self._roots[salt] = Run(None, (), 0)
-            found.names = [root_of(salt)]
+            found = self._roots[salt, adapter] = Run(None, (), 0)
+            found.names = [root_of(salt, adapter)]
         return found
 
     def match(self, run: Run, blocks: int, prompt: Prompt, limit: int) -> Match:

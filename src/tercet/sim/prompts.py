@@ -5,9 +5,10 @@ So two engines agree on a sequence's tokens wherever it runs, as real ones do at
 
 from __future__ import annotations
 
+import zlib
 from array import array
 
-from tercet.protocol import Content, content_of, packed
+from tercet.protocol import Content, cache_key, content_of, packed
 
 # Output tokens are a walk through one fixed table: a batch of them is a slice, made only when somebody reads it.
 _CYCLE = 8192
@@ -28,12 +29,13 @@ _TOKENS = _table() * 2
 
 
 class Prompt:
-    """A prompt's token ids, and what follows from them."""
+    """A prompt's token ids, and what follows from them under an adapter, or without one."""
 
-    __slots__ = ("_contents", "_start", "cache_salt", "tokens")
+    __slots__ = ("_contents", "_start", "adapter", "cache_salt", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], cache_salt: str | None) -> None:
+    def __init__(self, tokens: tuple[int, ...], cache_salt: str | None, adapter: str | None = None) -> None:
         self.tokens = tokens
+        self.adapter = adapter
         self.cache_salt = cache_salt
         self._contents: dict[int, Content] | None = None
         self._start: int | None = None
@@ -41,7 +43,8 @@ class Prompt:
     def output(self, begin: int, end: int) -> tuple[int, ...]:
         """The output tokens ``[begin, end)``, counted from the prompt's end."""
         if self._start is None:
-            self._start = hash((len(self.tokens), self.tokens[-_READ:]))
+            weights = 0 if self.adapter is None else zlib.crc32(self.adapter.encode()) + 1
+            self._start = hash((len(self.tokens), self.tokens[-_READ:])) + weights
         start = (self._start + begin) % _CYCLE
         if end - begin <= _CYCLE:
             return _TOKENS[start : start + end - begin]
@@ -61,11 +64,11 @@ class Prompt:
     def begins_like(self, other: Prompt, end: int) -> bool:
         """Whether KV of the first ``end`` tokens of both is the same."""
         alike = self.tokens is other.tokens or self.tokens[:end] == other.tokens[:end]
-        return alike and self.has_salt(other.cache_salt)
+        return alike and self.has_salt(other.cache_salt) and self.adapter == other.adapter
 
     def content(self, end: int) -> Content:
         """What KV of the first ``end`` tokens is of; of fewer, if the prompt has no more."""
         known = self._contents = self._contents or {}
         if end not in known:
-            known[end] = content_of(packed(self.tokens[:end]), self.cache_salt)
+            known[end] = content_of(packed(self.tokens[:end]), cache_key(self.cache_salt, self.adapter or ""))
         return known[end]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tercet.protocol import EngineLoad, TercetError, Usage
+from tercet.sim.adapter_slots import AdapterSlots
 from tercet.sim.block_pool import BlockPool
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import Alarm, EngineTime
@@ -42,6 +43,7 @@ class SimScheduler:
     __slots__ = (
         "_between", "_block_size", "_chunks", "_decoding", "_ends", "_frozen_since", "_model", "_options",
         "_prefilling", "_run", "_step_began", "_ticks", "_time", "_timer", "_waiting", "counters", "on_change", "pool",
+        "slots",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +51,7 @@ class SimScheduler:
     ) -> None:
         self.pool = pool
         self.counters = Counters()
+        self.slots = AdapterSlots(options.max_loras if options.adapters else 0, options.lora_load)
         self._time = time
         self._model = model
         self._block_size = block_size
@@ -91,6 +94,13 @@ class SimScheduler:
             return self.pool.free
         return self.pool.free - self._decoding.blocks_for(run.steps_at(self._time.time() if now is None else now))
 
+    @property
+    def told(self) -> dict[str, int]:
+        """What the engine's status says of what it has done."""
+        counters, evicted = self.counters, self.pool.evicted
+        done = {"steps": counters.steps, "preemptions": counters.preemptions, "evicted": evicted}
+        return {**done, "adapter_loads": self.slots.loads}
+
     def holding(self, work: Work) -> tuple[int, int]:
         """How many tokens a sequence has now, and how many blocks it holds, within the current run of steps."""
         if work.state != "decoding":
@@ -110,6 +120,7 @@ class SimScheduler:
             tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
             step_time=counters.busy / counters.steps if counters.steps else None,
             stalled_s=0.0 if self._frozen_since is None else self._time.time() - self._frozen_since,
+            adapters=self.slots.load(work.prompt.adapter for work in self._waiting),
         )
 
     def submit(self, work: Work) -> None:
@@ -170,6 +181,8 @@ class SimScheduler:
         self._frozen_since = None
         self._time.end()
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
+        for work in works:
+            self.slots.leave(id(work))
         self._waiting.clear()
         self._prefilling.clear()
         self._between.clear()
@@ -243,6 +256,7 @@ class SimScheduler:
             decodes = self._decoding.size > 0
         # How fast this engine's time runs from here on is settled before a step is timed.
         self._time.compute("prefill" if chunks else "decode" if decodes else None)
+        now += self.slots.owed()
         if chunks:
             self._start_step(now, chunks, decodes)
         elif decodes:
@@ -308,15 +322,21 @@ class SimScheduler:
             if count > 0:
                 chunks.append((work, count))
                 budget -= count
+        overtaken: list[Work] = []
         while self._waiting and budget > 0 and self.running < self._options.max_num_seqs:
             work = self._waiting[0]
+            if not self.slots.admits(work.prompt.adapter):
+                overtaken.append(self._waiting.popleft())
+                continue
             if not self._admit(work):
                 break
             self._waiting.popleft()
+            self.slots.join(id(work), work.prompt.adapter)
             count = self._begin(work, budget)
             if count:
                 chunks.append((work, count))
             budget -= max(count, 1)
+        self._waiting.extendleft(reversed(overtaken))
         return chunks
 
     def _admit(self, work: Work) -> bool:
@@ -414,6 +434,7 @@ class SimScheduler:
     def _give_back(self, work: Work) -> None:
         self.pool.publish(work.holding, work.prompt, work.computed // self._block_size)
         self.pool.give_back(work.holding)
+        self.slots.leave(id(work))
         work.state = "left"
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tercet.protocol import Output, OutputStream, Usage
+from tercet.protocol import Output, OutputStream, Request, Usage
 from tercet.sim.block_pool import Holding
 from tercet.sim.prompts import Prompt
 
@@ -64,13 +64,14 @@ class Work(msgspec.Struct, eq=False):
         """Tokens whose KV may come from the cache: one must be computed if a token is to be produced."""
         return self.known - 1 if self.goal else self.known
 
-    def may_be(self, tokens: tuple[int, ...]) -> bool:
-        """Whether these tokens are its prompt, and output after it."""
-        length = self.length
+    def may_be(self, request: Request) -> bool:
+        """Whether a request is for its prompt, and output after it, with its adapter."""
+        length, tokens = self.length, request.prompt
         return (
             len(tokens) > length
             and tokens[length - 1] == self.prompt.tokens[-1]
             and tokens[:length] == self.prompt.tokens
+            and request.adapter == self.prompt.adapter
         )
 
     def deliver(self, ahead: int = 0) -> None:

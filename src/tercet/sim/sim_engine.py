@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tercet import __version__
 from tercet.protocol import (
+    AdapterReport,
     BadRequest,
     Conflict,
     Content,
@@ -35,13 +36,14 @@ from tercet.protocol.ranges import resolve_end
 from tercet.sim.block_pool import BlockPool, SimObserver
 from tercet.sim.engine_options import (
     EngineOptions,
+    check_adapter,
     check_prompt,
     check_same,
     check_send,
     max_tokens_of,
     tokens_to_produce,
 )
-from tercet.sim.hosts import EngineTime, Host, LoopTime
+from tercet.sim.hosts import Host, time_on
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.network import Network, Send
 from tercet.sim.prompts import Prompt
@@ -79,8 +81,9 @@ class SimEngine:
         self._loop = asyncio.get_running_loop()
         self._layout = profile.layout()
         self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
-        self._time = _time_on(host, profile)
+        self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
+        self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
         self._count = 0
         self._down = False
         self._observer: SimObserver | None = None
@@ -147,7 +150,7 @@ class SimEngine:
         if lease is None or lease.seq_id != request.seq_id:
             raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
         check_same(lease, request, (), end)
-        prompt = self.network.prompt(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         self._leases.extend(lease, prompt, end, self._scheduler.running)
         self._renew(lease)
         return lease
@@ -161,14 +164,15 @@ class SimEngine:
 
     def _told(self, lease: Lease, matched: int) -> Reservation:
         address = RankAddress(0, (self._address,))
-        info = KVAddrInfo(lease.name, self.name, lease.matched, lease.end, "sim", (address,), self._layout)
+        said = (lease.name, self.name, lease.matched, lease.end, "sim", (address,), self._layout)
+        info = KVAddrInfo(*said, adapter=lease.prompt.adapter or "")
         return Reservation(info, matched)
 
     def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._count += 1
-        prompt = self.network.prompt(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         lease = self._leases.reserve(f"{self.name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running)
         lease.ttl = ttl
         self._renew(lease)
@@ -190,7 +194,7 @@ class SimEngine:
         self._layout.require_mappable(info.layout, info.engine)
         check_send(request, info, begin, end, sample)
         first_block = begin // self.profile.block_size * self.profile.block_size
-        prompt = self.network.prompt(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
         work = Work(prompt, end, 0, int(sample), send.computed)
         work.on_chunk = send.chunk
@@ -211,7 +215,7 @@ class SimEngine:
 
     async def _sends_running(self, request: Request, send: Send, end: int) -> bool:
         """Whether a sequence that is generated here has computed these tokens; its own blocks are sent then."""
-        source = next((work for work in self._generating.values() if work.may_be(request.prompt)), None)
+        source = next((work for work in self._generating.values() if work.may_be(request)), None)
         return source is not None and await self._between_steps(partial(self._send_running, source, request, send, end))
 
     def _send_running(self, source: Work, request: Request, send: Send, end: int) -> bool:
@@ -279,7 +283,6 @@ class SimEngine:
         if self._scheduler.frozen:
             await self._between_steps(lambda: None)  # a frozen core tells nothing
         total, free = self.pool.total, self._scheduler.free_blocks
-        counters = self.counters
         return EngineStatus(
             engine=self.name,
             model=self.profile.model.name,
@@ -294,10 +297,12 @@ class SimEngine:
             max_model_len=self.profile.max_model_len,
             leases=len(self._leases),
             sends=len(self._sends),
-            counters={"steps": counters.steps, "preemptions": counters.preemptions, "evicted": self.pool.evicted},
+            counters=self._scheduler.told,
             incarnation=self.incarnation,
             fingerprint=self.fingerprint,
             dtype=self._layout.dtype,
+            max_adapters=self.options.max_loras if self._adapters else 0,
+            adapters=tuple(self._adapters.values()),
         )
 
     async def sequences(self) -> list[SequenceReport]:
@@ -435,7 +440,7 @@ class SimEngine:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
         goal = tokens_to_produce(request, given, self.profile, self.pool.total)
-        prompt = self.network.prompt(request.prompt, request.cache_salt)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
         if lease is not None:
@@ -452,6 +457,7 @@ class SimEngine:
         if self.profile.call or self._down:
             await self._reach()
         check_prompt(request, self.profile.max_model_len)
+        check_adapter(request, self._adapters)
 
     async def _reach(self) -> None:
         if self.profile.call:
@@ -485,15 +491,3 @@ class SimEngine:
             raise
         finally:
             self._calls.discard(done)
-
-
-def _time_on(host: Host | None, profile: Profile) -> EngineTime:
-    if host is None:
-        return LoopTime()
-    if profile.sharing is None:
-        raise BadRequest(
-            f"host: profile {profile.name} does not say what engines of one host do to one another; measure one with "
-            "two --engine of the same host",
-            "host",
-        )
-    return host.join(profile.sharing)

@@ -45,6 +45,7 @@ GAUGES = {
 COUNTERS = {
     "steps": "Steps so far.",
     "preemptions": "Sequences that gave their blocks back while they ran.",
+    "adapter_loads": "LoRA adapters that were put into their place in a batch.",
     "evicted": "Cached blocks that were given to others.",
 }
 # Prompts of a million tokens are a few megabytes of JSON.

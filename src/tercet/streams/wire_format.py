@@ -6,7 +6,8 @@ on the wire, but for the call, which has the fields of the body of ``POST /terce
 
     StreamHello   = [protocol, key, engine, incarnation]
     OutputBatch   = [[delta, ...], load or nil, [proposal, ...]]
-                    load = [waiting, running, kv_usage, tokens or nil, step_time or nil, stalled_s, stopping]
+                    load = [waiting, running, kv_usage, tokens or nil, step_time or nil, stalled_s, stopping,
+                            [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil]
                     proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
     StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones

@@ -27,6 +27,7 @@ from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 from tercet.vllm_plugin.engine.table_publisher import TablePublisher
@@ -67,6 +68,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_tp_group
 
+            if vllm_config.lora_config is not None and current_platform.is_cpu():
+                leave_the_base_model_alone()
             self._worker = WorkerSide(get_tp_group().rank_in_group, self.settings)
             # Then a layer's hook runs once for each part of a batch, and only the last of them means that it is done.
             self._in_parts = vllm_config.parallel_config.use_ubatching

@@ -26,6 +26,7 @@ from tercet.protocol.wire import (
     PREFIX,
     AbortCall,
     ConnectCall,
+    LoadAdapterCall,
     MoveCall,
     PrepRecvCall,
     ReleaseAnswer,
@@ -36,6 +37,7 @@ from tercet.protocol.wire import (
     require_incarnation,
 )
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
+from tercet.vllm_plugin.engine.adapters import Adapters
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
 from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
@@ -85,7 +87,9 @@ class TercetEndpoints:
         state.tercet_stop_grace = settings.stop_grace
         state.tercet_callers = callers_of(args, secret)
         name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
-        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret)  # type: ignore[arg-type]
+        lora = engine_client.vllm_config.lora_config
+        adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
+        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
         state.tercet_prefilling = None
         if state.tercet_prefillers:
@@ -243,6 +247,26 @@ async def propose_move(request: Request, seq_id: str) -> Response:
     """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
     _verbs(request).propose_move(seq_id, decode_call(await request.body(), MoveCall))
     return _json({"accepted": True}, 202)
+
+
+@router.get("/adapters")
+async def adapters(request: Request) -> Response:
+    """The LoRA adapters of this engine: name, path, and a digest of their contents."""
+    return _json(await _verbs(request).adapters.reports())
+
+
+@router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
+async def load_adapter(request: Request) -> Response:
+    """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows that."""
+    call = decode_call(await request.body(), LoadAdapterCall)
+    return _json(await _verbs(request).adapters.load(call.name, call.path))
+
+
+@router.delete("/adapters/{name:path}")
+async def unload_adapter(request: Request, name: str) -> Response:
+    """Take no more requests for a LoRA adapter; what runs with it goes on."""
+    await _verbs(request).adapters.unload(name)
+    return _json({"unloaded": True})
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:

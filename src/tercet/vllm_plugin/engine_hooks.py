@@ -25,6 +25,8 @@ CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 REGISTRY = "vllm.model_executor.models.registry"
+SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
+LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 ENGINE_HOOKS = (
@@ -274,6 +276,36 @@ ENGINE_HOOKS = (
             Has("vllm.v1.engine:EngineCoreRequest", "prompt_token_ids", "mm_features", "lora_request", "cache_salt"),
             Has("vllm.v1.engine:EngineCoreRequest", "prompt_embeds", "resumable", "sampling_params", "priority"),
             Has("vllm.sampling_params:SamplingParams", "extra_args"),
+        ),
+    ),
+    Hook(
+        name="adapters",
+        what="Adapters are found, loaded and unloaded where vLLM's own API has them, and a lease's request names one",
+        why="KV of an adapter has the same names whoever computes it, and who uses which one is reported",
+        until="an engine's adapters are known beside its OpenAI layer",
+        relies_on=(
+            Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
+            Takes(f"{SERVING_MODELS}.load_lora_adapter", "request"),
+            Takes(f"{SERVING_MODELS}.unload_lora_adapter", "request"),
+            Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path", "is_3d_lora_weight"),
+            Takes("vllm.lora.utils:get_adapter_absolute_path", "lora_path"),
+            Takes(f"{REQUEST}.__init__", "lora_request"),
+            Takes(f"{ASYNC_LLM}.add_request", "lora_request"),
+            Says("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys", "lora_request.lora_name"),
+            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.lora_states = LoRARequestStates("),
+            Says("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
+        ),
+    ),
+    Hook(
+        name="base model beside adapters",
+        what="On a CPU rows without an adapter get zeros from the first of LoRA's two products",
+        why="vLLM marks them by -1, which its operators for CPUs take for the last adapter: wrong tokens, wrong KV",
+        until="vLLM's operators for CPUs leave such rows alone",
+        replaces=("lora_ops.bgmv_shrink", "punica_cpu.bgmv_shrink"),
+        relies_on=(
+            Takes(f"{LORA_OPS}:bgmv_shrink", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
+            Says(f"{LORA_OPS}:sgmv_shrink", "bgmv_shrink(inputs, lora_a_weights, output_tensor, exploded_indices"),
+            Says("vllm.lora.punica_wrapper.utils:convert_mapping", "if index_mapping_indices[i] > 0", "else -1"),
         ),
     ),
     Hook(

@@ -14,6 +14,7 @@ STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 UVICORN = "uvicorn.protocols.http.httptools_impl"
 
 FRONTEND_HOOKS = (
@@ -32,6 +33,20 @@ FRONTEND_HOOKS = (
             Has(CLIENT, "get_output_async", "add_request_async", "abort_requests_async", "get_supported_tasks_async"),
             Has(CLIENT, "reset_mm_cache_async", "shutdown", "dp_engines_running"),
             Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+        ),
+    ),
+    Hook(
+        name="adapters",
+        what="What vLLM's OpenAI layer looks adapters up in is a view of those that the fleet has",
+        why="A client asks for an adapter by the model's name, and no engine of this process loads it",
+        until="OpenAIServingModels is told where to look",
+        replaces=("OpenAIServingModels.lora_requests", "InputProcessor.lora_config"),
+        relies_on=(
+            Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]", "self.lora_requests.values()"),
+            Says("vllm.entrypoints.serve.engine.serving:BaseServing", "self.models.lora_requests[request.model]"),
+            Says("vllm.v1.engine.input_processor:InputProcessor._validate_lora", "if not self.lora_config:"),
+            Has("vllm.v1.engine:EngineCoreRequest", "lora_request"),
+            Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path"),
         ),
     ),
     Hook(

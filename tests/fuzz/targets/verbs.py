@@ -42,7 +42,7 @@ from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.unit.fakes import LAYOUT
-from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, TinyEngine
+from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, NO_ADAPTERS, TinyEngine
 
 GETS = ("status", "sequences")
 VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/s/move", *GETS)
@@ -260,7 +260,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
     calls = CoreCalls(engine)
     probe = LivenessProbe(partial(calls.call, status), [_counters], [])
     await probe.start()
-    verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe)
+    verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe, NO_ADAPTERS)
     core.reports = verbs._reports
     app = FastAPI()
     TercetEndpoints().attach_router(app)

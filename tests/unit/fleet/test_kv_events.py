@@ -44,8 +44,9 @@ def known() -> FleetKnowledge:
     return knowledge
 
 
-def cached(knowledge: FleetKnowledge, salt: str | None = None) -> int:
-    return knowledge.cached_tokens("e", request(salt=salt)) // SIZE
+def cached(knowledge: FleetKnowledge, salt: str | None = None, adapter: str | None = None) -> int:
+    asked = msgspec.structs.replace(request(salt=salt), adapter=adapter)
+    return knowledge.cached_tokens("e", asked) // SIZE
 
 
 # ---- the state machine -------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def test_numbers_that_start_again_are_an_engine_that_did() -> None:
     "fields",
     [
         {"group_idx": 1},
-        {"lora_name": "adapter", "extra_keys": [["adapter"]]},
+        {"lora_name": "adapter", "extra_keys": [["adapter", ["picture", 0]]]},
         {"ownership": "disk"},
         {"extra_keys": [[["picture", 0]]]},
         {"extra_keys": [["salt", ["picture", 0]]]},
@@ -142,6 +143,16 @@ def test_layers_with_a_window_count_where_there_are_no_others() -> None:
     knowledge = known()
     KVInbox("e", knowledge).take(0, payload(stored(0, group_idx=0, kv_cache_spec_kind="sliding_window")))
     assert cached(knowledge) == 1
+
+
+def test_blocks_of_an_adapter_are_found_for_that_adapter_alone() -> None:
+    """vLLM puts the adapter's name first into the keys of every block, and a salt behind it into the first one's."""
+    knowledge = known()
+    of_a = {"lora_name": "a", "extra_keys": [["a", "salt"]]}
+    KVInbox("e", knowledge).take(0, payload(stored(0, **of_a), stored(1, lora_name="a", extra_keys=[["a"]])))
+    assert cached(knowledge) == cached(knowledge, "salt") == 0
+    assert cached(knowledge, "salt", "b") == cached(knowledge, None, "a") == 0
+    assert cached(knowledge, "salt", "a") == 2
 
 
 def test_salted_blocks_are_found_with_their_salt() -> None:

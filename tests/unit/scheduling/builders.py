@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from tercet.fleet import FleetKnowledge
-from tercet.protocol import EngineLoad, Request, Role
+from tercet.protocol import AdapterReport, EngineLoad, Request, Role
 from tercet.scheduling import Decision, Engines, Scheduling, load_scheduling
 from tercet.scheduling.plugin import Floats, Scorer
 
@@ -25,6 +25,7 @@ class View:
     reachable: bool = True
     in_flight: int = 0
     in_flight_tokens: int = 0
+    adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
 
 
 class Bench:

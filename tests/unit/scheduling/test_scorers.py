@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.scheduling.plugin import Scorer
 from tercet.scheduling.scorers import (
     ActiveRequestScorer,
     KVCacheUtilizationScorer,
     LoadAwareScorer,
+    LoraAffinityScorer,
     NoHitLRUScorer,
     PrecisePrefixCacheScorer,
     PrefixCacheScorer,
@@ -30,6 +32,7 @@ ALL = [
     ActiveRequestScorer(),
     KVCacheUtilizationScorer(),
     LoadAwareScorer(),
+    LoraAffinityScorer(),
     NoHitLRUScorer(),
     PrecisePrefixCacheScorer(),
     PrefixCacheScorer(block_size=2),
@@ -247,3 +250,22 @@ def test_only_the_latest_engines_are_remembered() -> None:
 
 def test_one_engine_alone_gets_1() -> None:
     assert Bench(View("a")).scores(NoHitLRUScorer()) == [1.0]
+
+
+def test_lora_affinity_is_llm_ds() -> None:
+    """1 where it runs, 0.8 where there is room, 0.6 where it waits, else 0; the base model runs nowhere."""
+    bench = Bench(*(View(name) for name in ("runs", "room", "waits", "full", "none", "silent")))
+    loads = {
+        "runs": AdapterLoad(("a", "b"), ("c",), 2),
+        "room": AdapterLoad(("b",), ("b",), 2),
+        "waits": AdapterLoad(("b", "c"), ("a",), 2),
+        "full": AdapterLoad(("b",), ("c",), 2),
+        "none": None,
+    }
+    for name, adapters in loads.items():
+        bench.knowledge.loads.report(name, EngineLoad(waiting=0, running=0, kv_usage=0.0, adapters=adapters))
+    scorer = LoraAffinityScorer()
+    assert bench.scores(scorer, Request(seq_id="s", prompt=(1,), adapter="a")) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
+    assert bench.scores(scorer, Request(seq_id="s", prompt=(1,))) == [0.0, 0.8, 0.0, 0.0, 0.0, 0.0]
+    bench.now += 10
+    assert bench.scores(scorer, Request(seq_id="s", prompt=(1,), adapter="a")) == [0.0] * 6

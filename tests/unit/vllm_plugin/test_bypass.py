@@ -34,7 +34,7 @@ from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
-from .tiny_engine import BLOCK, LAYOUT, FakeAgent, tokens_of
+from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, FakeAgent, tokens_of
 
 EPOCH = 5
 BLOCKS = [4, 9, 2, 11]
@@ -159,7 +159,7 @@ class Standing:
         )  # fmt: skip
         self.probe = LivenessProbe(partial(self.core.call, "status"), [], [])
         await self.probe.start()
-        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), self.probe)
+        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), self.probe, NO_ADAPTERS)
         request = LLMRequest(client, TOKENS[:40], {}, TercetParams("token"), 0, "salt")
         decoding = DecodingSequence("r", 1, request, TOKENS[:40], lambda cached: Usage(), lambda begun: None)
         self.verbs._generated.add(decoding)

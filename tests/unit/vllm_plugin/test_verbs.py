@@ -20,7 +20,7 @@ from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription,
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 
-from .tiny_engine import LAYOUT, FakeAgent
+from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
 
 INFO = KVAddrInfo("f" * 32, "decode-0", 0, 48, "tcp", (RankAddress(0, ("tcp://127.0.0.1:9000",)),), LAYOUT)
 SEND = RemoteSendCall(prompt=[1] * 48, seq_id="s", kv_addr_info=INFO, begin=0)
@@ -78,7 +78,7 @@ class Phase:
         client: Any = self.client
         self.agent = FakeAgent()
         probe = LivenessProbe(partial(self.core.call, "status"), [], [])
-        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), probe)
+        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), probe, NO_ADAPTERS)
 
     async def begin(self, phase: str) -> asyncio.Task[Any]:
         sending = asyncio.create_task(self.verbs.remote_send(SEND))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import structs
@@ -37,6 +37,7 @@ from tercet.transport import (
 )
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.adapters import Adapters
 from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK
 from tercet.vllm_plugin.engine.connector_messages import (
     ReservedBlocks,
@@ -47,6 +48,8 @@ from tercet.vllm_plugin.engine.connector_messages import (
     WorkerHandshake,
 )
 
+# Of an engine that was started without LoRA.
+NO_ADAPTERS = Adapters(lambda: cast(Any, None), 0)
 BLOCK = 16
 # One of them is vLLM's null block.
 NUM_BLOCKS = 33

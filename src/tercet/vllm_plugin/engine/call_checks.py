@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tercet.protocol import BadRequest, KVAddrInfo, KVLayout
+from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import is_address
 
@@ -39,6 +39,24 @@ class ModelLimits:
                 f"output: {len(tokens)} + {len(output)} tokens leave no room in the model's {self.max_model_len}",
                 "output",
             )
+
+
+def check_adapter(call: RemoteSendCall, digest: str) -> None:
+    """Refuse KV of another adapter than the receiver wants it of; ``digest`` is of the one that this engine has.
+
+    Raises :class:`~tercet.protocol.LayoutMismatch`: two engines with one name for different contents exchange none.
+    """
+    info = call.kv_addr_info
+    if info.adapter == digest:
+        return
+    if not info.adapter or not digest:
+        where = "no adapter" if not info.adapter else "an adapter"
+        raise BadRequest(f"adapter: is {call.adapter!r}, and prep_recv on {info.engine} was for {where}", "adapter")
+    raise LayoutMismatch(
+        f"adapter: {call.adapter!r} has other contents here (digest {digest}) than on {info.engine} ({info.adapter}); "
+        "load the same files on both under this name",
+        "adapter",
+    )
 
 
 def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: KVLayout) -> None:

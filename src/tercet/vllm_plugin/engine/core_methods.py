@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, wraps
+from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -22,9 +23,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
 
-from tercet.protocol import Content, EngineError, KVLayout, TercetError, from_wire
+from tercet.protocol import Content, EngineError, KVLayout, TercetError, cache_key, from_wire
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.engine.adapters import Adapter, digest_of
 from tercet.vllm_plugin.engine.block_tables import TablePlace
 from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
@@ -87,20 +89,24 @@ def describe(core: EngineCore) -> EngineDescription:
     )
 
 
-def reserve(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> Future[ReservedBlocks]:
+def reserve(
+    core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
+) -> Future[ReservedBlocks]:  # fmt: skip
     """Reserve blocks for ``tokens`` in their turn. Raises :class:`~tercet.protocol.NoSpace`."""
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return _side(core).queue.reserve(lease, owner, len(tokens))
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter)
+    return _side(core).queue.reserve(lease, owner, len(tokens), cache_key(cache_salt, digest_of(adapter)))
 
 
-def extend(core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+def extend(
+    core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
+) -> ReservedBlocks:  # fmt: skip
     """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; all of them.
 
     Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
     :class:`~tercet.protocol.BadRequest`; the lease is as it was then.
     """
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt)
-    return _side(core).queue.extend(lease, owner, len(tokens))
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter)
+    return _side(core).queue.extend(lease, owner, len(tokens), cache_key(cache_salt, digest_of(adapter)))
 
 
 def give_up(core: EngineCore, lease: str) -> None:
@@ -127,9 +133,16 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
     return valid_end
 
 
-def push_cached(core: EngineCore, tokens: list[int], cache_salt: str | None, send: SendParams) -> list[Push] | None:
+def push_cached(
+    core: EngineCore,
+    tokens: list[int],
+    cache_salt: str | None,
+    send: SendParams,
+    adapter: Adapter | None = None,
+) -> list[Push] | None:
     """Pin KV that is cached in full; what to push then."""
-    return _side(core).sends.push_cached(_probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt), send)
+    probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter)
+    return _side(core).sends.push_cached(probe, send)
 
 
 def end_send(core: EngineCore, send_id: str) -> None:
@@ -213,7 +226,9 @@ def _side(core: EngineCore) -> SchedulerSide:
     return _connector(core).attach(_scheduler(core))
 
 
-def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None) -> VLLMRequest:
+def _probe(
+    core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None
+) -> VLLMRequest:  # fmt: skip
     """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
     return VLLMRequest(
         request_id=request_id,
@@ -221,6 +236,7 @@ def _probe(core: EngineCore, request_id: str, tokens: list[int], cache_salt: str
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         cache_salt=cache_salt,
+        lora_request=None if adapter is None else adapter.to_vllm(),
         block_hasher=core.request_block_hasher,
     )
 
@@ -273,7 +289,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def answer(core: EngineCore, *given: Any) -> Any:
         pairs = zip(given, kinds, strict=False)
-        args = [msgspec.convert(arg, kind) if _is_struct(kind) else arg for arg, kind in pairs]
+        args = [msgspec.convert(arg, kind) if _has_struct(kind) else arg for arg, kind in pairs]
         found = answer_of(lambda: method(core, *args))
         if not isinstance(found[0], Future):
             return found
@@ -305,5 +321,6 @@ def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
     return {**types, "return": get_args(returned)[0] if get_origin(returned) is Future else returned}
 
 
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+def _has_struct(kind: Any) -> bool:
+    kinds = (kind, *(get_args(kind) if isinstance(kind, UnionType) else ()))
+    return any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in kinds)

@@ -8,9 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, Conflict, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    Content,
+    EngineError,
+    LeaseEnded,
+    TercetError,
+    UnknownSequence,
+    cache_key,
+    packed,
+)
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 from tercet.vllm_plugin.engine import agent_metrics, core_methods
+from tercet.vllm_plugin.engine.adapters import Adapter, digest_of
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 from tercet.vllm_plugin.engine.core_methods import CoreCalls
@@ -36,6 +47,7 @@ class EdgeLease:
     salt: str | None
     ttl: float
     timer: asyncio.TimerHandle
+    adapter: Adapter | None = None
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()
     committed: int = 0
@@ -43,6 +55,11 @@ class EdgeLease:
     granted: bool = False
     extending: bool = False
     closing: asyncio.Task[int] | None = None
+
+    @property
+    def key(self) -> str | None:
+        """What beside its tokens KV must be of."""
+        return cache_key(self.salt, digest_of(self.adapter))
 
 
 class LeaseTimers:
@@ -72,8 +89,14 @@ class LeaseTimers:
         return seq_id in self._of_seq
 
     async def reserve(
-        self, seq_id: str, tokens: list[int], cache_salt: str | None, ttl: float, notify: str
-    ) -> EdgeLease:  # fmt: skip
+        self,
+        seq_id: str,
+        tokens: list[int],
+        cache_salt: str | None,
+        ttl: float,
+        notify: str,
+        adapter: Adapter | None = None,
+    ) -> EdgeLease:
         """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last sign of life; open them on every rank.
 
         Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
@@ -81,15 +104,16 @@ class LeaseTimers:
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
-        held = self._leases[lease] = self._of_seq[seq_id] = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer)
+        held = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer, adapter)
+        self._leases[lease] = self._of_seq[seq_id] = held
         try:
-            reserved = await self._reserved(lease, tokens, cache_salt)
+            reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
             if lease in self._leases:  # else it is over, and its blocks are on their way back
                 held.granted = True
                 blocks, size, end = reserved.blocks, reserved.block_size, len(tokens)
                 await self._agents.grant(
-                    GrantLease(lease, blocks, held.matched_len, end, size, packed(tokens), cache_salt, notify)
+                    GrantLease(lease, blocks, held.matched_len, end, size, packed(tokens), held.key, notify)
                 )
         except BaseException as error:
             self._forget(lease)
@@ -100,7 +124,14 @@ class LeaseTimers:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
         return held
 
-    async def extend(self, lease: str, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease:
+    async def extend(
+        self,
+        lease: str,
+        seq_id: str,
+        tokens: list[int],
+        cache_salt: str | None,
+        adapter: Adapter | None = None,
+    ) -> EdgeLease:
         """Reserve more blocks for a lease, whose first tokens ``tokens`` begin with, and open them on every rank.
 
         Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it is over,
@@ -111,17 +142,17 @@ class LeaseTimers:
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:
             raise UnknownSequence(f"lease {lease} is not held here for {seq_id}: released, expired or used", "lease")
-        _require_salt(held, cache_salt)
+        _require_key(held, cache_salt, adapter)
         _require_beginning(held, tokens)
         if not held.granted or held.extending:
             raise Conflict(f"lease {lease} is being opened already", "lease")
         self._renew(held)
         held.extending = True
         try:
-            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt)
+            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt, adapter)
             if held.lease in self._leases:  # else it is over: these blocks go back with the others
                 blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
-                await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), cache_salt))
+                await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), held.key))
         finally:
             held.extending = False
         held.group_begins = reserved.group_begins()
@@ -130,27 +161,29 @@ class LeaseTimers:
         held.tokens = tokens
         return held
 
-    async def _reserved(self, lease: str, tokens: list[int], cache_salt: str | None) -> ReservedBlocks:
+    async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
         def give_up() -> None:
-            self._tasks.spawn(self._core.call(core_methods.give_up, lease))
+            self._tasks.spawn(self._core.call(core_methods.give_up, held.lease))
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.call(core_methods.reserve, lease, tokens, cache_salt)
+            return await self._core.call(core_methods.reserve, held.lease, held.tokens, held.salt, held.adapter)
         finally:
             giving_up.cancel()
 
-    def claim(self, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease | None:
+    def claim(
+        self, seq_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
+    ) -> EdgeLease | None:  # fmt: skip
         """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.
 
         Its fence is on its way: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
-        with what was reserved, or the salt is another.
+        with what was reserved, or salt or adapter are others.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
             return None
         _require_beginning(held, tokens)
-        _require_salt(held, cache_salt)
+        _require_key(held, cache_salt, adapter)
         self._forget(held.lease)
         self._closing(held)
         return held
@@ -251,6 +284,8 @@ def _require_beginning(held: EdgeLease, tokens: list[int]) -> None:
         raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
 
 
-def _require_salt(held: EdgeLease, cache_salt: str | None) -> None:
+def _require_key(held: EdgeLease, cache_salt: str | None, adapter: Adapter | None) -> None:
+    if adapter != held.adapter:
+        raise BadRequest("adapter: differs from what prep_recv was given for this sequence", "adapter")
     if (cache_salt or None) != (held.salt or None):
         raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")

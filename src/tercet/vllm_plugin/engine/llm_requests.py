@@ -20,6 +20,7 @@ from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenL
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.streams import FrontDoorConnection, SequenceSender
+from tercet.vllm_plugin.engine.adapters import Adapter
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
 
@@ -38,6 +39,7 @@ class LLMRequest:
     params: TercetParams
     priority: int
     cache_salt: str | None
+    adapter: Adapter | None = None
     num_cached: int = field(default=0, init=False)
     request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
@@ -117,7 +119,8 @@ class LLMRequest:
             prompt["cache_salt"] = self.cache_salt
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
-        return prompt, params, {"priority": self.priority, **reasoning_of(sampling_params)}
+        lora = None if self.adapter is None else self.adapter.to_vllm()
+        return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
 
     def _output_of(self, item: RequestOutput) -> Output:
         self.num_cached = item.num_cached_tokens or self.num_cached
@@ -172,12 +175,13 @@ class DecodingSequence:
         """Seconds since it arrived here."""
         return time.monotonic() - self._arrived
 
-    def begins_with(self, tokens: Sequence[int], salt: str | None) -> bool:
+    def begins_with(self, tokens: Sequence[int], salt: str | None, adapter: Adapter | None = None) -> bool:
         """Whether KV of its first tokens is KV of these."""
         # vLLM's cache knows no difference between an empty salt and none. The last token tells most sequences apart.
         known, end = self.tokens, len(tokens)
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
-        return alike and (self.request.cache_salt or None) == (salt or None) and known[:end] == tokens
+        alike = alike and (self.request.cache_salt or None) == (salt or None) and self.request.adapter == adapter
+        return alike and known[:end] == tokens
 
     def told(self, output: Output) -> Output:
         """The output as callers get it."""

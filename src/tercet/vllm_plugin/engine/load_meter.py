@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tercet.protocol import EngineLoad
+from tercet.vllm_plugin.engine.adapters import Adapters
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ class LoadMeter:
 
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
     the instance for each step. vLLM keeps none with ``--disable-log-stats``; then what ``probe`` heard last is said.
-    ``stopping`` is what it says of itself.
+    ``stopping`` is what it says of itself. Of ``adapters`` it tells which are used, unless vLLM keeps no
+    statistics.
     """
 
-    def __init__(self, client: AsyncLLM, probe: LivenessProbe) -> None:
+    def __init__(self, client: AsyncLLM, probe: LivenessProbe, adapters: Adapters) -> None:
         self._client = client
+        self._adapters = adapters
         self._probe = probe
         self._stats: SchedulerStats | None = None
         self._step_at: float | None = None
@@ -60,6 +63,7 @@ class LoadMeter:
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,
+            adapters=self._adapters.load_of(processor),
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 Method = Callable[..., Any]
 MARK = "__tercet_wrapper__"
 
 
-def wrap(owner: type, name: str, around: Method) -> None:
-    """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``.
+def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
+    """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``; a module's has no self.
 
     A process may load the plugins more than once; a method that is wrapped already stays as it is.
     """

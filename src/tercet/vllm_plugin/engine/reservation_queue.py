@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waiting:
-    """A reservation that waits, and why."""
+    """A reservation that waits, and why. ``key`` is the :func:`~tercet.protocol.cache_key` of its KV."""
 
     lease: str
     owner: VLLMRequest
     end: int
+    key: str | None = None
     why: NoSpace | None = None
     answer: Future[ReservedBlocks] = field(default_factory=Future)
 
@@ -47,28 +48,31 @@ class ReservationQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def reserve(self, lease: str, owner: VLLMRequest, end: int) -> Future[ReservedBlocks]:
+    def reserve(
+        self, lease: str, owner: VLLMRequest, end: int, key: str | None = None
+    ) -> Future[ReservedBlocks]:  # fmt: skip
         """As :meth:`Reservations.reserve`, when there is room; :meth:`give_up` ends the wait.
 
         Raises :class:`~tercet.protocol.NoSpace` for what never fits, and :class:`~tercet.protocol.Conflict`.
         """
         self._reservations.check(lease, end)
-        waiting = self._waiting[lease] = Waiting(lease, owner, end)
+        waiting = self._waiting[lease] = Waiting(lease, owner, end, key)
         self.admit()
         return waiting.answer
 
-    def extend(self, lease: str, owner: VLLMRequest, end: int) -> ReservedBlocks:
+    def extend(self, lease: str, owner: VLLMRequest, end: int, key: str | None = None) -> ReservedBlocks:
         """As :meth:`Reservations.extend`, with what everybody leaves who waits already."""
         if self._waiting:
             raise NoSpace("reservations that came before it wait for blocks")
-        return self._reservations.extend(lease, owner, end, self._needed())
+        return self._reservations.extend(lease, owner, end, self._needed(), key)
 
     def admit(self) -> None:
         """Give blocks to those that wait, the first ones first; to be called when some may have become free."""
         while self._waiting:
             first = next(iter(self._waiting.values()))
             try:
-                found = self._reservations.reserve(first.lease, first.owner, first.end, self._needed_before(first))
+                before = self._needed_before(first)
+                found = self._reservations.reserve(first.lease, first.owner, first.end, before, first.key)
             except NoSpace as error:
                 first.why = error
                 return

@@ -26,11 +26,15 @@ FILLER_TOKEN = 0
 
 @dataclass
 class Held:
-    """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here."""
+    """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here.
+
+    ``key`` is what beside tokens KV goes by there: :func:`~tercet.protocol.cache_key`.
+    """
 
     owner: VLLMRequest
     tokens: list[int]
     matched_len: int
+    key: str | None = None
     num_blocks: int = 0
 
     @property
@@ -76,7 +80,9 @@ class Reservations:
     def _pinned(self) -> int:
         return sum(held.num_blocks for held in self._held.values())
 
-    def reserve(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
+    def reserve(
+        self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
+    ) -> ReservedBlocks:  # fmt: skip
         """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` of those that are free remain.
 
         ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed. Raises
@@ -87,7 +93,7 @@ class Reservations:
         except NoSpace:
             self._manager.free(owner)  # with windows or states, vLLM has entered it, without blocks
             raise
-        held = self._held[lease] = Held(owner, list(owner.all_token_ids)[:end], matched)
+        held = self._held[lease] = Held(owner, list(owner.all_token_ids)[:end], matched, key)
         return self._reserved(held)
 
     def _reserved(self, held: Held) -> ReservedBlocks:
@@ -163,7 +169,9 @@ class Reservations:
             free = self._manager.block_pool.get_num_free_blocks()
             raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to requests before it")
 
-    def extend(self, lease: str, owner: VLLMRequest, end: int, needed_before: int) -> ReservedBlocks:
+    def extend(
+        self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
+    ) -> ReservedBlocks:  # fmt: skip
         """Reserve more blocks for a lease, now or not at all; its own stay where they are. Returns all of them.
 
         ``owner`` takes the place of the lease's request, whose id and first tokens it has. Raises :class:`NoSpace`,
@@ -172,7 +180,7 @@ class Reservations:
         held = self._held.get(lease)
         if held is None:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
-        if list(owner.all_token_ids)[:end][: held.end] != held.tokens or owner.cache_salt != held.owner.cache_salt:
+        if list(owner.all_token_ids)[:end][: held.end] != held.tokens or key != held.key:
             raise BadRequest("prompt: does not begin with what the lease was taken for", "prompt")
         more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
@@ -200,7 +208,7 @@ class Reservations:
         held = self._held.get(lease)
         if held is None:
             return
-        if content_of(packed(held.tokens), held.owner.cache_salt, valid.end) != valid:
+        if content_of(packed(held.tokens), held.key, valid.end) != valid:
             raise EngineError(f"lease {lease}: the agents report KV of other tokens than it was taken for")
         self._cache(held, held.owner, valid.end)
 
@@ -264,6 +272,8 @@ class Reservations:
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
+        if not same_adapter(held.owner, request):
+            return False
         return self._tables.continues(held.owner.request_id, computed)
 
     def _give_back(self, held: Held, valid_end: int) -> None:
@@ -286,6 +296,16 @@ class Reservations:
             cached = min(matched, computed)
             total = request.num_prompt_tokens
             request.prefill_stats.set(total, min(cached, total), min(computed, total) - min(cached, total))
+
+
+def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
+    """Whether the same weights compute both: vLLM's own comparison goes by the name alone."""
+    (mine, theirs) = (request.lora_request for request in (one, other))
+    if mine is None or theirs is None:
+        return mine is theirs
+    return (mine.lora_int_id, mine.lora_name, mine.lora_path) == (
+        theirs.lora_int_id, theirs.lora_name, theirs.lora_path,
+    )  # fmt: skip
 
 
 def _spec_decode_blocks(scheduler: Scheduler) -> int:

@@ -16,6 +16,7 @@ from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
+from tercet.vllm_plugin.engine.reservations import same_adapter
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -184,6 +185,7 @@ class SendPlanner:
                 done >= end
                 and request.prefill_stats is None
                 and request.cache_salt == probe.cache_salt
+                and same_adapter(request, probe)
                 and request._all_token_ids[:end] == tokens
             ):
                 tables = self._tables.of(request.request_id)

@@ -10,6 +10,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import SequenceReport
 from tercet.protocol.wire import MoveCall
 from tercet.streams import propose_move
+from tercet.vllm_plugin.engine.adapters import Adapter
 from tercet.vllm_plugin.engine.core_methods import RequestInCore
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence
 
@@ -40,9 +41,11 @@ class SequenceTable:
         """It is over."""
         self._sequences.pop(sequence.request.request_id, None)
 
-    def beginning_with(self, tokens: list[int], salt: str | None) -> list[DecodingSequence]:
+    def beginning_with(
+        self, tokens: list[int], salt: str | None, adapter: Adapter | None = None
+    ) -> list[DecodingSequence]:  # fmt: skip
         """Those that have these tokens first."""
-        return [each for each in self._sequences.values() if each.begins_with(tokens, salt)]
+        return [each for each in self._sequences.values() if each.begins_with(tokens, salt, adapter)]
 
     async def reports(self) -> list[SequenceReport]:
         """Every sequence, in the order in which they came; one that the core has not got yet waits, without blocks."""

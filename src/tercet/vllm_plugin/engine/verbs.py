@@ -32,6 +32,7 @@ from tercet.protocol import (
     SequenceReport,
     UnknownSequence,
     Usage,
+    cache_key,
     content_of,
     packed,
     resolve_range,
@@ -50,11 +51,12 @@ from tercet.transport import (
     routes,
 )
 from tercet.vllm_plugin.engine import agent_metrics, core_methods
+from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, digest_of
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.block_tables import open_table
 from tercet.vllm_plugin.engine.bypass import Bypass
-from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
+from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_adapter, check_send
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
 from tercet.vllm_plugin.engine.first_uses import practise_first_uses
@@ -88,6 +90,7 @@ class EngineVerbs:
         description: EngineDescription,
         agents: AgentCalls,
         probe: LivenessProbe,
+        adapters: Adapters,
         secret: str = "",
     ) -> None:
         self._client = client
@@ -97,6 +100,7 @@ class EngineVerbs:
         self._about = description
         self._layout = description.layout
         self._probe = probe
+        self.adapters = adapters
         model = client.vllm_config.model_config
         self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
         self._tasks = TaskSet()
@@ -112,11 +116,11 @@ class EngineVerbs:
         self._kv_events = None
         if description.kv_events is not None:
             self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
-        self._meter = LoadMeter(client, probe)
+        self._meter = LoadMeter(client, probe, adapters)
         self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate)
 
     @classmethod
-    async def attach(cls, client: AsyncLLM, name: str, secret: str) -> EngineVerbs:
+    async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters) -> EngineVerbs:
         """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector.
 
         ``secret`` is the fleet's; empty if it has none.
@@ -132,7 +136,7 @@ class EngineVerbs:
         await probe.start()
         await practise_first_uses(client, core, description.token)
         agent_metrics.export(probe)
-        return cls(client, name, core, description, AgentCalls(agents), probe, secret)
+        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret)
 
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
@@ -142,21 +146,26 @@ class EngineVerbs:
         end = resolve_end(len(tokens), call.end)
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
+        adapter = await self.adapters.find(call.adapter)
         if call.lease is not None:
-            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt)
+            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter)
             there = held.committed // self._layout.block_size * self._layout.block_size
             return self._reserved(held, max(held.matched_len, there))
         if (call.seq_id, None) in self._busy or self._leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
-        held = await self._leases.reserve(call.seq_id, tokens[:end], call.cache_salt, ttl, self._reports.address)
+        where, salt = self._reports.address, call.cache_salt
+        held = await self._leases.reserve(call.seq_id, tokens[:end], salt, ttl, where, adapter)
         return self._reserved(held, held.matched_len)
 
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
         begin, end = held.matched_len, len(held.tokens)
         begins = held.group_begins if self._layout.groups else ()
-        info = KVAddrInfo(held.lease, self._name, begin, end, "tcp", ranks, self._layout, group_begins=begins)
+        digest = digest_of(held.adapter)
+        info = KVAddrInfo(
+            held.lease, self._name, begin, end, "tcp", ranks, self._layout, group_begins=begins, adapter=digest
+        )  # fmt: skip
         info = info.proved(self._secret)
         return PrepRecvAnswer(kv_addr_info=info, matched_len=matched_len, ttl=held.ttl)
 
@@ -173,11 +182,13 @@ class EngineVerbs:
         begin, end = resolve_range(len(tokens), call.begin, call.end)
         call.kv_addr_info.require_proof(self._secret)
         check_send(call, begin, end, len(tokens), self._layout)
+        adapter = await self.adapters.find(call.adapter)
+        check_adapter(call, digest_of(adapter))
         with self._reports.sending() as sending:
             params = SendParams(
                 send_id=sending.send_id,
                 lease=call.kv_addr_info.lease,
-                content=content_of(packed(tokens), call.cache_salt, end),
+                content=content_of(packed(tokens), cache_key(call.cache_salt, digest_of(adapter)), end),
                 base=call.kv_addr_info.begin,
                 begin=begin,
                 end=end,
@@ -187,7 +198,7 @@ class EngineVerbs:
             )
             try:
                 async with self._ended_by_abort(call.seq_id, params.send_id):
-                    first, cached = await self._push(call, tokens[:end], params, sending)
+                    first, cached = await self._push(call, tokens[:end], params, sending, adapter)
                     done = await sending.wait()
             finally:
                 # Unpinning is nobody's business but the engine's, so the answer does not wait for it.
@@ -196,12 +207,17 @@ class EngineVerbs:
         return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
 
     async def _push(
-        self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight
+        self,
+        call: RemoteSendCall,
+        tokens: list[int],
+        params: SendParams,
+        sending: SendInFlight,
+        adapter: Adapter | None,
     ) -> tuple[Output | None, int]:
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
         cached, word = None, None
         if not call.sample:
-            cached, word = await self._cached(tokens, call.cache_salt, params)
+            cached, word = await self._cached(tokens, call.cache_salt, params, adapter)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
             pushes = tuple(cached)
@@ -214,6 +230,7 @@ class EngineVerbs:
             TercetParams(self._about.token, send=params),
             call.priority,
             call.cache_salt,
+            adapter,
         )
         computing = asyncio.ensure_future(request.first())
         try:
@@ -230,22 +247,22 @@ class EngineVerbs:
         return (output if call.sample else None), min(request.num_cached, len(tokens))
 
     async def _cached(
-        self, tokens: list[int], salt: str | None, params: SendParams
+        self, tokens: list[int], salt: str | None, params: SendParams, adapter: Adapter | None
     ) -> tuple[list[Push] | None, int | None]:
         """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
 
         A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
         the question that it was asked, and then to the end of the send, which unpins what it has pinned.
         """
-        asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, tokens, salt, params))
-        if self._bypass is None or not self._generated.beginning_with(tokens, salt):
+        asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, tokens, salt, params, adapter))
+        if self._bypass is None or not self._generated.beginning_with(tokens, salt, adapter):
             return await asked, None
         silent = asyncio.ensure_future(self._probe.core_stands_still(BYPASS_SECONDS))
         try:
             await asyncio.wait({asked, silent}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result(), None
-            owners = [each.number for each in self._generated.beginning_with(tokens, salt)]
+            owners = [each.number for each in self._generated.beginning_with(tokens, salt, adapter)]
             pushes, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
             logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
@@ -294,15 +311,18 @@ class EngineVerbs:
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
         self._limits.check_output(tokens, call.output)
+        adapter = await self.adapters.find(call.adapter)
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
-        claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt)
+        claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt, adapter)
         number = next(self._numbers)
         seq = SeqParams(output=call.output, number=number)
         if claimed is not None and claimed.closing is not None:
             seq = SeqParams(claimed.lease, claimed.closing.result(), call.output, number)
         params = TercetParams(self._about.token, seq=seq)
-        request = LLMRequest(self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt)
+        request = LLMRequest(
+            self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, adapter
+        )  # fmt: skip
         self._busy[call.seq_id, None] = request.abort
 
         def ended(adopted: bool) -> None:
@@ -323,12 +343,14 @@ class EngineVerbs:
         self._generated.add(decoding)
         return decoding
 
-    async def _claimed(self, seq_id: str, tokens: list[int], cache_salt: str | None) -> EdgeLease | None:
+    async def _claimed(
+        self, seq_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None
+    ) -> EdgeLease | None:
         """The sequence's lease, for a request of these tokens, once nobody writes under it any more.
 
         None without one, and where that takes too long: the sequence computes by itself.
         """
-        claimed = self._leases.claim(seq_id, tokens, cache_salt)
+        claimed = self._leases.claim(seq_id, tokens, cache_salt, adapter)
         if claimed is None:
             return None
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -372,7 +394,8 @@ class EngineVerbs:
 
         At the end of the context what the core has not taken by then is given back, so it is the request's end.
         """
-        claimed = await self._claimed(request.seq_id, list(request.prompt), request.cache_salt)
+        adapter = await self.adapters.find(request.adapter)
+        claimed = await self._claimed(request.seq_id, list(request.prompt), request.cache_salt, adapter)
         if claimed is None or claimed.closing is None:
             yield None
             return
@@ -406,6 +429,8 @@ class EngineVerbs:
             dtype=self._layout.dtype,
             stalled_s=self._probe.stalled_s,
             counters=_sum(self._probe.agent_counters),
+            max_adapters=self.adapters.most,
+            adapters=await self.adapters.reports(),
             **self._probe.core_status,
         )
 

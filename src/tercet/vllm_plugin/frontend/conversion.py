@@ -36,7 +36,6 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str
     unsupported = {
         "multi-modal input": bool(request.mm_features),
         "prompt embeddings": request.prompt_embeds is not None,
-        "LoRA adapters": request.lora_request is not None,
         "pooling": request.pooling_params is not None,
         "streaming input": request.resumable,
     }
@@ -51,6 +50,7 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str
         cache_salt=request.cache_salt,
         headers=headers,
         user=user,
+        adapter=None if request.lora_request is None else request.lora_request.lora_name,
     )
 
 

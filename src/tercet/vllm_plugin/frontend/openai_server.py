@@ -57,6 +57,13 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     return OpenAIServer(app, layers, fast_path(layers, app.state, args, engine_client))
 
 
+def loads_adapters() -> bool:
+    """Whether vLLM's own variable allows clients to load adapters while the server runs."""
+    from vllm import envs
+
+    return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
+
+
 def import_vllm() -> None:
     """Load what the server needs, which takes seconds.
 

@@ -1,0 +1,61 @@
+"""``tercet adapters``: the LoRA adapters of a running front door's fleet, shown and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
+from tercet.cli.given_names import given_as
+from tercet.protocol import BadRequest
+
+adapters = typer.Typer(
+    name="adapters", no_args_is_help=True, help="Show, load and unload LoRA adapters of a running fleet."
+)
+
+
+@adapters.command("list")
+def list_adapters(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Name, digest of its contents, path, and the engines that have it, of each adapter."""
+    show_answer(ask(url, api_key, "GET", "/adapters"), as_json, _in_words)
+
+
+@adapters.command()
+def load(
+    adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where it is on every engine.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Load an adapter on every engine that takes adapters, or on none; then requests may name it as their model.
+
+    Engines must have been started with `--enable-lora`, and allow it (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`).
+
+    Example: `tercet adapters load sql=/models/adapters/sql-v3`
+    """
+    name, equals, path = adapter.partition("=")
+    if not (name and equals and path):
+        raise BadRequest(f"NAME=PATH: {adapter!r} has not both; such as sql=/models/adapters/sql-v3", "NAME=PATH")
+    with given_as({"name": "NAME", "path": "PATH"}):
+        found = ask(url, api_key, "POST", "/adapters", {"name": name, "path": path})
+    for line in _in_words([found]):
+        typer.echo(line)
+
+
+@adapters.command()
+def unload(
+    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, api_key: ApiKey = None
+) -> None:
+    """Take no more requests for an adapter; what runs with it goes on, on the engine where it runs."""
+    with given_as({"name": "NAME"}):
+        ask(url, api_key, "DELETE", f"/adapters/{quote(name, safe='')}")
+    typer.echo(f"{name} is served no more")
+
+
+def _in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    width = max((len(each["name"]) for each in found), default=0)
+    for each in found:
+        where = ", ".join(each["engines"]) or "no engine"
+        yield f"{each['name']:{width}}  {each['digest']}  {each['path']}  on {where}"

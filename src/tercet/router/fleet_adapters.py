@@ -1,0 +1,125 @@
+"""LoRA adapters of a whole fleet: loaded on every engine that takes any, or on none, and on those that come later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tercet.fleet import EngineFleet, Member
+from tercet.fleet.membership import Membership
+from tercet.protocol import (
+    AdapterReport,
+    BadRequest,
+    Conflict,
+    EngineUnreachable,
+    TakesAdapters,
+    TercetError,
+    UnknownAdapter,
+)
+from tercet.settings import log_events
+
+LOAD_SECONDS = 120.0
+"""So long one engine may take to load an adapter."""
+LOOK_SECONDS = 1.0
+AGAIN_SECONDS = 30.0
+"""After so long an engine that could not load an adapter is asked again."""
+
+
+async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str, path: str) -> AdapterReport:
+    """Have every engine that answers and takes adapters load one; what it is, which is the same on all of them.
+
+    Raises what the first one refuses it with, :class:`~tercet.protocol.Conflict` if they do not find the same contents
+    at ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine; then it is unloaded again
+    where it was not before.
+    """
+    takers = [member for member in fleet.members if member.reachable and member.max_adapters]
+    if not takers:
+        raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
+    new = [member for member in takers if name not in member.adapters]
+    found = await asyncio.gather(*(_load(member, name, path) for member in takers), return_exceptions=True)
+    reports = {member.name: each for member, each in zip(takers, found, strict=True) if not isinstance(each, Exception)}
+    failed = next((each for each in found if isinstance(each, BaseException)), None)
+    contents = {cast(AdapterReport, report).digest for report in reports.values()}
+    if failed is None and len(contents) > 1:
+        said = ", ".join(f"{engine} {cast(AdapterReport, report).digest}" for engine, report in reports.items())
+        failed = Conflict(f"path: the files at {path} are not the same on all engines: {said}", "path")
+    try:
+        if failed is not None:
+            undone = [member for member in new if member.name in reports]
+            await asyncio.gather(*(_unload(member, name) for member in undone), return_exceptions=True)
+            raise failed
+        return cast(AdapterReport, next(iter(reports.values())))
+    finally:
+        await membership.ask(takers)
+
+
+async def unload_everywhere(fleet: EngineFleet, membership: Membership, name: str) -> Sequence[str]:
+    """Have every engine that has an adapter take no more requests for it; returns what to say of those that do."""
+    having = [member for member in fleet.members if name in member.adapters]
+    done = await asyncio.gather(*(_unload(member, name) for member in having), return_exceptions=True)
+    await membership.ask(having)
+    pairs = zip(having, done, strict=True)
+    return [f"{member.name}: {error}" for member, error in pairs if isinstance(error, BaseException)]
+
+
+class AdapterLoader:
+    """Has engines that come, or come back, load what the fleet has declared and they lack.
+
+    One that cannot is not picked for the adapter, which is logged once, and asked again every half minute.
+    """
+
+    def __init__(self, fleet: EngineFleet, membership: Membership) -> None:
+        self._fleet = fleet
+        self._membership = membership
+        self._refused: dict[tuple[int, str], tuple[str, float]] = {}
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.gather(*(self._complete(member) for member in self._fleet.members))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _complete(self, member: Member) -> None:
+        for declared in self._fleet.declared:
+            if not member.reachable or declared.name in member.adapters or not self._is_due(member, declared.name):
+                continue
+            key = id(member), declared.name
+            try:
+                await _load(member, declared.name, declared.path)
+                self._refused.pop(key, None)
+                await self._membership.ask([member])
+            except TercetError as error:
+                if self._refused.get(key, ("", 0.0))[0] != error.message:
+                    said: dict[str, Any] = {"engine": member.name, "adapter": declared.name, "reason": error.message}
+                    log_events.ADAPTER_MISSING.tell(**said)
+                self._refused[key] = error.message, time.monotonic()
+
+    def _is_due(self, member: Member, name: str) -> bool:
+        refused = self._refused.get((id(member), name))
+        return refused is None or time.monotonic() - refused[1] > AGAIN_SECONDS
+
+
+async def _load(member: Member, name: str, path: str) -> AdapterReport:
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            return await _of(member).load_adapter(name, path)
+    except TimeoutError:
+        raise EngineUnreachable(f"{member.name} has not loaded {name!r} within {LOAD_SECONDS:.0f} s") from None
+
+
+async def _unload(member: Member, name: str) -> None:
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            await _of(member).unload_adapter(name)
+    except UnknownAdapter:  # it has gone by itself
+        return
+    except TimeoutError:
+        raise EngineUnreachable(f"{member.name} does not answer") from None
+
+
+def _of(member: Member) -> TakesAdapters:
+    if not isinstance(member.engine, TakesAdapters):
+        raise BadRequest(f"adapter: {member.name} is no engine that takes adapters", "adapter")
+    return member.engine

@@ -1,0 +1,224 @@
+"""LoRA adapters of this engine: which it has by name, and whether their contents are still what they were.
+
+Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, and on its methods
+``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse.
+
+vLLM names KV by an adapter's name and path. What is at the path may be other than it was, so here KV goes by a digest
+of the files; and an adapter whose files are not what they were when it was met is served to nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm import envs
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
+
+from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, EngineError, Unauthorized, UnknownAdapter
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.*", "new_embeddings.*")
+# Who trained it on what, and where that lay, does not change what it computes.
+IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"})
+ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+READ_BYTES = 1 << 20
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter as the core needs it: vLLM's name, number and path for it, and the digest of what is there."""
+
+    name: str
+    number: int
+    path: str
+    digest: str
+    is_3d: bool = False
+
+    def to_vllm(self) -> LoRARequest:
+        """vLLM's own record of it: KV that is computed by either gets the same names."""
+        return LoRARequest(self.name, self.number, self.path, is_3d_lora_weight=self.is_3d)
+
+
+def digest_of(adapter: Adapter | None) -> str:
+    """What an adapter's KV goes by; empty for the base model."""
+    return "" if adapter is None else adapter.digest
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What was found at a path: ``digest`` of its files, and ``stamp``, which changes when they do."""
+
+    digest: str
+    stamp: Stamp
+
+
+class Adapters:
+    """The adapters that vLLM's own API has, which ``models`` gives; ``most`` in one step, 0 if LoRA is off."""
+
+    def __init__(self, models: Callable[[], OpenAIServingModels], most: int) -> None:
+        self.most = most
+        self._models = models
+        self._met: dict[tuple[str, str], _Contents] = {}  # by name and path, as vLLM names KV
+        self._reading, self._changing = asyncio.Lock(), asyncio.Lock()
+
+    async def find(self, name: str | None) -> Adapter | None:
+        """The adapter of that name; None for the base model.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.Conflict` if its files have
+        changed.
+        """
+        if name is None:
+            return None
+        found = self._known().get(name)
+        if found is None:
+            known = ", ".join(self._known()) or "none"
+            why = f"it has {known}" if self.most else "it was started without --enable-lora"
+            raise UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
+        return await self._met_as(found)
+
+    async def reports(self) -> tuple[AdapterReport, ...]:
+        """Those that can be served."""
+        found: list[AdapterReport] = []
+        for name in list(self._known()):
+            try:
+                adapter = await self.find(name)
+            except (UnknownAdapter, Conflict):  # it has just gone, or is refused to whoever asks for it
+                continue
+            if adapter is not None:
+                found.append(AdapterReport(adapter.name, adapter.path, adapter.digest))
+        return tuple(found)
+
+    async def load(self, name: str, path: str) -> AdapterReport:
+        """Have vLLM load an adapter; one that it has already under this name and path is left as it is.
+
+        Raises :class:`~tercet.protocol.Unauthorized` unless vLLM's own variable allows it,
+        :class:`~tercet.protocol.Conflict` for a name that is another one's, or other contents than before, and
+        :class:`~tercet.protocol.BadRequest` for what vLLM cannot load.
+        """
+        self._require_allowed()
+        if not self.most:
+            raise BadRequest("adapter: this engine was started without --enable-lora", "adapter")
+        async with self._changing:
+            return await self._load(name, path)
+
+    async def _load(self, name: str, path: str) -> AdapterReport:
+        known = self._models().lora_requests.get(name)
+        if known is not None and known.lora_path != path:
+            raise Conflict(f"name: {name!r} is the adapter at {known.lora_path}; unload it first", "name")
+        before = self._met.get((name, path))
+        if before is not None:
+            found = await asyncio.to_thread(_read, path)
+            if found.digest != before.digest:
+                raise _changed(name, path)
+            self._met[name, path] = found
+        if known is None:
+            from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+            _require_done(
+                await self._models().load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+            )
+        adapter = await self.find(name)
+        assert adapter is not None
+        return AdapterReport(name, path, adapter.digest)
+
+    async def unload(self, name: str) -> None:
+        """No more requests for it; what runs with it goes on. Raises as :meth:`load` does, and ``UnknownAdapter``."""
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        self._require_allowed()
+        await self.find(name)
+        _require_done(await self._models().unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
+
+    def load_of(self, processor: Any) -> AdapterLoad | None:
+        """Which adapters are used now, as vLLM's ``OutputProcessor`` knows; None if the engine serves none."""
+        if not self.most:
+            return None
+        used = sorted(processor.lora_states.requests.items())
+        running = tuple(name for name, stats in used if stats.running)
+        waiting = tuple(name for name, stats in used if stats.waiting)
+        known = sorted(f"{name} {each.lora_int_id} {each.lora_path}" for name, each in self._known().items())
+        return AdapterLoad(running, waiting, self.most, zlib.crc32("\n".join(known).encode()))
+
+    def _known(self) -> dict[str, LoRARequest]:
+        return self._models().lora_requests if self.most else {}
+
+    async def _met_as(self, request: LoRARequest) -> Adapter:
+        key = request.lora_name, request.lora_path
+        contents = self._met.get(key)
+        if contents is None:
+            async with self._reading:
+                contents = self._met.get(key)
+                if contents is None:
+                    contents = self._met[key] = await asyncio.to_thread(_read, request.lora_path)
+        elif _stamp(contents.stamp) != contents.stamp:
+            raise _changed(*key)
+        return Adapter(*key[:1], request.lora_int_id, key[1], contents.digest, request.is_3d_lora_weight)
+
+    @staticmethod
+    def _require_allowed() -> None:
+        if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            raise Unauthorized(
+                f"adapter: this engine loads and unloads none while it runs; start it with {ALLOWED_BY}=1, or with "
+                "--lora-modules NAME=PATH",
+                "adapter",
+            )
+
+
+def _changed(name: str, path: str) -> Conflict:
+    return Conflict(
+        f"adapter: the files at {path} are not those that {name!r} was loaded from, and KV may be here that the old "
+        "ones made; put them back, or load the new ones from another path",
+        "adapter",
+    )
+
+
+def _require_done(answer: Any) -> None:
+    error = getattr(answer, "error", None)
+    if error is not None:
+        known = {404: BadRequest, 400: BadRequest}
+        raise known.get(error.code, EngineError)(f"adapter: {error.message}", "adapter")
+
+
+def _read(path: str) -> _Contents:
+    """What is at an adapter's path, all of it: adapters are small. Raises ``BadRequest`` if that is none."""
+    root = Path(get_adapter_absolute_path(path))
+    files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        stamp = _stamp(tuple((str(file), 0, 0, 0) for file in files))
+        config: dict[str, Any] = json.loads(files[0].read_bytes())
+        kept = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        for file in files[1:]:
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as opened:
+                while part := opened.read(READ_BYTES):
+                    digest.update(part)
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"path: {path} has no adapter: {error}", "path") from error
+    return _Contents(digest.hexdigest(), stamp)
+
+
+def _stamp(of: Stamp) -> Stamp:
+    """The files of a stamp as they are now; a file that is gone has none."""
+    found: list[tuple[str, int, int, int]] = []
+    for file, *_ in of:
+        try:
+            about = os.stat(file)
+        except OSError:
+            continue
+        found.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
+    return tuple(found)

@@ -1,0 +1,253 @@
+"""Adapters of an engine: found by name, told apart by contents; and their KV, which vLLM names and nobody mixes up."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, RankAddress, Unauthorized, UnknownAdapter
+from tercet.protocol.content import cache_key, content_of, packed
+from tercet.protocol.wire import RemoteSendCall
+from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, digest_of
+from tercet.vllm_plugin.engine.call_checks import check_adapter
+from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
+
+from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, TinyEngine, tokens_of
+
+A, B = (Adapter(name, number, f"/{name}", f"{number:032x}") for number, name in enumerate("ab", 1))
+
+
+def write(directory: Path, weights: bytes = b"weights", **config: Any) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 8, **config}))
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return str(directory)
+
+
+class Models:
+    """As much of vLLM's serving object as adapters need."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.refusal: str | None = None
+        self._numbers = 0
+
+    def put(self, name: str, path: str) -> None:
+        self._numbers += 1
+        self.lora_requests[name] = Adapter(name, self._numbers, path, "").to_vllm()
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        if self.refusal is not None:
+            return SimpleNamespace(error=SimpleNamespace(code=400, message=self.refusal))
+        self.put(request.lora_name, request.lora_path)
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        del self.lora_requests[request.lora_name]
+        return "Success"
+
+
+@pytest.fixture
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture
+def adapters(models: Models, monkeypatch: pytest.MonkeyPatch) -> Adapters:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    return Adapters(lambda: models, 2)  # type: ignore[arg-type,return-value]
+
+
+# ---- finding -------------------------------------------------------------------------------------------------
+
+
+async def test_the_base_model_is_no_adapter(adapters: Adapters) -> None:
+    assert await adapters.find(None) is None
+    assert await NO_ADAPTERS.find(None) is None
+
+
+async def test_an_unknown_name_is_refused_and_those_that_there_are_are_named(
+    adapters: Adapters, models: Models
+) -> None:  # fmt: skip
+    models.put("sql", "/sql")
+    with pytest.raises(UnknownAdapter, match="it has sql"):
+        await adapters.find("chat")
+    with pytest.raises(UnknownAdapter, match="--enable-lora"):
+        await NO_ADAPTERS.find("chat")
+
+
+async def test_the_digest_is_of_the_contents_and_not_of_the_place(
+    adapters: Adapters, models: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    same = [write(tmp_path / "a", base_model_name_or_path="x"), write(tmp_path / "b", base_model_name_or_path="y")]
+    others = [write(tmp_path / "c", b"Weights"), write(tmp_path / "d", lora_alpha=16)]
+    for number, path in enumerate((*same, *others)):
+        models.put(str(number), path)
+    digests = [digest_of(await adapters.find(str(number))) for number in range(4)]
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
+
+
+async def test_files_that_change_under_an_adapter_are_nobodys(
+    adapters: Adapters, models: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    path = write(tmp_path / "a")
+    models.put("a", path)
+    assert len(await adapters.reports()) == 1
+    write(tmp_path / "a", b"others!")
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
+    with pytest.raises(Conflict, match="are not those that 'a' was loaded from"):
+        await adapters.find("a")
+    assert await adapters.reports() == ()
+
+
+async def test_what_has_no_adapter_in_it_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:
+    models.put("a", str(tmp_path))
+    with pytest.raises(BadRequest, match="has no adapter"):
+        await adapters.find("a")
+
+
+# ---- loading and unloading -----------------------------------------------------------------------------------
+
+
+async def test_an_adapter_is_loaded_once_and_unloaded(adapters: Adapters, models: Models, tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    report = await adapters.load("a", path)
+    assert await adapters.load("a", path) == report
+    assert models.lora_requests["a"].lora_int_id == 1
+    with pytest.raises(Conflict, match="unload it first"):
+        await adapters.load("a", write(tmp_path / "b"))
+    await adapters.unload("a")
+    with pytest.raises(UnknownAdapter):
+        await adapters.unload("a")
+
+
+async def test_other_contents_under_the_same_name_and_path_are_not_loaded(adapters: Adapters, tmp_path: Path) -> None:
+    """vLLM's names of KV blocks are made of name and path: it would take the old one's KV for the new one's."""
+    path = write(tmp_path / "a")
+    await adapters.load("a", path)
+    await adapters.unload("a")
+    write(tmp_path / "a", b"others")
+    with pytest.raises(Conflict, match="from another path"):
+        await adapters.load("a", path)
+    assert (await adapters.load("a", write(tmp_path / "moved", b"others"))).name == "a"
+
+
+async def test_what_vllm_refuses_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:
+    models.refusal = "its rank is too large"
+    with pytest.raises(BadRequest, match="its rank is too large"):
+        await adapters.load("a", write(tmp_path))
+    with pytest.raises(BadRequest, match="--enable-lora"):
+        await NO_ADAPTERS.load("a", write(tmp_path))
+
+
+async def test_loading_is_vllms_to_allow(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
+    for changing in (adapters.load("a", write(tmp_path)), adapters.unload("a")):
+        with pytest.raises(Unauthorized, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            await changing
+
+
+def test_load_says_who_uses_what(adapters: Adapters, models: Models) -> None:
+    stats = {"a": SimpleNamespace(running={"1"}, waiting={"2"}), "b": SimpleNamespace(running=set(), waiting={"3"})}
+    processor = SimpleNamespace(lora_states=SimpleNamespace(requests=stats))
+    found = adapters.load_of(processor)
+    assert found is not None
+    assert (found.running, found.waiting, found.max) == (("a",), ("a", "b"), 2)
+    models.put("a", "/a")
+    later = adapters.load_of(processor)
+    assert later is not None
+    assert later.stamp != found.stamp
+    assert NO_ADAPTERS.load_of(processor) is None
+
+
+# ---- whose KV it is ------------------------------------------------------------------------------------------
+
+
+def test_a_key_stands_for_one_salt_and_one_adapter() -> None:
+    """Nobody reaches an adapter's KV by a salt that looks like it."""
+    salts = [None, "s", "\0", "\0a", cache_key(None, A.digest), cache_key("s", A.digest)]
+    keys = [cache_key(salt, digest_of(adapter)) for salt in salts for adapter in (None, A, B)]
+    assert len({*keys}) == len(keys)
+    assert cache_key("", A.digest) == cache_key(None, A.digest)
+    assert cache_key("plain") == "plain"
+
+
+def adopt(engine: TinyEngine, request_id: str, tokens: list[int], adapter: Adapter | None) -> Request:
+    """A request as vLLM makes it, with its own record of the adapter."""
+    return Request(
+        request_id=request_id, prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None, lora_request=None if adapter is None else adapter.to_vllm(),
+        block_hasher=engine.core.request_block_hasher,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [None, A])
+@pytest.mark.parametrize("wanted", [None, A, B])
+async def test_kv_is_found_by_its_own_adapter_alone(
+    engine: TinyEngine, of: Adapter | None, wanted: Adapter | None
+) -> None:
+    """vLLM's own hashes name what arrived under a lease: a request finds it, and no other adapter's."""
+    lease, tokens = "f" * 32, tokens_of(2 * BLOCK)
+    reserved = core_methods.reserve(engine.core, lease, tokens, None, of).result(0)
+    assert reserved.matched_len == 0
+    core_methods.commit(engine.core, lease, content_of(packed(tokens), cache_key(None, digest_of(of)), len(tokens)))
+    core_methods.release(engine.core, lease, len(tokens))
+    request = adopt(engine, "r", tokens_of(2 * BLOCK + 5), wanted)
+    _, matched, _ = engine.scheduler.kv_cache_manager.get_computed_blocks(request)
+    assert matched == (2 * BLOCK if of == wanted else 0)
+
+
+async def test_kv_of_another_adapter_is_not_committed(engine: TinyEngine) -> None:
+    lease, tokens = "f" * 32, tokens_of(BLOCK)
+    core_methods.reserve(engine.core, lease, tokens, None, A).result(0)
+    for wrong in (None, B):
+        content = content_of(packed(tokens), cache_key(None, digest_of(wrong)), len(tokens))
+        with pytest.raises(core_methods.EngineError, match="other tokens"):
+            core_methods.commit(engine.core, lease, content)
+    with pytest.raises(BadRequest):
+        core_methods.extend(engine.core, lease, tokens_of(2 * BLOCK), None, B)
+    core_methods.release(engine.core, lease, 0)
+
+
+def test_kv_goes_to_the_same_contents_only() -> None:
+    info = KVAddrInfo("f" * 32, "d", 0, 16, "tcp", (RankAddress(0, ("tcp://127.0.0.1:1",)),), LAYOUT, adapter=A.digest)
+    call = RemoteSendCall(prompt=[1] * 16, kv_addr_info=info, begin=0, seq_id="s", adapter="a")
+    check_adapter(call, A.digest)
+    with pytest.raises(LayoutMismatch, match="has other contents here"):
+        check_adapter(call, B.digest)
+    with pytest.raises(BadRequest, match="was for an adapter"):
+        check_adapter(call, "")
+
+
+@pytest.mark.parametrize("indices", [[-1, 0, 1, -1], [-1, -1], [1, 0]])
+def test_rows_of_the_base_model_get_no_adapter_on_a_cpu(indices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's own operators: a row with an adapter gets its product, one without gets what it had."""
+    for module in (lora_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)
+    leave_the_base_model_alone()
+    torch.manual_seed(0)
+    rows, hidden, rank = len(indices), 6, 2
+    inputs, down, up = torch.randn(rows, hidden), torch.randn(2, 1, rank, hidden), torch.randn(2, 1, hidden, rank)
+    for decodes in (True, False):
+        buffer, output = torch.zeros(rows, rank), torch.ones(rows, hidden)
+        where, lengths = torch.tensor(indices), torch.ones(rows, dtype=torch.long)
+        if decodes:
+            punica_cpu.bgmv_shrink(inputs, down, buffer, where, 1.0)
+        else:
+            lora_ops.sgmv_shrink(inputs, down, buffer, lengths, lengths, where, rows, 1, rows, 1.0)
+        lora_ops.bgmv_expand(buffer, up, output, where, True)
+        for row, index in enumerate(indices):
+            added = up[index, 0] @ down[index, 0] @ inputs[row] if index >= 0 else torch.zeros(hidden)
+            assert torch.allclose(output[row], 1 + added, atol=1e-5)
