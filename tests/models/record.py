@@ -58,7 +58,8 @@ def page(records: dict[str, Record]) -> str:
     for name, family in FAMILIES.items():
         found = records.get(name)
         if family.refusal:
-            rows.append(f"| {family.title} | refused at start | | {_where(found)} |")
+            how = f"refused at start on a CPU: {_where(found)}; mapping tested on vLLM's cache specs"
+            rows.append(f"| {family.title} | {family.kv} | | {how} |")
         elif family.not_on_cpu:
             how = f"not run on a CPU ({family.not_on_cpu}); mapping tested on vLLM's cache specs"
             rows.append(f"| {family.title} | {family.kv} | | {how} |")

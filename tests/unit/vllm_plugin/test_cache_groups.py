@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -36,7 +35,12 @@ from tercet.transport import ExtendLease, Push
 from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.connector import _require_prefill_behind_kv
 from tercet.vllm_plugin.engine import core_methods
-from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, described, require_movable_groups
+from tercet.vllm_plugin.engine.cache_groups import (
+    NO_BLOCK,
+    ZEROING_IS_SKIPPED_BY_GROUP,
+    described,
+    require_movable_groups,
+)
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
@@ -60,10 +64,10 @@ def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
 
 def state(checkpoints: int = 0) -> MambaSpec:
     """With ``checkpoints``, a step writes the state at the last block's beginning, too, if it began before it."""
-    return MambaSpec(
-        block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align",
-        num_prefill_checkpoint_blocks=checkpoints, prefill_checkpoint_alignment=checkpoints or None,
-    )  # fmt: skip
+    spec = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    if checkpoints:
+        spec = replace(spec, num_prefill_checkpoint_blocks=checkpoints, prefill_checkpoint_alignment=checkpoints)
+    return spec
 
 
 MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
@@ -74,10 +78,12 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "a window of a block": (FULL, window(BLOCK)),
     "a window of one token more": (FULL, window(BLOCK + 1)),
     "chunks": (FULL, chunk(2 * BLOCK)),
-    "states": (FULL, state()),
-    "states first": (state(), state(), FULL),
-    "states with checkpoints": (FULL, state(1)),
 }
+if ZEROING_IS_SKIPPED_BY_GROUP:  # else models with states are refused
+    MODELS["states"] = FULL, state()
+    MODELS["states first"] = state(), state(), FULL
+    MODELS["states with checkpoints"] = FULL, state(1)
+with_states = pytest.mark.skipif(not ZEROING_IS_SKIPPED_BY_GROUP, reason="this vLLM's models with states are refused")
 
 
 @dataclass
@@ -111,6 +117,9 @@ class Computing:
         if first:
             assert table[(first - 1) // BLOCK] != 0, "vLLM's null block is nobody's"
             assert self.memory.get((table[(first - 1) // BLOCK], 0)) == meaning(request, first - 1), (first, end)
+        # Not in vLLM 0.31, whose models with states are refused.
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
         offsets, columns = compute_mamba_prefill_checkpoints(
             [end], [end - first], BLOCK, BLOCK, spec.prefill_checkpoint_alignment, False, BLOCK
         )
@@ -415,6 +424,7 @@ def test_what_a_lease_that_grew_by_more_than_a_window_wants_is_computed(new_pair
     finish(pair)
 
 
+@with_states
 @pytest.mark.parametrize("model", ["states", "states first", "states with checkpoints"])
 def test_a_state_is_of_its_position_and_no_other(new_pair: Callable[..., Pair], model: str) -> None:
     """The request that names what is sent has a token more, and somebody else's state may be of just that one."""
@@ -430,6 +440,7 @@ def test_a_state_is_of_its_position_and_no_other(new_pair: Callable[..., Pair], 
     finish(pair)
 
 
+@with_states
 def test_of_states_a_lease_wants_the_last_one_and_the_one_before_its_block(new_pair: Callable[..., Pair]) -> None:
     pair, tokens = new_pair("states"), tokens_of(5 * BLOCK + 3)
     pair.target.engine.reserve(A, tokens)
@@ -443,6 +454,7 @@ def test_of_states_a_lease_wants_the_last_one_and_the_one_before_its_block(new_p
     finish(pair)
 
 
+@with_states
 def test_states_that_stayed_behind_as_a_lease_grew_are_not_found(new_pair: Callable[..., Pair]) -> None:
     """They are of where the lease ended, in a block of tokens that was not full."""
     pair, tokens = new_pair("states", retention=None), tokens_of(6 * BLOCK)

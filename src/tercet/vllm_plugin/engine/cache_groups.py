@@ -59,7 +59,9 @@ def require_movable_groups(config: KVCacheConfig) -> None:
             _require_movable_state(group.kv_cache_spec)
     if all(kind is KVCacheSpecKind.MAMBA for kind in kinds):
         raise UnsupportedVLLM("this model's layers keep states only; Tercet moves them beside the KV of attention")
-    if len(kinds) > 1 and config.has_mixed_precision_kv_cache:
+    # vLLM 0.31 has no word for it but this; models with states, which are zeroed for another reason, it has lost above.
+    mixed = getattr(config, "has_mixed_precision_kv_cache", config.needs_kv_cache_zeroing)
+    if len(kinds) > 1 and mixed:
         raise UnsupportedVLLM("this model's layers keep KV in several precisions; Tercet supports one")
     sizes = sorted({group.kv_cache_spec.block_size for group in config.kv_cache_groups})
     if len(sizes) > 1:
