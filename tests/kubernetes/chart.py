@@ -22,6 +22,7 @@ VALUES: Mapping[str, Object] = {
             "parentRefs": [{"name": "inference", "namespace": "gateways"}],
             "hostnames": ["models.example.com"],
             "objectives": {"chat": 10, "batch": -1},
+            "prefillNetworks": ["10.244.0.0/16", "[fd00::]/8"],
             "from": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}],
         },
         "epp": {"replicas": 2, "scheduling": "plugins: []\nschedulingProfiles: [{name: mine}]\n"},
@@ -37,6 +38,7 @@ VALUES: Mapping[str, Object] = {
         "engines": {
             "prefill": {"role": "prefill", "replicas": 3, "kind": "Deployment", "autoscaling": {"enabled": True}},
             "decode": {"role": "decode", "gpus": 2, "image": "tercet-cuda:1", "vllmArgs": ["--max-num-seqs", "64"]},
+            "behind": {"role": "decode", "sidecar": {"enabled": True, "args": ["--connector", "tercet"]}},
             "spare": {"plugin": {"lease_ttl": 30}, "podLabels": {"zone": "a"}, "autoscaling": {"enabled": True}},
             "plain": {},
         },
@@ -52,7 +54,7 @@ VALUES: Mapping[str, Object] = {
             "autoscaling": {"enabled": True},
         },
         "rescheduler": {"enabled": True, "args": ["--max-moves", "2"]},
-        "gateway": {"enabled": True, "parentRefs": [{"name": "inference"}]},
+        "gateway": {"enabled": True, "parentRefs": [{"name": "inference"}], "prefillNetworks": ["10.244.0.0/16"]},
         "epp": {"tls": {"existingSecret": "epp-cert"}, "args": ["--fallbacks", "3"]},
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "networkPolicy": {
@@ -101,8 +103,15 @@ def pods(among: list[Object]) -> Iterator[tuple[str, Object]]:
 def containers(among: list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """Each container with its pod template."""
     for name, pod in pods(among):
-        for each in pod["spec"]["containers"]:
+        for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
             yield name, pod, each
+
+
+def ports_of(pod: Object) -> dict[str, int]:
+    """The ports of all containers of a pod, by their names."""
+    spec = pod["spec"]
+    every = (*spec.get("initContainers", ()), *spec["containers"])
+    return {each["name"]: each["containerPort"] for container in every for each in container.get("ports", ())}
 
 
 def selects(selector: Object, labels: Object) -> bool:

@@ -6,6 +6,7 @@ import base64
 import json
 import shlex
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import msgspec
@@ -16,10 +17,11 @@ from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
 from tercet.discovery.api_objects import InferencePool, Pod
 from tercet.discovery.pods import engines_of
-from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, decode_settings
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
 
-from .chart import CHART, GROUPS, VALUES, Object, containers, objects, of_kind, pods, rendered, selects
+from .chart import CHART, GROUPS, VALUES, Object, containers, objects, of_kind, pods, ports_of, rendered, selects
 from .crds import SCHEMAS
 
 VERSIONS = ("1.28", "1.30", "1.32", "1.34", "1.37")
@@ -73,6 +75,7 @@ def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None
         ({"gateway": {"enabled": True}}, "name the Gateway"),
         ({"frontDoor": {"enabled": False}, "engineDefaults": {"autoscaling": {"enabled": True}}}, "frontDoor.enabled"),
         ({"frontDoor": {"enabled": False}}, "nobody sends"),
+        ({"engines": {"decode": {"sidecar": {"enabled": True}}}}, "prefillNetworks"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: Object, said: str) -> None:
@@ -100,7 +103,8 @@ def test_names_are_of_things_that_exist(values: Object) -> None:
                 assert ("Secret", volume["secret"]["secretName"]) in existing | given
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in existing
-        mounted = {each["name"] for container in pod["spec"]["containers"] for each in container["volumeMounts"]}
+        every = (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])
+        mounted = {each["name"] for container in every for each in container["volumeMounts"]}
         assert mounted == {each["name"] for each in pod["spec"]["volumes"]}
     for _, _, container in containers(made):
         for each in container["env"]:
@@ -111,7 +115,7 @@ def test_names_are_of_things_that_exist(values: Object) -> None:
         assert chosen
         for port in service["spec"]["ports"]:
             for pod in chosen:
-                assert port["targetPort"] in {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
+                assert port["targetPort"] in {*ports_of(pod), *ports_of(pod).values()}
     for each in made:
         if each["kind"] in ("PodDisruptionBudget", "NetworkPolicy"):
             selector = each["spec"].get("podSelector", each["spec"].get("selector"))["matchLabels"]
@@ -163,8 +167,7 @@ def test_engines_are_found_as_they_listen(values: Object) -> None:
             seen = {**pod, "metadata": {**pod["metadata"], "name": "e-0"}}
             seen["status"] = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
             (engine,) = engines_of(msgspec.convert(seen, Pod), (1,))
-            container = pod["spec"]["containers"][0]
-            assert engine.address.url == f"http://10.0.0.1:{container['ports'][0]['containerPort']}"
+            assert engine.address.url == f"http://10.0.0.1:{ports_of(pod)['http']}"
             assert engine.address.role == pod["metadata"]["labels"]["llm-d.ai/role"]
     assert engines == len(GROUPS | values.get("engines", {}).keys())
 
@@ -253,7 +256,7 @@ def test_pods_have_the_time_that_they_need_to_stop(values: Object) -> None:
 @CASES
 def test_every_server_is_watched(values: Object) -> None:
     for name, _, container in containers(objects(values)):
-        if container["name"] in ("rescheduler", "status"):
+        if container["name"] in ("rescheduler", "status", "sidecar"):  # a sidecar's start waits for nobody
             continue
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -273,6 +276,7 @@ KINDS: dict[str, tuple[type[Settings], str]] = {
     "router": (RouterConfig, "router-args"),
     "epp": (PickerConfig, ""),
     "rescheduler": (ReschedulerConfig, ""),
+    "sidecar": (SidecarConfig, ""),
 }
 
 
@@ -280,7 +284,7 @@ KINDS: dict[str, tuple[type[Settings], str]] = {
 def test_commands_take_their_arguments(values: Object) -> None:
     group: Any = typer.main.get_command(app)
     seen = set[str]()
-    for name, _, container in containers(objects(values)):
+    for name, pod, container in containers(objects(values)):
         command, *args = container["args"]
         args = [each.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "e-0") for each in args]
         params: dict[str, Any] = group.commands[command].make_context(command, args).params
@@ -289,8 +293,15 @@ def test_commands_take_their_arguments(values: Object) -> None:
             kind, rest = KINDS[command]
             params.pop("config", None)
             config = decode_settings(kind, flags_given(kind, params, rest))
-            assert config.discovery.is_wanted, name  # type: ignore[attr-defined]
+            assert isinstance(config, SidecarConfig) or config.discovery.is_wanted, name  # type: ignore[attr-defined]
+            if isinstance(config, SidecarConfig):
+                engine = pod["spec"]["containers"][0]
+                assert f"--port={urlsplit(config.engine).port}" in engine["args"]
+                assert config.allowed_prefillers().named("10.244.3.4:8000")
         if command == "engine":
+            allowed = AllowedPrefillers(params["prefill_hosts"] or "", "--prefill-hosts")
+            alone = not pod["spec"].get("initContainers") and pod["metadata"]["labels"]["tercet/role"] != "prefill"
+            assert bool(allowed) is (alone and bool(values.get("gateway", {}).get("prefillNetworks"))), name
             flags = dict(each.split("=", 1) for each in params["vllm_args"] if "=" in each)
             events = json.loads(flags["--kv-events-config"])
             ports = {str(each["containerPort"]) for each in container["ports"]}

@@ -96,10 +96,15 @@ from tercet.cli.app import main
 sys.argv[:] = ["tercet", *sys.argv[3:]]
 raise SystemExit(main())
 """
-STARTED = ("tercet.gateway.server", "tercet.gateway.model_renderer", "tercet.router.rescheduler_server")
+STARTED = (
+    "tercet.gateway.sidecar.server",
+    "tercet.gateway.server",
+    "tercet.gateway.model_renderer",
+    "tercet.router.rescheduler_server",
+)
 
 
-@pytest.mark.parametrize("command", ["epp", "rescheduler", "status", "engines list"])
+@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "engines list"])
 def test_the_small_image_has_enough(command: str) -> None:
     arguments = [",".join(pins("gateway.txt")), ",".join(STARTED), *command.split(), "--help"]
     done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from msgspec import structs
 
+from tercet.cluster.ports import free_ports
 from tercet.gateway.endpoint_picker import Endpoints
 from tercet.gateway.exchange import Exchange
 from tercet.gateway.protos import (
@@ -32,6 +33,7 @@ from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
 
 from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide
+from ..client.certificates import Authority
 from .pickers import IDLE, Served, addresses, config_for, fleet_for, serving
 
 BUSY = structs.replace(IDLE, waiting=99)
@@ -173,6 +175,18 @@ async def test_a_body_is_let_go_of_when_it_has_been_picked_for() -> None:
     assert exchange._chunks == [BODY]
     assert exchange.picked(Endpoints(["10.0.0.1:8000"]))
     assert exchange._chunks == []
+
+
+async def test_health_has_a_port_of_its_own_without_tls(tmp_path: Path) -> None:
+    """Kubelets ask for it and speak no TLS."""
+    certificate, key = Authority(tmp_path, "ca").issue("picker")
+    (port,) = free_ports("127.0.0.1", 1)
+    tls = {"tls_cert": str(certificate), "tls_key": str(key)}
+    async with serving("both", grpc_health_port=port, **tls), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert (await HealthStub(channel).Check(HealthCheckRequest(service="liveness"))).status == 1
+    with pytest.raises(BadRequest, match="nothing can listen"):
+        async with serving("both"), serving("both", grpc_health_port=port), serving("both", grpc_health_port=port):
+            pass
 
 
 async def test_a_picker_is_ready_once_an_engine_has_answered() -> None:

@@ -21,6 +21,13 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 app.kubernetes.io/name={{ .Chart.Name }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=engine
 {{- end }}
 
+{{/* Who may prefill, as --prefill-hosts has it. */}}
+{{- define "tercet.prefillHosts" -}}
+{{- $port := .Values.ports.engine }}{{- $hosts := list }}
+{{- range .Values.gateway.prefillNetworks }}{{ $hosts = append $hosts (printf "%s:%d" . (int $port)) }}{{ end }}
+{{- join "," $hosts }}
+{{- end }}
+
 {{- define "tercet.secretName" -}}
 {{ .Values.auth.existingSecret | default (printf "%s-keys" (include "tercet.name" .)) }}
 {{- end }}
