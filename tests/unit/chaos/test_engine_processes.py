@@ -9,6 +9,8 @@ import pytest
 
 from tercet.chaos.engine_processes import RunningProcess, alive, classify, processes_of, send_signal
 
+pytestmark = pytest.mark.processes
+
 TREE = [
     RunningProcess(10, 1, "python -m vllm.entrypoints.openai.api_server"),
     RunningProcess(11, 10, "python -c from multiprocessing.resource_tracker import main"),

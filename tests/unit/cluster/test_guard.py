@@ -15,6 +15,8 @@ import pytest
 
 from tercet.cluster.child_process import Process
 
+pytestmark = pytest.mark.processes
+
 # A command with a child of its own; both ignore SIGTERM when told to.
 COMMAND = """
 import signal, subprocess, sys, time

@@ -24,6 +24,8 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
 
+pytestmark = pytest.mark.processes
+
 SERVER = """
 import http.server, signal, subprocess, sys, time
 port, mode = int(sys.argv[1]), sys.argv[2]

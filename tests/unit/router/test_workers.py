@@ -25,6 +25,8 @@ from tercet.cluster.ports import free_ports
 from tercet.sim import load_profile
 from tercet.sim.sim_server import ServerConfig, serving
 
+pytestmark = pytest.mark.processes
+
 WAIT_SECONDS = 200
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 

@@ -290,7 +290,7 @@ class Told:
 CHAINS = [list(range(10)), [0, 1, 2, *range(20, 30)], [0, 1, 2, 20, 21, *range(40, 45)], list(range(50, 58)), [60, 61]]
 
 
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 3)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 13), st.booleans()), max_size=60), st.integers(4, 30))
 def test_blocks_go_in_the_order_of_their_last_use(steps: list[tuple[int, int, bool]], total: int) -> None:
     """``steps``: which prompt comes, how many blocks of it, and whether the oldest one that runs ends before."""

@@ -26,6 +26,8 @@ from tercet.streams import StreamListener
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
+pytestmark = pytest.mark.processes
+
 HOST = "127.0.0.1"
 # Steps of 2 ms, and a microsecond for each token past the first.
 QUICK = StepTimes(knots=((1, 0.002), (1001, 0.003)), pair=0.0, context=0.0)

@@ -22,6 +22,8 @@ from tercet.streams import StreamListener
 
 from .models import is_empty, profile_of, request_of
 
+pytestmark = pytest.mark.processes
+
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[3]
 # Ten seconds of tokens: far more than any test waits for.

@@ -647,7 +647,7 @@ def outcome(call: Callable[[], int | None]) -> int | type[TercetError] | None:
 
 
 TestAnythingIsSaid = AnythingIsSaid.TestCase
-TestAnythingIsSaid.settings = settings(max_examples=120, stateful_step_count=40)
+TestAnythingIsSaid.settings = settings(max_examples=settings().max_examples * 6 // 5, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), max_size=12))

@@ -18,6 +18,8 @@ from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read,
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import transport_to
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("mooncake.engine", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
 LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
 SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))

@@ -64,6 +64,7 @@ def test_vllm_says_so(name: str) -> None:
     assert all(beginning in text for beginning in NOISE[name])
 
 
+@pytest.mark.processes
 def test_the_router_hears_nothing_below_an_error() -> None:
     said = subprocess.run([sys.executable, "-c", BEFORE_VLLM], capture_output=True, text=True, check=True).stderr
     lines = [line for line in said.splitlines() if line]

@@ -17,6 +17,8 @@ from tercet.cluster.engine_command import PLAIN_SERVER, WITH_ONE_IMPORT, EngineS
 from tercet.vllm_plugin import server
 from tercet.vllm_plugin.server import read_once
 
+pytestmark = pytest.mark.processes
+
 
 def run(what: str) -> Any:
     command = [sys.executable, "-m", "tests.unit.vllm_plugin.standing_by", what]
