@@ -1,6 +1,6 @@
 """How long `tercet epp` takes to decide, with a pool of simulated engines that report as real ones do.
 
-    python benchmarks/endpoint_picker.py --engines 500 --rate 200 --seconds 20
+    python benchmarks/endpoint_picker.py --engines 500 --rate 200 500 --seconds 20
 
 One process has the engines, one is the picker, on a core of its own, and this one plays Envoy (full-duplex bodies),
 with Poisson arrivals. Told are the picker's own histogram, from a whole request to its endpoints; the round trip as
@@ -181,10 +181,10 @@ async def cpu_of(picker: psutil.Process, seconds: float) -> float:
     return (sum(picker.cpu_times()[:2]) - before) / (time.perf_counter() - began)
 
 
-async def load(args: argparse.Namespace, picker: psutil.Process) -> None:
-    """Play Envoy, and print what that took."""
+async def load(args: argparse.Namespace, picker: psutil.Process, rate: float) -> None:
+    """Play Envoy at ``rate`` requests per second, and print what that took."""
     source = Conversations(args.prompt_chars, args.new, args.conversations)
-    bodies = [source.body() for _ in range(max(1, int(args.rate * args.seconds)))]
+    bodies = [source.body() for _ in range(max(1, int(rate * args.seconds)))]
     arrivals = random.Random(2)
     address = f"{HOST}:{args.port}"
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -195,7 +195,7 @@ async def load(args: argparse.Namespace, picker: psutil.Process) -> None:
         began = at = time.perf_counter()
         asked: list[asyncio.Task[float]] = []
         for body in bodies:
-            at += arrivals.expovariate(args.rate)
+            at += arrivals.expovariate(rate)
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
             asked.append(asyncio.create_task(ask(stub, body)))
         round_trips = await asyncio.gather(*asked)
@@ -220,14 +220,15 @@ async def main(args: argparse.Namespace) -> None:
     async with processes(args) as picker:
         idle = await cpu_of(picker, 10.0)
         print(f"idle with {args.engines} engines: {100 * idle:.1f}% of a core, {picker.memory_info().rss >> 20} MiB")
-        if args.rate:
-            await load(args, picker)
+        for rate in args.rate:
+            if rate:
+                await load(args, picker, rate)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=200.0, help="requests per second; 0: none")
+    parser.add_argument("--rate", type=float, nargs="+", default=[200.0], help="requests per second; 0: none")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--prompt-chars", type=int, default=4000)
     parser.add_argument("--new", type=int, default=400)

@@ -23,7 +23,8 @@ MOST_PENDING = 64 * SEGMENT
 """Characters that may wait for the thread; beyond that, prompts are estimated."""
 MOST_UNLEARNED = 2048 * SEGMENT
 """Characters that wait to be tokenized when there is time; the oldest are forgotten first."""
-LEARNED_TOGETHER = 8
+LEARNED_TOGETHER = 2
+PAUSE_SECONDS = 0.002
 COSTS = 320
 """Bytes of a remembered segment beside its text and its tokens: the objects that hold them."""
 NICENESS = 10
@@ -112,6 +113,8 @@ class SegmentTokenizer:
     async def _learn(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unlearned:
+            while self._pending:  # what somebody waits for goes first  # noqa: ASYNC110
+                await asyncio.sleep(PAUSE_SECONDS)
             some = [self._unlearned.popleft() for _ in range(min(LEARNED_TOGETHER, len(self._unlearned)))]
             missing = [segment for segment in dict.fromkeys(some) if segment not in self._seen]
             if missing:

@@ -53,7 +53,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     ] = None
     render_budget: Annotated[
         AtLeastOne, Setting("Of one request, characters to tokenize that were not seen lately; the rest is estimated.")
-    ] = 16_384
+    ] = 8_192
     render_cache_bytes: Annotated[
         AtLeastOne,
         Setting("Memory for parts of prompts that were tokenized, at most.", unit="bytes", default="128 MiB"),
