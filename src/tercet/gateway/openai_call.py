@@ -13,6 +13,8 @@ from tercet.protocol.wire import UNREADABLE
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 MOST_READ = 1024 * 1024
 """Bytes of a body that is read; of a longer one the beginning stands for its prompt. While it is read others wait."""
+MOST_NESTED = 20_000
+"""Lists and objects in a body that is read: each takes a hundred times as long as a letter."""
 Text = str | Sequence[Any] | None
 OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
@@ -85,6 +87,8 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
     path = _path(headers)
     if body is None or path not in GENERATING or headers.get(":method") != "POST":
         return OpenAICall(path, headers, size=0 if body is None else len(body))
+    if body.count(b"[") + body.count(b"{") > MOST_NESTED:
+        return call_unread(headers, [body], len(body))
     try:
         return OpenAICall(path, headers, _decode(body), len(body))
     except UNREADABLE as error:

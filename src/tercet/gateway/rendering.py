@@ -15,7 +15,7 @@ import numpy as np
 from tercet.gateway.openai_call import OpenAICall
 
 CHARACTERS_PER_TOKEN = 4
-MOST_TOLD, MOST_TOKENS = 131_072, 1_048_576
+MOST_TOLD, MOST_TOKENS = 131_072, 262_144
 """Of a prompt, tokens that are told apart, and tokens that are counted: what is behind them costs nothing."""
 MOST_PARTS = 4096
 """Messages and parts of messages that are read for an estimate."""
@@ -62,7 +62,7 @@ def stand_ins(data: bytes, size: int | None = None) -> Tokens:
     told = min(len(data) // CHARACTERS_PER_TOKEN, MOST_TOLD)
     counted = min((len(data) if size is None else size) // CHARACTERS_PER_TOKEN, MOST_TOKENS)
     numbers = np.frombuffer(data[: told * CHARACTERS_PER_TOKEN], dtype="<u4").tolist()
-    return (*numbers, *(0,) * (counted - told))
+    return tuple(numbers) + (0,) * (counted - told)
 
 
 def token_ids(given: object) -> Tokens | None:
@@ -74,7 +74,7 @@ def token_ids(given: object) -> Tokens | None:
         told = array("I", items[:MOST_TOLD])
     except (TypeError, OverflowError):
         return None
-    return (*told, *(0,) * (min(len(items), MOST_TOKENS) - len(told)))
+    return tuple(told) + (0,) * (min(len(items), MOST_TOKENS) - len(told))
 
 
 def plain_text(call: OpenAICall) -> str:
