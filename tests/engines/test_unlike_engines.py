@@ -5,26 +5,19 @@ A small model with random weights, since SmolLM2 has three KV heads, which two r
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
-from tercet.protocol import Request
 
-from .conftest import START_SECONDS, free_port, get_json, settled
+from .conftest import settled
 from .prompts import complete, prompt_of, tokens_of
+from .unlike import engines_with, hand_over
 
 NUM_LAYERS, NUM_KV_HEADS = 4, 4
 FLAGS = {
@@ -60,69 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def urls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The engines' URLs, by their names in FLAGS."""
-    logs = tmp_path_factory.mktemp("unlike")
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    found: dict[str, str] = {}
-    try:
-        for name, (cores, *flags) in FLAGS.items():
-            port = free_port()
-            command = [
-                sys.executable, "-m", "tercet.cli", "engine", "--model", str(model), "--served-model-name", "smollm2",
-                "--name", name, "--port", str(port), "--dtype", "float32", "--", "--max-model-len", "2048", *flags,
-            ]  # fmt: skip
-            environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores}
-            with (logs / f"{name}.log").open("wb") as log:
-                running[name] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
-            found[name] = f"http://127.0.0.1:{port}"
-        for name, process in running.items():
-            _wait(process, found[name], logs / f"{name}.log")
+    with engines_with(FLAGS, str(model), tmp_path_factory.mktemp("unlike")) as found:
         yield found
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            # How vLLM ends is not what is tested here: with several workers on few cores it may hang at its end.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=60)
-            _kill_group(process.pid)
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            get_json(f"{url}/tercet/v1/status")
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    pytest.fail(f"{url} was not ready:\n{log.read_text()[-4000:]}")
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-async def hand_over(source: HttpEngine, target: HttpEngine, prompt: list[int], salt: str) -> tuple[list[int], int]:
-    """Prefill on one engine and decode on the other; the tokens, and how many tokens were received."""
-    request = Request(
-        seq_id=uuid.uuid4().hex,
-        prompt=tuple(prompt),
-        cache_salt=salt,
-        sampling_params={"temperature": 0, "max_tokens": 12, "ignore_eos": True},
-    )
-    async with target.prep_recv(request) as space:
-        sent = await source.remote_send(request, space, space.matched_len, sample=True)
-        assert sent.first is not None
-        tokens, received = [*sent.first.token_ids], 0
-        async for output in target.start_generate(request, sent.end, sent.first.token_ids):
-            tokens += output.token_ids
-            received += output.usage.received if output.usage is not None else 0
-    return tokens, received
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

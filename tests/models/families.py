@@ -58,8 +58,12 @@ LATENT_EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 ALTERNATING = _layers("sliding", "full", "sliding", "full")
 
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", _of("Llama")),
+    "llama_ngram": Family("Llama, n-gram speculation", _of("Llama"), flags=("--speculative-config", NGRAM)),
+    "llama_stages": Family("Llama, two pipeline stages", _of("Llama"), flags=("--pipeline-parallel-size", "2")),
     "qwen2": Family("Qwen 2", _of("Qwen2")),
     "qwen3": Family("Qwen 3", _of("Qwen3")),
     "qwen3_moe": Family("Qwen 3 MoE", _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),

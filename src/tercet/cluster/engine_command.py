@@ -101,6 +101,10 @@ _QUIET: Mapping[str, str] = {
     )),
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
+STAGES = ("--pipeline-parallel-size", "-pp")
+# On a CPU vLLM makes room for what a pipeline stage gets from the one before it when it warms up for compilation, which
+# `--enforce-eager` leaves out: such an engine ends with its first request. This compiles nothing, and warms up.
+EAGER_STAGES: Mapping[str, str] = {"--compilation-config": '{"mode":1,"backend":"eager"}'}
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +162,9 @@ def plain_argv(spec: EngineSpec) -> list[str]:
     if value_of(spec.extra_args, "--use-tqdm-on-load") is None:
         defaults |= {"--no-use-tqdm-on-load": ""}  # a bar is no line of a log
     if spec.cores:
-        defaults |= {"--enforce-eager": "", "--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
+        staged = value_of(spec.extra_args, *STAGES) not in (None, "1")
+        defaults |= EAGER_STAGES if staged else {"--enforce-eager": ""}
+        defaults |= {"--max-num-batched-tokens": CPU_MAX_BATCHED_TOKENS}
     if spec.gpu_memory is not None:
         defaults |= {GPU_MEMORY: f"{spec.gpu_memory:g}"}
     if spec.built_in:
@@ -265,7 +271,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
 def ranks_of(args: Sequence[str]) -> int:
     """How many workers vLLM starts for an engine with these flags."""
     ranks = 1
-    for flag, short in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")):
+    for flag, short in (("--tensor-parallel-size", "-tp"), STAGES):
         value = value_of(args, flag, short)
         if value is None:
             continue

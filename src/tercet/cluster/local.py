@@ -20,6 +20,7 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
@@ -58,7 +59,7 @@ async def local_fleet(
             role,
             url_of(spec.host, spec.port),
             Process(spec.name, engine_argv(spec), {**engine_env(spec), **secret}, log_dir / f"{spec.name}.log"),
-            Restarts(config.engine_restarts),
+            Restarts(0 if is_group(spec.extra_args) else config.engine_restarts),
         )
         for spec, (_, role) in zip(specs, config.roles, strict=True)
     ]
@@ -121,6 +122,7 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     if devices:
         shares = plan_devices(devices, count, ranks_of(args), gpu_memory_of(args))
     cores = split_cores(sorted(os.sched_getaffinity(0)), count) if computes and not devices else nothing
+    ranks = rank_flags(config.engine_args, count, ENGINE_HOST)
     return [
         EngineSpec(
             name=name,
@@ -134,7 +136,7 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
             gpus=shares[index].devices,
             gpu_memory=shares[index].memory,
             kv_cache_gib=config.kv_cache_gib,
-            extra_args=(*lora_flags(config), *config.engine_args),
+            extra_args=(*lora_flags(config), *config.engine_args, *ranks[index]),
             simulate=config.simulate,
             options=config.options,
         )

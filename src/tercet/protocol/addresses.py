@@ -33,6 +33,9 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``splits_by_head``: a block holds its rank's KV heads one after the other, so that blocks of ranks with different
     heads can be cut and joined. ``splits_by_token``: the transport knows how tokens lie in a block, so that blocks of
     another size can be put together. ``groups``: the kinds of layers, where not all of them look back at all tokens.
+    ``stages``: for each pipeline stage, how many planes of each group of layers it holds (a plane is the KV of a layer,
+    or half of it where keys and values are apart); empty if one stage holds all. ``plane_order`` stands for the layers
+    in the order of their planes. Ranks count through the first stage's tensor-parallel ones, then the next one's.
     """
 
     model: str
@@ -47,6 +50,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     splits_by_head: bool = False
     splits_by_token: bool = False
     groups: tuple[CacheGroup, ...] = ()
+    stages: tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**32)], ...], ...] = ()
+    plane_order: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers hold a part of each sequence's KV."""
+        return self.tp_size * (len(self.stages) or 1)
 
     @property
     def heads_per_rank(self) -> int:
@@ -65,12 +75,15 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def require_mappable(self, other: KVLayout, whose: str) -> None:
         """Raise :class:`LayoutMismatch`, naming what is in the way, unless KV can go from here to ``other``.
 
-        Engines may differ in their tensor-parallel degree if blocks can be cut between heads and one degree divides
-        the other, and in their block size if blocks can be cut between tokens.
+        Engines may differ in how layers are split over pipeline stages, in their tensor-parallel degree if blocks can
+        be cut between heads and one degree divides the other, and in their block size if blocks can be cut between
+        tokens.
         """
         free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
         if self.splits_by_token and other.splits_by_token:
             free |= {"block_size", "block_bytes"}
+        if self._planes(other) == other._planes(self):
+            free |= {"stages"}
         differences = [
             f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} on {whose}"
             for name in self.__struct_fields__
@@ -82,6 +95,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             differences = [f"a token's head takes other bytes: {self._sizes()} here, {other._sizes()} on {whose}"]
         if differences:
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
+
+    def _planes(self, other: KVLayout) -> list[int]:
+        """How many planes of each group all stages hold together; one stage holds what the other engine's do."""
+        return [sum(counts) for counts in zip(*(self.stages or other.stages), strict=True)]
 
     def _sizes(self) -> str:
         return f"block_bytes {self.block_bytes} with block_size {self.block_size} and tp_size {self.tp_size}"

@@ -31,7 +31,8 @@ from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.core_words import CoreWords, core_word
 from tercet.transport.grants import Grant
-from tercet.transport.head_slices import HeadSlice, routes
+from tercet.transport.head_slices import HeadSlice
+from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
@@ -47,6 +48,7 @@ from tercet.transport.region import (
     create_sealed_file,
     shape_of,
 )
+from tercet.transport.routes import RankRoute, routes
 from tercet.transport.sender import SendDestination
 from tercet.transport.sockets import is_address
 
@@ -73,8 +75,10 @@ __all__ = [
     "KVRegion",
     "LayersDone",
     "LeaseFilled",
+    "PlaneRun",
     "Push",
     "PushCached",
+    "RankRoute",
     "RankTransport",
     "ReadCounters",
     "RegionShape",

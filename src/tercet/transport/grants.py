@@ -31,6 +31,7 @@ from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.region import Numbers, planes_of_groups
+from tercet.transport.validity import Ranges, Validity
 
 T = TypeVar("T")
 REMEMBERED_ENDED = 4096
@@ -61,13 +62,14 @@ class Grant(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Receive:
-    """One send under a lease, of the first ``limit`` tokens.
+    """One send under a lease, of the first ``limit`` tokens, which fills some ``planes``.
 
     ``arrived`` is what is here, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit`` tokens;
     ``ended`` is the send's end once that is here, too.
     """
 
     limit: int
+    planes: NDArray[np.int64]
     arrived: NDArray[np.bool_]
     kind: tuple[int, int, int] | None = None  # part, parts and unit, once something has come
     chunks: int = 0
@@ -76,17 +78,14 @@ class _Receive:
 
 # Who sends, and that one's number for the send.
 SendKey = tuple[str, int]
-# Disjoint token ranges, sorted, not touching.
-Ranges = list[tuple[int, int]]
 
 
 @dataclass
 class _Lease:
     grant: Grant
     numbers: Numbers  # the grant's blocks, by group and slot
+    valid: Validity
     sends: dict[SendKey, _Receive] = field(default_factory=dict[SendKey, _Receive])
-    # For each way to cut blocks into parts: what is valid of each part.
-    valid: dict[int, dict[int, Ranges]] = field(default_factory=dict[int, dict[int, Ranges]])
     writers: int = 0
     reported_at: float = field(default_factory=time.monotonic)
 
@@ -107,7 +106,7 @@ class GrantTable:
     def grant(self, grant: Grant) -> None:
         """Open a grant; raises :class:`~tercet.protocol.Conflict` if the lease is or was in use."""
         self._require_whole(grant)
-        opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64))
+        opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64), Validity(grant.begin, self._num_layers))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} was granted before", "lease")
@@ -155,7 +154,7 @@ class GrantTable:
                     "send the prompt that prep_recv was given",
                     "kv_addr_info",
                 )
-            opened.sends[send] = _Receive(limit, _NOTHING)
+            opened.sends[send] = _Receive(limit, self._planes_of(begun), _NOTHING)
 
     def content(self, lease: str, end: int) -> Content | None:
         """What KV of a lease's first ``end`` tokens is of; None if the lease is over."""
@@ -243,17 +242,16 @@ class GrantTable:
                 return
             if gone[0] < kept:
                 raise TransferFailed(f"KV up to token {kept} came from another sender, and is not written again")
-            for parts, valid in opened.valid.items():
-                for part, ranges in valid.items():
-                    # As fractions of a block: the parts may be cut in another way.
-                    if part * chunk.parts < (chunk.part + 1) * parts and chunk.part * parts < (part + 1) * chunk.parts:
-                        valid[part] = _without(ranges, gone)
+            planes = range(chunk.layer, chunk.layer + chunk.layers)
+            opened.valid.remove(chunk.part, chunk.parts, planes, gone)
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
         """A chunk, which :meth:`locate` has found right, is in place; returns as :meth:`ended` does."""
         with self._changed:
             opened = self._find(chunk.lease)
             found = self._receive_of(opened, send, chunk)
+            if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*found.planes.tolist()}:
+                raise BadRequest("a send fills the planes that it began with, and no others")
             found.chunks += 1
             found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
             return self._settle(opened, send, found)
@@ -290,7 +288,7 @@ class GrantTable:
         with self._changed:
             lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
             half_way = [opened for opened, key in lost if self._keep(opened, opened.sends.pop(key))]
-            return [(opened.grant.lease, _valid_end(opened)) for opened in half_way]
+            return [(opened.grant.lease, opened.valid.end) for opened in half_way]
 
     def progress(self, lease: str, now: float) -> int | None:
         """How far an open lease's KV is valid, if it was not told for :data:`REPORT_SECONDS`."""
@@ -301,7 +299,7 @@ class GrantTable:
             opened.reported_at = now
             for found in opened.sends.values():
                 self._keep(opened, found)
-            return _valid_end(opened)
+            return opened.valid.end
 
     @property
     def receives(self) -> int:
@@ -324,7 +322,7 @@ class GrantTable:
             self._changed.wait_for(lambda: not opened.writers)
             for found in opened.sends.values():
                 self._keep(opened, found)
-            return _valid_end(opened)
+            return opened.valid.end
 
     def _find(self, lease: str) -> _Lease:
         opened = self._open.get(lease)
@@ -339,19 +337,30 @@ class GrantTable:
             raise BadRequest("a send fills one part of the blocks, always the same")
         slots = _num_slots(opened.grant, message.unit)
         if slots > found.arrived.shape[1]:  # the first that comes of it, or the lease was extended
-            arrived = self._unneeded(opened, slots, message.unit)
+            arrived = self._unneeded(opened, slots, found.planes, message.unit)
             if found.kind is not None:
                 arrived[:, : found.arrived.shape[1]] |= found.arrived
             found.arrived = arrived
         found.kind = kind
         return found
 
-    def _unneeded(self, opened: _Lease, slots: int, unit: int) -> NDArray[np.bool_]:
-        """What of a send need not arrive, by layer and slot: what has no block here. None of blocks of another size."""
-        found = np.zeros((self._num_layers, slots), dtype=np.bool_)
+    def _planes_of(self, begun: SendBegin) -> NDArray[np.int64]:
+        """The planes that a send says it fills: all, or some ranges."""
+        if any(not 0 <= first < stop <= self._num_layers for first, stop in begun.planes):
+            raise BadRequest(f"a send fills planes {begun.planes!r:.80}, and there are {self._num_layers}")
+        some = [range(*each) for each in begun.planes] or [range(self._num_layers)]
+        return np.unique(np.concatenate(some))
+
+    def _unneeded(self, opened: _Lease, slots: int, wanted: NDArray[np.int64], unit: int) -> NDArray[np.bool_]:
+        """What of a send that fills the planes ``wanted`` need not arrive, by layer and slot.
+
+        That is what other planes have, and what has no block here; blocks of another size are all needed.
+        """
+        found = np.ones((self._num_layers, slots), dtype=np.bool_)
+        found[wanted] = False
         if not unit:
             for planes, numbers in zip(self._groups, opened.numbers, strict=True):
-                found[planes.start : planes.stop] = numbers < 0
+                found[planes.start : planes.stop] |= numbers < 0
         return found
 
     def _require_whole(self, grant: Grant) -> None:
@@ -376,11 +385,12 @@ class GrantTable:
         begin, origin = opened.grant.begin, first_token(opened.grant.begin, unit)
         whole = np.concatenate([_GAP, found.arrived.all(axis=0), _GAP])
         edges = np.flatnonzero(whole[1:] != whole[:-1]).tolist()
-        valid = opened.valid.setdefault(parts, {})
+        pieces: Ranges = []
         for first, last in zip(edges[::2], edges[1::2], strict=True):
             piece = max(origin + first * unit, begin), min(origin + last * unit, found.limit)
             if piece[0] < piece[1]:
-                valid[part] = _merged(valid.get(part, []), piece)
+                pieces.append(piece)
+        opened.valid.add(part, parts, found.planes.tolist(), pieces)
         return True
 
     def _settle(self, opened: _Lease, send: SendKey, found: _Receive) -> int | None:
@@ -397,10 +407,9 @@ class GrantTable:
             at = int((layers < self._num_layers).argmax())
             missing = self._num_layers - int(layers[at])
             raise TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
-        valid = opened.valid.setdefault(parts, {})
-        valid[part] = _merged(valid.get(part, []), (max(begin, grant.begin), end))
+        opened.valid.add(part, parts, found.planes.tolist(), [(max(begin, grant.begin), end)])
         opened.reported_at = time.monotonic()
-        return _valid_end(opened)
+        return opened.valid.end
 
 
 _NOTHING = np.zeros((0, 0), dtype=np.bool_)
@@ -421,7 +430,7 @@ def _begun(opened: _Lease, send: SendKey) -> _Receive:
 
 
 def _blocks_in_place(opened: _Lease) -> int:
-    return (_valid_end(opened) - opened.grant.begin) // opened.grant.block_size
+    return (opened.valid.end - opened.grant.begin) // opened.grant.block_size
 
 
 def _num_slots(grant: Grant, unit: int) -> int:
@@ -429,32 +438,3 @@ def _num_slots(grant: Grant, unit: int) -> int:
     unit = unit or grant.block_size
     end = grant.begin + len(grant.blocks[0]) * grant.block_size
     return -(-(end - first_token(grant.begin, unit)) // unit)
-
-
-def _valid_end(opened: _Lease) -> int:
-    """How far the KV is valid from the lease's beginning: in all parts, for some way to cut blocks into parts."""
-    begin = opened.grant.begin
-    ends = [begin]
-    for parts, valid in opened.valid.items():
-        firsts = [valid[part][:1] if part in valid else [] for part in range(parts)]
-        ends.append(min(first[0][1] if first and first[0][0] == begin else begin for first in firsts))
-    return max(ends)
-
-
-def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
-    """Add a range to disjoint sorted ones, joining those that touch."""
-    begin, end = new
-    kept: Ranges = []
-    for low, high in ranges:
-        if high < begin or end < low:
-            kept.append((low, high))
-        else:
-            begin, end = min(begin, low), max(end, high)
-    return sorted([*kept, (begin, end)])
-
-
-def _without(ranges: Ranges, gone: tuple[int, int]) -> Ranges:
-    """Take a range out of disjoint sorted ones."""
-    begin, end = gone
-    pieces = [piece for low, high in ranges for piece in ((low, min(high, begin)), (max(low, end), high))]
-    return [(low, high) for low, high in pieces if low < high]

@@ -24,39 +24,28 @@ class HeadSlice(NamedTuple):
     parts: int = 1
 
 
-class RankRoute(NamedTuple):
-    """One sending rank to one receiving rank."""
+def shared(source: KVLayout, target: KVLayout, rank: int, receiver: int) -> HeadSlice | None:
+    """What tensor-parallel rank ``rank`` of the source has for rank ``receiver`` of the target, if anything.
 
-    receiver: int
-    head_slice: HeadSlice
-
-
-def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
-    """Where rank ``rank`` of the source sends its blocks; empty if other ranks hold the same heads and send them.
-
-    The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
+    Nothing if another rank that holds the same heads sends them. The layouts must have passed
+    :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     if source.tp_size == target.tp_size and source.block_bytes == target.block_bytes:
-        return [RankRoute(rank, HeadSlice(0, source.block_bytes))]
-    here = heads(source, rank)
-    found: list[RankRoute] = []
-    for receiver in range(target.tp_size):
-        there = heads(target, receiver)
-        common = range(max(here.start, there.start), min(here.stop, there.stop))
-        if not common or any(common.start in heads(source, earlier) for earlier in range(rank)):
-            continue
-        head_bytes = source.block_bytes // len(here)
-        head_slice = HeadSlice(
-            source_offset=(common.start - here.start) * head_bytes,
-            size=len(common) * head_bytes,
-            part=(common.start - there.start) // len(common),
-            parts=len(there) // len(common),
-        )
-        found.append(RankRoute(receiver, head_slice))
-    return found
+        return HeadSlice(0, source.block_bytes) if rank == receiver else None
+    here, there = heads(source, rank), heads(target, receiver)
+    common = range(max(here.start, there.start), min(here.stop, there.stop))
+    if not common or any(common.start in heads(source, earlier) for earlier in range(rank)):
+        return None
+    head_bytes = source.block_bytes // len(here)
+    return HeadSlice(
+        source_offset=(common.start - here.start) * head_bytes,
+        size=len(common) * head_bytes,
+        part=(common.start - there.start) // len(common),
+        parts=len(there) // len(common),
+    )
 
 
 def heads(layout: KVLayout, rank: int) -> range:
-    """The KV heads that a rank holds; with more ranks than heads, several ranks hold the same one."""
+    """The KV heads that a tensor-parallel rank holds; with more ranks than heads, several ranks hold the same one."""
     first = rank * layout.num_kv_heads // layout.tp_size
     return range(first, first + layout.heads_per_rank)

@@ -26,6 +26,7 @@ from tercet.transport.backends.host import HostBackend
 from tercet.transport.core_words import is_core_word
 from tercet.transport.greeting import chosen, greet
 from tercet.transport.head_slices import HeadSlice
+from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.pacing import start_thread
 from tercet.transport.peer_messages import (
@@ -76,6 +77,7 @@ OnDone = Callable[[SendReport | TercetError], None]
 class Leg:
     """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is the part of each block it gets.
 
+    ``planes`` are those that it gets, all of them if empty.
     ``chunks`` are what the receiver was told to read. ``on_done`` is called once, with nothing of the transport locked.
     ``number`` names the send. It is also what its generation word holds, written here while the blocks are pinned, or
     by the core (:mod:`.core_words`), whose number is not ours to clear.
@@ -86,6 +88,7 @@ class Leg:
     head_slice: HeadSlice
     on_done: OnDone
     number: int = field(default_factory=lambda: next(_numbers))
+    planes: tuple[PlaneRun, ...] = ()
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
     begun: bool = False  # whether the receiver was told whose KV it is
     finished_at: float | None = None  # when the receiver was told that this is all
@@ -142,11 +145,12 @@ class TransferPeer:
 
         def write(post: Post) -> None:
             begin = self._beginning(leg)
-            for chunk in self._chunks(leg, layers, slot, numbers):
-                leg.chunks.append(chunk)
-                post.send(begin + framed(chunk))
-                begin = b""
-                self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
+            for run in parts_of(layers, leg.planes):
+                for chunk in self._chunks(leg, run, slot, numbers):
+                    leg.chunks.append(chunk)
+                    post.send(begin + framed(chunk))
+                    begin = b""
+                    self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
 
         return self._say(leg, write)
 
@@ -310,8 +314,8 @@ class TransferPeer:
         if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
             raise ProtocolViolation(f"a request for {request.nbytes} bytes of chunk {request.chunk}")
         chunk = leg.chunks[request.chunk]
-        layers, blocks = range(chunk.layer, chunk.layer + chunk.layers), np.frombuffer(chunk.blocks, BLOCK_NUMBER)
-        return self._memory.reading(layers, blocks, chunk.offset, chunk.size)
+        blocks = np.frombuffer(chunk.blocks, BLOCK_NUMBER)
+        return self._memory.reading(chunk.sources, blocks, chunk.offset, chunk.size)
 
     # ---- what the receiver is told -----------------------------------------------------------------------------------
 
@@ -347,19 +351,22 @@ class TransferPeer:
         if leg.begun:
             return b""
         leg.begun = True
-        return framed(SendBegin(leg.number, leg.lease, leg.content))
+        planes = tuple((run.target, run.target + run.length) for run in leg.planes)
+        return framed(SendBegin(leg.number, leg.lease, leg.content, planes))
 
-    def _chunks(self, leg: Leg, layers: range, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
+    def _chunks(self, leg: Leg, run: PlaneRun, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
         """A push in chunks of the size that its transport takes best."""
         part = leg.head_slice
         limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
         if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
-            total = len(layers) * len(blocks) * part.size
+            total = run.length * len(blocks) * part.size
             limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
-        for some, cut in cuts(layers, len(blocks), limit):
+        away = run.source - run.target
+        for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
             yield ReadDescriptors(
                 leg.number, leg.lease, len(leg.chunks), some.start, len(some), slot + cut.start, slot + cut.stop,
                 blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size, part.part, part.parts,
+                source=some.start + away if away else None,
             )  # fmt: skip
 
     # ---- what the receiver answers -----------------------------------------------------------------------------------
@@ -447,6 +454,13 @@ class TransferPeer:
                 self._post.close()
         for leg in orphans:
             self._end(leg, error)
+
+
+def parts_of(layers: range, planes: Sequence[PlaneRun]) -> list[PlaneRun]:
+    """Which of some layers go out, where ``planes`` do; all of them if that is empty."""
+    if not planes:
+        return [PlaneRun(layers.start, layers.start, len(layers))]
+    return [found for run in planes if (found := run.within(layers)) is not None]
 
 
 def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:

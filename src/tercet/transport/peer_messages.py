@@ -25,7 +25,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import RegionShape
 
-MAGIC = b"TRC7"
+MAGIC = b"TRC8"
 MAX_MESSAGE_BYTES = 1024 * 1024
 NONCE_BYTES = 16
 WORD = struct.Struct("<Q")
@@ -81,11 +81,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Whose KV a send will bring; said before anything else of it. It ends at ``content.end`` at the latest."""
+    """Whose KV a send will bring; said before anything else of it. It ends at ``content.end`` at the latest.
+
+    ``planes`` are those of the receiver that it fills, as ranges ``[begin, end)``; all of them if empty.
+    """
 
     send: SendNumber
     lease: Lease
     content: Content
+    planes: tuple[tuple[Count, Count], ...] = ()
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -94,6 +98,7 @@ class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
     ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each,
     ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block. ``chunk``
     counts the send's chunks. ``unit`` is how many tokens the sender's slots have, 0 if as many as the receiver's.
+    ``source`` is the sender's number for the first layer, if it has another one than the receiver.
     """
 
     send: SendNumber
@@ -109,6 +114,13 @@ class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
     part: Count = 0
     parts: Count = 1
     unit: Count = 0
+    source: Count | None = None
+
+    @property
+    def sources(self) -> range:
+        """The sender's numbers for the layers."""
+        first = self.layer if self.source is None else self.source
+        return range(first, first + self.layers)
 
     @property
     def nbytes(self) -> int:

@@ -69,7 +69,7 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             and 0 <= self.words <= self.size - TAIL_BYTES
             and self.words % WORD_BYTES == 0
             and sum(self.groups or (len(self.planes),)) == len(self.planes)
-            and min(self.groups, default=1) > 0
+            and min(self.groups, default=0) >= 0
             and (self.order is None or self.order.block_bytes == self.block_bytes)
         )
         if not inside:

@@ -18,6 +18,7 @@ import msgspec
 from tercet.protocol import BadRequest, Conflict, Content, TercetError, TransferFailed
 from tercet.transport.core_words import is_core_word
 from tercet.transport.head_slices import HeadSlice
+from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
 
@@ -30,6 +31,7 @@ class SendDestination(msgspec.Struct, frozen=True):
 
     addresses: tuple[str, ...]
     head_slice: HeadSlice
+    planes: tuple[PlaneRun, ...] = ()
 
 
 @dataclass(eq=False)
@@ -95,7 +97,7 @@ class KVSender:
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
                 for to in destinations:
-                    leg = Leg(lease, content, to.head_slice, partial(self._ended, send_id, send))
+                    leg = Leg(lease, content, to.head_slice, partial(self._ended, send_id, send), planes=to.planes)
                     leg.number = word or leg.number
                     send.legs.append((self._session(to.addresses, leg, started), leg))
                 if not send.legs:  # other ranks hold the same heads, and send them
@@ -146,10 +148,14 @@ class KVSender:
         for each in destinations:
             part = each.head_slice
             inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size
-            if not (each.addresses and part.size > 0 and inside and 0 <= part.part < part.parts):
-                return BadRequest(
-                    f"{part} at {each.addresses!r:.80} is not a part of this rank's blocks", "kv_addr_info"
-                )
+            held = range(self._rank.region.num_layers + 1)
+            known = all(
+                run.length > 0 and run.target >= 0 and run.source in held and run.source + run.length in held
+                for run in each.planes
+            )
+            if not (each.addresses and part.size > 0 and inside and known and 0 <= part.part < part.parts):
+                what = f"{part}, {each.planes!r:.80} at {each.addresses!r:.80}"
+                return BadRequest(f"{what} is not a part of this rank's blocks", "kv_addr_info")
         return None
 
     def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:

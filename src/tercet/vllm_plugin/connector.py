@@ -30,6 +30,7 @@ from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
+from tercet.vllm_plugin.engine.stages import AllStages, StageContents, engine_rank, over_stages
 from tercet.vllm_plugin.engine.table_publisher import TablePublisher
 from tercet.vllm_plugin.engine.worker_side import WorkerSide
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
@@ -59,18 +60,17 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_prefill_behind_kv(vllm_config)
         _require_whole_blocks(vllm_config)
         _require_states_to_be_kept(vllm_config, kv_cache_config)
-        _require_one_replica(vllm_config)
+        _require_one_rank(vllm_config)
+        _require_drafter_without_kv(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.WORKER:
-            from vllm.distributed.parallel_state import get_tp_group
-
             if vllm_config.lora_config is not None and current_platform.is_cpu():
                 leave_the_base_model_alone()
-            self._worker = WorkerSide(get_tp_group().rank_in_group, self.settings)
+            self._worker = WorkerSide(engine_rank(), self.settings)
             # Then a layer's hook runs once for each part of a batch, and only the last of them means that it is done.
             self._in_parts = vllm_config.parallel_config.use_ubatching
 
@@ -81,7 +81,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks, groups)
         staged = self.settings.is_staged(planes.device.type)
-        layout = layout_of(self._vllm_config, self._kv_cache_config, planes, staged=staged)
+        stages = AllStages(over_stages(StageContents.of(groups, planes)))
+        layout = layout_of(self._vllm_config, self._kv_cache_config, planes, stages, staged=staged)
         self._worker.register(planes, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
@@ -118,8 +119,10 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler -------------------------------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The workers' endpoints, by tensor-parallel rank; called once, when all caches are registered."""
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers' endpoints, by stage and tensor-parallel rank; called once, when all caches are registered."""
         self.handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
@@ -216,11 +219,31 @@ def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> Non
             )
 
 
-def _require_one_replica(config: VllmConfig) -> None:
-    parallel = config.parallel_config
-    if parallel.data_parallel_size != 1 or parallel.pipeline_parallel_size != 1:
+# What they draft comes from tokens, or from what the model has just computed.
+DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def _require_drafter_without_kv(config: VllmConfig) -> None:
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTERS_WITHOUT_KV:
         raise UnsupportedVLLM(
-            "Tercet supports --data-parallel-size 1 and --pipeline-parallel-size 1: start one engine per replica"
+            f"--speculative-config: the drafter {speculative.method!r} has KV of its own, of which the last token's "
+            f"depends on the token after it, so it is not what a send names. Tercet supports the methods "
+            f"{', '.join(DRAFTERS_WITHOUT_KV)}"
+        )
+
+
+def _require_one_rank(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size != 1 and not parallel.data_parallel_external_lb:
+        raise UnsupportedVLLM(
+            f"--data-parallel-size is {parallel.data_parallel_size}, and one server has several of the ranks: start "
+            "each rank as an engine of its own, with its --data-parallel-rank"
+        )
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        raise UnsupportedVLLM(
+            "Tercet supports no context parallelism: with --decode-context-parallel-size or "
+            "--prefill-context-parallel-size the tokens of a block are spread over ranks"
         )
     if parallel._api_process_count != 1:
         raise UnsupportedVLLM(

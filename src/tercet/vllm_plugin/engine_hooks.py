@@ -38,7 +38,7 @@ ENGINE_HOOKS = (
         until="the interface is declared stable",
         relies_on=(
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "bind_connector_metadata", "set_xfer_handshake_metadata"),
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "bind_connector_metadata"),
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "on_new_request", "request_finished", "shutdown"),
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "requires_piecewise_for_cudagraph"),
             Has(f"{CONNECTOR}:SupportsHMA", "request_finished_all_groups"),
@@ -50,6 +50,20 @@ ENGINE_HOOKS = (
             Says(f"{REQUEST}.__init__", 'sampling_params.extra_args.get("kv_transfer_params")'),
             Says("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
             Has("vllm.config.parallel:ParallelConfig", "use_ubatching"),
+            Says("vllm.config.parallel:ParallelConfig", "data_parallel_external_lb: bool"),
+        ),
+    ),
+    Hook(
+        name="pipeline stages",
+        what="Workers tell one another which layers they hold, and the core gets what each says of itself by stage",
+        why="A worker's KV cache config has its own layers only, and KV goes from stage to stage by the whole model's",
+        until="a KV connector is told all stages' layers",
+        relies_on=(
+            Takes(f"{CONNECTOR}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", "metadata"),
+            Says(f"{CORE}.__init__", "set_xfer_handshake_metadata_pp_aware(content)"),
+            Takes("vllm.distributed.parallel_state:get_pp_group"),
+            Says("vllm.distributed.parallel_state:GroupCoordinator", "cpu_group: ProcessGroup", "rank_in_group"),
+            Has("vllm.config:ParallelConfig", "decode_context_parallel_size", "prefill_context_parallel_size"),
         ),
     ),
     Hook(

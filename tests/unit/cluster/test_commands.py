@@ -112,6 +112,15 @@ def test_engines_on_gpus_get_a_device_and_no_cpu_settings() -> None:
     assert "--enforce-eager" not in engine_argv(spec(gpus=("3",)))
 
 
+def test_pipeline_stages_on_cpu_warm_up() -> None:
+    """With --enforce-eager vLLM's later stages have no room for what the one before them computes."""
+    argv = engine_argv(spec(cores=(0, 1), extra_args=("--pipeline-parallel-size=2",)))
+    assert "--enforce-eager" not in argv
+    assert argv[argv.index("--compilation-config") + 1] == '{"mode":1,"backend":"eager"}'
+    assert "--enforce-eager" in engine_argv(spec(cores=(0, 1), extra_args=("-pp", "1")))
+    assert "--compilation-config" not in engine_argv(spec(gpus=("3",), extra_args=("-pp", "2")))
+
+
 def test_the_callers_transfer_settings_are_joined_with_ours() -> None:
     given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"lease_ttl": 5}}', "--seed", "1")
     argv = engine_argv(spec(extra_args=given))

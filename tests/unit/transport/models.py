@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, Content, TransferFailed, content_of, packed
@@ -39,9 +40,10 @@ def ending(
 
 @dataclass
 class SendModel:
-    """What of a send has arrived: (slot, layer) pairs, frames, and the claim."""
+    """What of a send that fills some ``layers`` has arrived: (slot, layer) pairs, frames, and the claim."""
 
     kind: tuple[int, int, int]
+    layers: range
     arrived: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     frames: int = 0
     claim: SendEnd | None = None
@@ -53,8 +55,9 @@ class LeaseModel:
 
     grant: Grant
     num_layers: int
+    fills: Mapping[SendKey, range] = field(default_factory=dict[SendKey, range])  # all layers, if it does not say
     sends: dict[SendKey, SendModel] = field(default_factory=dict[SendKey, SendModel])
-    valid: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
+    valid: dict[tuple[int, int, int], set[int]] = field(default_factory=dict[tuple[int, int, int], set[int]])
 
     def slots(self, unit: int) -> list[range]:
         """The tokens of each slot of a sender with blocks of ``unit`` tokens."""
@@ -74,6 +77,8 @@ class LeaseModel:
     def arrive(self, key: SendKey, piece: ReadDescriptors) -> int | None:
         """A piece that ``locate`` let pass."""
         send = self._send(key, (piece.part, piece.parts, piece.unit))
+        if piece.layer not in send.layers:
+            raise BadRequest("other layers")
         send.frames += 1
         send.arrived |= {(slot, piece.layer) for slot in range(piece.begin, piece.end)}
         return self._settle(key, send)
@@ -93,27 +98,32 @@ class LeaseModel:
         send = self.sends.pop(key)
         part, parts, unit = send.kind
         for slot, held in enumerate(self.slots(unit)):
-            if all((slot, layer) in send.arrived for layer in range(self.num_layers)):
+            if all((slot, layer) in send.arrived for layer in send.layers):
                 tokens = {token for token in held if self.grant.begin <= token < self.grant.end}
-                self.valid.setdefault((parts, part), set()).update(tokens)
+                self._validate(send, parts, part, tokens)
 
     def valid_end(self) -> int:
-        """As far as every token of every part is there, for one way to cut."""
+        """As far as every token of every part is there in every layer, for one way to cut."""
         best = self.grant.begin
-        for parts in {parts for parts, _ in self.valid}:
+        for parts in {parts for parts, *_ in self.valid}:
             end = self.grant.begin
-            while all(end in self.valid.get((parts, part), set()) for part in range(parts)):
+            needed = list(itertools.product([parts], range(parts), range(self.num_layers)))
+            while all(end in self.valid.get(each, set()) for each in needed):
                 end += 1
             best = max(best, end)
         return best
 
+    def _validate(self, send: SendModel, parts: int, part: int, tokens: set[int]) -> None:
+        for layer in send.layers:
+            self.valid.setdefault((parts, part, layer), set()).update(tokens)
+
     def _send(self, key: SendKey, kind: tuple[int, int, int]) -> SendModel:
         part, parts, _ = kind
-        if part not in range(parts) or parts > MAX_PARTS or self.sends.get(key, SendModel(kind)).kind != kind:
+        if part not in range(parts) or parts > MAX_PARTS or (key in self.sends and self.sends[key].kind != kind):
             raise BadRequest("one part")
         if key not in self.sends and len(self.sends) >= MAX_SENDS:
             raise BadRequest("too many")
-        return self.sends.setdefault(key, SendModel(kind))
+        return self.sends.setdefault(key, SendModel(kind, self.fills.get(key, range(self.num_layers))))
 
     def _settle(self, key: SendKey, send: SendModel) -> int | None:
         claim = send.claim
@@ -123,8 +133,8 @@ class LeaseModel:
         tokens: set[int] = set()
         for slot, held in enumerate(self.slots(claim.unit)):
             if held.stop > claim.begin and held.start < claim.end:
-                if any((slot, layer) not in send.arrived for layer in range(self.num_layers)):
+                if any((slot, layer) not in send.arrived for layer in send.layers):
                     raise TransferFailed("missing")
                 tokens |= {token for token in held if self.grant.begin <= token < claim.end}
-        self.valid.setdefault((claim.parts, claim.part), set()).update(tokens)
+        self._validate(send, claim.parts, claim.part, tokens)
         return self.valid_end()

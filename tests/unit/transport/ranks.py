@@ -22,6 +22,7 @@ from tercet.transport import (
     BlockShape,
     HeadSlice,
     KVRegion,
+    PlaneRun,
     RankTransport,
     SendDestination,
     SendReport,
@@ -106,11 +107,12 @@ class Send:
         head_slice: HeadSlice,
         content: Content | None = None,
         word: int | None = None,
+        planes: tuple[PlaneRun, ...] = (),
     ) -> None:
         self.sender, self.send_id = sender, secrets.token_hex(8)
         self.outcomes: list[Outcome] = []
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        to = [SendDestination(tuple(addresses), head_slice)]
+        to = [SendDestination(tuple(addresses), head_slice, planes)]
         sender.sends.open(self.send_id, lease, content or of_lease(lease), to, self._take, word)
 
     def _take(self, outcome: Outcome) -> None:

@@ -36,7 +36,11 @@ SEND: SendKey = ("sender", 1)
 
 
 class BegunTable(GrantTable):
-    """Where a send that has not begun begins by itself, with the lease's tokens."""
+    """Where a send that has not begun begins by itself, with the lease's tokens, for the layers that it ``fills``."""
+
+    def __init__(self, *groups: int) -> None:
+        super().__init__(*groups)
+        self.fills: dict[SendKey, range] = {}
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
         self._begun(send, chunk.lease)
@@ -49,14 +53,16 @@ class BegunTable(GrantTable):
     def _begun(self, send: SendKey, lease: str) -> None:
         opened = self._open.get(lease)
         if opened is not None and send not in opened.sends:
-            self.begin(send, SendBegin(1, lease, whose(opened.grant.end)))
+            some = self.fills.get(send)
+            planes = () if some is None else ((some.start, some.stop),)
+            self.begin(send, SendBegin(1, lease, whose(opened.grant.end), planes))
 
 
 def unreachable() -> None:
     raise AssertionError("a lease that is over is not written")
 
 
-def opened(begin: int = 32, end: int = 100) -> GrantTable:
+def opened(begin: int = 32, end: int = 100) -> BegunTable:
     table = BegunTable(LAYERS)
     table.grant(a_grant(LEASE, tuple(range(10, 10 - (begin - end) // SIZE)), begin, end, SIZE))
     return table
@@ -534,7 +540,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
         begin = first * SIZE
         grant = a_grant(f"{self.numbers:032x}", tuple(range(count)), begin, begin + count * SIZE - short, SIZE)
         self.table.grant(grant)
-        self.models[grant.lease] = LeaseModel(grant, LAYERS)
+        self.models[grant.lease] = LeaseModel(grant, LAYERS, self.table.fills)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data(), sender=SENDERS, unit=UNITS, parts=st.integers(1, 2), lost=st.integers(0, 6))
@@ -547,7 +553,9 @@ class AnythingIsSaid(RuleBasedStateMachine):
         part = data.draw(st.integers(0, parts - 1))
         cut = data.draw(st.integers(held[0], held[-1]))
         ranges = [each for each in ((held[0], cut), (cut, held[-1] + 1)) if each[0] < each[1]]
-        pieces = [chunk(layer, *each, part, parts, unit) for layer in range(LAYERS) for each in ranges]
+        first = data.draw(st.integers(0, LAYERS - 1))
+        layers = data.draw(st.sampled_from([range(LAYERS), range(first + 1), range(first, LAYERS)]))
+        pieces = [chunk(layer, *each, part, parts, unit) for layer in layers for each in ranges]
         claim = ending(begin, end, len(pieces), part, parts, unit)
         frames: list[ReadDescriptors | SendEnd] = data.draw(st.permutations([*pieces, claim]))
         if lost == 1:
@@ -557,6 +565,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
         if lost == 3:
             frames[frames.index(pieces[-1])] = pieces[0]
         self.numbers += 1
+        self.table.fills[sender, self.numbers] = layers
         self.under_way.append((lease, (sender, self.numbers), frames))
 
     @precondition(lambda self: self.under_way)
@@ -660,6 +669,43 @@ def test_the_valid_end_is_where_the_first_gap_is(claims: list[tuple[int, int]]) 
         fill(table, first, last, ("sender", number))
         end = table.ended(("sender", number), ending(first * SIZE, last * SIZE, LAYERS))
         assert end == next(slot for slot in range(11) if slot not in covered) * SIZE
+
+
+# ---- sends that fill some layers -----------------------------------------------------------------------------------
+
+
+def test_what_some_layers_have_is_valid_once_the_others_have_it_too() -> None:
+    table = opened()
+    table.fills = {("first", 1): range(1), ("second", 1): range(1, LAYERS)}
+    assert table.arrived(("first", 1), chunk(0, 0, 5)) is None
+    assert table.ended(("first", 1), ending(32, 100, 1)) == 32
+    for layer in range(1, LAYERS):
+        table.arrived(("second", 1), chunk(layer, 0, 3))
+    assert table.forget_sender("second") == [(LEASE, 80)]
+    assert table.revoke(LEASE) == 80
+
+
+def test_a_send_fills_no_other_layers_than_it_said() -> None:
+    table = opened()
+    table.fills = {SEND: range(1, 2)}
+    with pytest.raises(BadRequest, match="planes that it began with"):
+        table.arrived(SEND, chunk(0, 0, 5))
+    with pytest.raises(BadRequest, match="planes that it began with"):
+        table.arrived(SEND, chunk(1, 0, 5, layers=2))
+
+
+@pytest.mark.parametrize("planes", [(0, 0), (2, 1), (0, LAYERS + 1), (LAYERS, LAYERS + 1)], ids=str)
+def test_a_send_of_layers_that_there_are_not_is_refused(planes: tuple[int, int]) -> None:
+    with pytest.raises(BadRequest, match="fills planes"):
+        opened().begin(SEND, SendBegin(1, LEASE, whose(100), (planes,)))
+
+
+def test_what_is_overwritten_in_one_layer_is_not_valid() -> None:
+    table = opened()
+    fill(table, 0, 5)
+    assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
+    table._open[LEASE].valid.remove(0, 1, range(1, 2), (64, 80))
+    assert table.revoke(LEASE) == 64
 
 
 # ---- layers that do not look back at all tokens --------------------------------------------------------------------

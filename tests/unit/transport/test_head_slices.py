@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import KVLayout
-from tercet.transport.head_slices import HeadSlice, RankRoute, heads, routes
+from tercet.transport.head_slices import HeadSlice, heads
+from tercet.transport.routes import RankRoute, routes
 
 DEGREES = (1, 2, 4, 8)
 HEAD_BYTES = 6
@@ -53,7 +54,7 @@ def test_every_head_byte_is_filled_once_with_its_own(num_heads: int, source: int
     for rank in range(source):
         # Each byte of a sender's block tells its head.
         block = bytes(head + 1 for head in held_by_rank(num_heads, source, rank) for _ in range(HEAD_BYTES))
-        for receiver, head_slice in routes(here, there, rank):
+        for receiver, head_slice, _ in routes(here, there, rank):
             assert head_slice.size * head_slice.parts == there.block_bytes
             assert 0 <= head_slice.source_offset <= here.block_bytes - head_slice.size
             at = head_slice.part * head_slice.size
@@ -72,14 +73,15 @@ def test_parts_of_one_receiver_are_cut_alike(case: tuple[int, int, int], data: s
     num_heads, source, target = case
     here, there = layout(num_heads, source), layout(num_heads, target)
     receiver = data.draw(st.integers(0, target - 1))
-    strips = [head_slice for rank in range(source) for to, head_slice in routes(here, there, rank) if to == receiver]
+    strips = [head_slice for rank in range(source) for to, head_slice, _ in routes(here, there, rank) if to == receiver]
     assert {head_slice.parts for head_slice in strips} == {len(strips)}
     assert sorted(head_slice.part for head_slice in strips) == list(range(len(strips)))
 
 
 def test_equal_degrees_send_whole_blocks_to_their_own_rank() -> None:
     same = layout(8, 4)
-    assert [routes(same, same, rank) for rank in range(4)] == [[(rank, (0, 2 * HEAD_BYTES, 0, 1))] for rank in range(4)]
+    whole = (0, 2 * HEAD_BYTES, 0, 1)
+    assert [routes(same, same, rank) for rank in range(4)] == [[(rank, whole, ())] for rank in range(4)]
 
 
 def test_one_rank_to_four_and_back() -> None:
@@ -94,12 +96,12 @@ def test_of_ranks_with_the_same_head_the_first_one_sends() -> None:
     eight, two = layout(2, 8), layout(2, 2)
     sending = [bool(routes(eight, two, rank)) for rank in range(8)]
     assert sending == [True, False, False, False, True, False, False, False]
-    assert [receiver for receiver, _ in routes(two, eight, 1)] == [4, 5, 6, 7]
+    assert [receiver for receiver, *_ in routes(two, eight, 1)] == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("factor", [2, 4, 8])
 def test_a_strip_is_measured_in_the_senders_blocks(factor: int) -> None:
     """With blocks of another size on the other side, offset and size still are the sender's own."""
     here, there = layout(8, 1, HEAD_BYTES * factor), layout(8, 2)
-    found = [head_slice for _, head_slice in routes(here, there, 0)]
+    found = [head_slice for _, head_slice, _ in routes(here, there, 0)]
     assert found == [HeadSlice(0, 24 * factor), HeadSlice(24 * factor, 24 * factor)]

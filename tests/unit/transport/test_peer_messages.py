@@ -65,8 +65,8 @@ def test_what_is_asked_for_comes_back_as_it_went() -> None:
 
 def test_where_the_fields_are() -> None:
     """Another implementation reads this layout: it must not change without another magic."""
-    body = msgspec.msgpack.encode([4, 1, LEASE, 2, 3, 4, 5, 6, bytes(8), 7, 8, 0, 2, 0])
-    assert framed(CHUNK) == struct.pack("<4sI", b"TRC7", len(body)) + body
+    body = msgspec.msgpack.encode([4, 1, LEASE, 2, 3, 4, 5, 6, bytes(8), 7, 8, 0, 2, 0, None])
+    assert framed(CHUNK) == struct.pack("<4sI", b"TRC8", len(body)) + body
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=64))

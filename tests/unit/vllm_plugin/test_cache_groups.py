@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +33,7 @@ from vllm.v1.request import Request
 from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease, Push
 from tercet.vllm_plugin import connector
-from tercet.vllm_plugin.connector import _require_prefill_behind_kv
+from tercet.vllm_plugin.connector import _require_drafter_without_kv, _require_one_rank, _require_prefill_behind_kv
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.cache_groups import (
     NO_BLOCK,
@@ -513,11 +513,43 @@ def test_latent_kv_is_refused_where_vllm_computes_nothing_behind_it() -> None:
     _require_prefill_behind_kv(config(use_mla=False, chunked=False))
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "custom_class"])
+def test_drafters_with_kv_of_their_own_are_refused(method: str) -> None:
+    def config(speculative: Any) -> Any:
+        return SimpleNamespace(speculative_config=speculative)
+
+    with pytest.raises(UnsupportedVLLM, match="KV of its own"):
+        _require_drafter_without_kv(config(SimpleNamespace(method=method)))
+    _require_drafter_without_kv(config(SimpleNamespace(method="ngram")))
+    _require_drafter_without_kv(config(None))
+
+
+def parallel(**sizes: int | bool) -> VllmConfig:
+    given = {
+        "data_parallel_size": 1, "data_parallel_external_lb": False, "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1, "pipeline_parallel_size": 2, "_api_process_count": 1, **sizes,
+    }  # fmt: skip
+    return cast("VllmConfig", SimpleNamespace(parallel_config=SimpleNamespace(**given)))
+
+
+@pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_tokens_of_a_block_spread_over_ranks_are_refused(size: str) -> None:
+    _require_one_rank(parallel())
+    with pytest.raises(UnsupportedVLLM, match="context parallelism"):
+        _require_one_rank(parallel(**{size: 2}))
+
+
+def test_a_server_has_one_data_parallel_rank() -> None:
+    _require_one_rank(parallel(data_parallel_size=2, data_parallel_external_lb=True))
+    with pytest.raises(UnsupportedVLLM, match="with its --data-parallel-rank"):
+        _require_one_rank(parallel(data_parallel_size=2))
+
+
 def test_kinds_are_named_for_other_engines() -> None:
-    assert described(caches(FULL)) == ()
-    assert described(caches(LATENT)) == ()
-    assert described(caches(window(WINDOW))) == (CacheGroup("sliding_window", 2, WINDOW),)
-    assert described(caches(FULL, window(WINDOW))) == (
+    assert described(caches(FULL), [2]) == ()
+    assert described(caches(LATENT), [2]) == ()
+    assert described(caches(window(WINDOW)), [2]) == (CacheGroup("sliding_window", 2, WINDOW),)
+    assert described(caches(FULL, window(WINDOW)), [2, 2]) == (
         CacheGroup("full_attention", 2), CacheGroup("sliding_window", 2, WINDOW)
     )  # fmt: skip
     for specs in MODELS.values():

@@ -82,6 +82,29 @@ def test_sends_to_another_model_are_refused() -> None:
         check(layout=msgspec.structs.replace(LAYOUT, model="other"))
 
 
+def ranks(count: int) -> tuple[RankAddress, ...]:
+    return tuple(RankAddress(number, (f"tcp://127.0.0.1:{9000 + number}",)) for number in range(count))
+
+
+@pytest.mark.parametrize("stages", [((1,),), ((1, 1), (0, 1)), ((1,), (1, 0)), ((), ())], ids=str)
+def test_stages_that_no_engine_has(stages: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises((BadRequest, LayoutMismatch)):
+        check(layout=msgspec.structs.replace(LAYOUT, stages=stages), ranks=ranks(len(stages) - (len(stages) == 1)))
+
+
+def test_each_stage_has_ranks() -> None:
+    staged = msgspec.structs.replace(LAYOUT, stages=((1,), (1,)))
+    check(layout=staged, ranks=ranks(2))
+    for count in (1, 3):
+        with pytest.raises(BadRequest, match="each rank of the layout once"):
+            check(layout=staged, ranks=ranks(count))
+
+
+def test_layers_in_another_order_are_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="plane_order"):
+        check(layout=msgspec.structs.replace(LAYOUT, plane_order="another"))
+
+
 def test_a_send_that_fits_is_taken() -> None:
     check()
     check(sample=True)

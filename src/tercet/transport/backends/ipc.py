@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tercet.protocol import TransferFailed
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.reading import Batch, Fence, Reader, SendingPeer
 from tercet.transport.memory.staged import StagedMemory
@@ -47,6 +48,8 @@ class IpcReader(Reader):
 
     def read(self, batch: Batch, fence: Fence) -> bool:
         for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
+            if chunk.source is not None:
+                raise TransferFailed("ipc: unlike pipeline stages do not map each other's caches: set transport to tcp")
             sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
             layers, here = range(chunk.layer, chunk.layer + chunk.layers), chunk.part * chunk.size
             places = (sources, chunk.offset), (blocks, here)

@@ -131,8 +131,8 @@ def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: Regi
     within[:, 1] = sources * theirs.block_bytes
     within[:, 2] = targets * ours.block_bytes
     here = chunk.part * size
-    layers = range(chunk.layer, chunk.layer + chunk.layers)
-    begins = np.array([(0, theirs.planes[layer] + chunk.offset, ours.planes[layer] + here) for layer in layers])
+    pairs = zip(chunk.sources, range(chunk.layer, chunk.layer + chunk.layers), strict=True)
+    begins = np.array([(0, theirs.planes[there] + chunk.offset, ours.planes[at] + here) for there, at in pairs])
     found = begins[:, None] + within
     if left_out:
         found[:, nowhere, 2] = NOWHERE
@@ -144,7 +144,7 @@ def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: i
     sources = _sources(chunk, size, theirs, chunk.end - chunk.begin)
     found = np.empty((chunk.layers, len(sources), 3), dtype=np.int64)
     found[:, :, 0] = size
-    planes = theirs.planes[chunk.layer : chunk.layer + chunk.layers]
+    planes = theirs.planes[chunk.sources.start : chunk.sources.stop]
     found[:, :, 1] = np.array(planes)[:, None] + sources * theirs.block_bytes + chunk.offset
     found[:, :, 2] = at + np.arange(chunk.layers * len(sources)).reshape(chunk.layers, -1) * size
     return found.reshape(-1, 3)
@@ -157,7 +157,7 @@ def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int)
     sources = np.frombuffer(chunk.blocks, dtype=BLOCK_NUMBER).astype(np.int64, copy=False)
     # As unsigned numbers, of which negative ones are the largest.
     inside = sources.size > 0 and int(sources.view(np.uint64).max()) < theirs.num_blocks
-    fits = 0 <= chunk.offset <= theirs.block_bytes - size and chunk.layer + chunk.layers <= len(theirs.planes)
+    fits = 0 <= chunk.offset <= theirs.block_bytes - size and chunk.sources.stop <= len(theirs.planes)
     if chunk.size != size or len(sources) != count or not (inside and fits):
         raise TransferFailed("the read descriptors do not fit the slots that they are for")
     return sources

@@ -12,7 +12,7 @@ holds the state at its end, and the last block the state now (vLLM's mode "align
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -86,9 +86,9 @@ def _require_movable_state(spec: MambaSpec) -> None:
         raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
 
 
-def described(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """The groups, as layouts name them; empty if all layers look back at all tokens."""
-    groups = [_described(group.kv_cache_spec, len(group.layer_names)) for group in config.kv_cache_groups]
+def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:
+    """The groups, as layouts name them, of which each has so many ``layers``; empty if all look back at all tokens."""
+    groups = [_described(each.kv_cache_spec, count) for each, count in zip(config.kv_cache_groups, layers, strict=True)]
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 
 

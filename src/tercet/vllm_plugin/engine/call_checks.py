@@ -67,7 +67,7 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
     info = call.kv_addr_info
     check_address(info)
     layout.require_mappable(info.layout, info.engine)
-    if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.tp_size)):
+    if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.num_ranks)):
         raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
     if begin < info.begin:
         raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
@@ -88,6 +88,7 @@ def check_address(info: KVAddrInfo) -> None:
         and all(rank.addresses for rank in info.ranks)
         and all(map(is_address, addresses))
         and len(info.group_begins) == len(info.layout.groups)
+        and {len(counts) for counts in info.layout.stages} <= {len(info.layout.groups) or 1}
         and not any(begin % info.layout.block_size for begin in info.group_begins)
     )
     if info.transport != "tcp" or not well_formed:

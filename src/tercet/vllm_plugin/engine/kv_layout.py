@@ -14,6 +14,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tercet.protocol import KVLayout
 from tercet.vllm_plugin.engine.cache_groups import described, state_formats, state_layers
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.stages import AllStages
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
 WINDOW_BYTES = 64 * 1024
@@ -86,19 +88,27 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
     return torch.equal(by_dimension, written) and torch.equal(values.reshape(written.shape), written)
 
 
-def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, *, staged: bool) -> KVLayout:
-    """The layout of this rank's KV cache; ``staged``: blocks come and go as wholes, and are not cut between tokens."""
-    model, groups = config.model_config, described(caches)
+def layout_of(
+    config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, stages: AllStages, *, staged: bool
+) -> KVLayout:
+    """The layout of this rank's KV cache, and how it is a part of the engine's.
+
+    ``staged``: blocks come and go as wholes, and are not cut between tokens.
+    """
+    model, groups = config.model_config, described(caches, stages.layers)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
+    states = state_formats(caches)
+    if states and stages.plane_counts:
+        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves between single pipeline stages only")
     attention = planes.tensors_without(state_layers(caches))
-    first, states = attention[0], state_formats(caches)
+    first = attention[0]
     cache_dtype = first.dtype
     alike = not states and all(plane.shape == first.shape for plane in attention)
     packing = packing_of(config, block_size, model.dtype, first.device)
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
-        num_layers=sum(len(group.layer_names) for group in caches.kv_cache_groups),
+        num_layers=sum(stages.layers),
         # MLA's latent KV is one head's, which every rank keeps; what the model's config calls heads come out of it.
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
@@ -110,4 +120,6 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, *,
         # What is cut between tokens is one table of blocks, and all of it.
         splits_by_token=not groups and not staged and _splits_by_token(config, block_size, first),
         groups=groups,
+        stages=stages.plane_counts,
+        plane_order=stages.order,
     )

@@ -272,12 +272,12 @@ class EngineVerbs:
             silent.cancel()
 
     def _destinations(self, call: RemoteSendCall) -> list[list[SendDestination]]:
-        """For each rank of this engine, the receiver's ranks that have heads in common with it."""
+        """For each rank of this engine, the receiver's ranks that have heads and layers in common with it."""
         info = call.kv_addr_info
         ranks = sorted(info.ranks, key=lambda rank: rank.rank)
         return [
             [
-                SendDestination(ranks[route.receiver].addresses, route.head_slice)
+                SendDestination(ranks[route.receiver].addresses, route.head_slice, route.planes)
                 for route in routes(self._layout, info.layout, rank)
             ]
             for rank in range(len(self._about.transports))

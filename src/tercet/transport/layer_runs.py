@@ -1,0 +1,52 @@
+"""Which layers of whose go where, when the two engines split a model's layers into other pipeline stages.
+
+A stage holds neighbouring layers of the model, and so of each group of layers a run that follows on the one before. In
+a rank's region its planes lie group by group. So what two stages have in common is one run of planes in each group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tercet.protocol import KVLayout
+
+
+class PlaneRun(NamedTuple):
+    """``length`` planes of the sender's region, from ``source`` on, are the receiver's from ``target`` on."""
+
+    source: int
+    target: int
+    length: int
+
+    def within(self, planes: range) -> PlaneRun | None:
+        """What it has of some of the sender's planes."""
+        first, stop = max(planes.start, self.source), min(planes.stop, self.source + self.length)
+        return PlaneRun(first, first - self.source + self.target, stop - first) if first < stop else None
+
+
+def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple[PlaneRun, ...] | None:
+    """What stage ``stage`` of the source has for stage ``receiver`` of the target; None if there is nothing.
+
+    Empty where both have one stage: all planes, each as the one of its own number. The layouts must have passed
+    :meth:`~tercet.protocol.KVLayout.require_mappable`.
+    """
+    if not source.stages and not target.stages:
+        return ()
+    total = tuple(map(sum, zip(*(source.stages or target.stages), strict=True)))
+    here, there = source.stages or (total,), target.stages or (total,)
+    found: list[PlaneRun] = []
+    for group in range(len(total)):
+        ours, theirs = _held(here, stage, group), _held(there, receiver, group)
+        common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        if common:
+            first, second = sum(here[stage][:group]), sum(there[receiver][:group])
+            found.append(PlaneRun(first + common.start - ours.start, second + common.start - theirs.start, len(common)))
+    return tuple(found) or None
+
+
+def _held(stages: Sequence[Sequence[int]], stage: int, group: int) -> range:
+    """The planes of a group that a stage holds, among those of the whole model."""
+    ends = [0, *itertools.accumulate(each[group] for each in stages)]
+    return range(ends[stage], ends[stage + 1])

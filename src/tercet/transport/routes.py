@@ -1,0 +1,36 @@
+"""Who sends what to whom, between two engines that split a model over their ranks each in its own way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tercet.protocol import KVLayout
+from tercet.transport.head_slices import HeadSlice, shared
+from tercet.transport.layer_runs import PlaneRun, runs
+
+
+class RankRoute(NamedTuple):
+    """What one sending rank has for one receiving rank: of each block ``head_slice``, and the planes of ``planes``.
+
+    All planes, each as the one of its own number, if that is empty.
+    """
+
+    receiver: int
+    head_slice: HeadSlice
+    planes: tuple[PlaneRun, ...] = ()
+
+
+def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
+    """Where rank ``rank`` of the source sends its blocks; empty if other ranks hold the same heads and send them.
+
+    The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
+    """
+    stage, rank = divmod(rank, source.tp_size)
+    found: list[RankRoute] = []
+    for receiver in range(target.num_ranks):
+        their_stage, their_rank = divmod(receiver, target.tp_size)
+        planes = runs(source, target, stage, their_stage)
+        head_slice = shared(source, target, rank, their_rank)
+        if planes is not None and head_slice is not None:
+            found.append(RankRoute(receiver, head_slice, planes))
+    return found

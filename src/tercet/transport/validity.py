@@ -1,0 +1,77 @@
+"""How far the KV of a lease is valid: in every plane, and in every part of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+# Disjoint token ranges, sorted, not touching.
+Ranges = list[tuple[int, int]]
+
+
+class Validity:
+    """What is valid of a lease's KV in each of ``num_planes`` planes, and how far that goes from ``begin`` on: ``end``.
+
+    Senders that split heads differently cut blocks into other numbers of parts; what came in parts of one number is not
+    joined with what came in those of another.
+    """
+
+    def __init__(self, begin: int, num_planes: int) -> None:
+        self.end = begin
+        self._begin = begin
+        self._num_planes = num_planes
+        # By the number of parts, by part, and by plane.
+        self._of: dict[int, dict[int, dict[int, Ranges]]] = {}
+
+    def add(self, part: int, parts: int, planes: Iterable[int], pieces: Ranges) -> None:
+        """Some token ranges are valid in one part of the blocks of some planes."""
+        valid = self._of.setdefault(parts, {}).setdefault(part, {})
+        for plane in planes:
+            for piece in pieces:
+                valid[plane] = _merged(valid.get(plane, []), piece)
+        self._settle()
+
+    def remove(self, part: int, parts: int, planes: range, gone: tuple[int, int]) -> None:
+        """A token range is overwritten in one part of the blocks of some planes, whatever parts they were filled in."""
+        changed = False
+        for other, by_part in self._of.items():
+            for number, valid in by_part.items():
+                # As fractions of a block: the parts may be cut in another way.
+                if number * parts < (part + 1) * other and part * other < (number + 1) * parts:
+                    for plane in planes:
+                        ranges = valid.get(plane)
+                        if ranges and gone[0] < ranges[-1][1]:
+                            valid[plane] = _without(ranges, gone)
+                            changed = True
+        if changed:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.end = max([self._begin, *(self._end_in(parts, by_part) for parts, by_part in self._of.items())])
+
+    def _end_in(self, parts: int, by_part: Mapping[int, Mapping[int, Ranges]]) -> int:
+        """How far all parts of this number are valid in all planes."""
+        if len(by_part) < parts or any(len(valid) < self._num_planes for valid in by_part.values()):
+            return self._begin
+        return min(self._first_end(ranges) for valid in by_part.values() for ranges in valid.values())
+
+    def _first_end(self, ranges: Ranges) -> int:
+        return ranges[0][1] if ranges and ranges[0][0] == self._begin else self._begin
+
+
+def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
+    """Add a range to disjoint sorted ones, joining those that touch."""
+    begin, end = new
+    kept: Ranges = []
+    for low, high in ranges:
+        if high < begin or end < low:
+            kept.append((low, high))
+        else:
+            begin, end = min(begin, low), max(end, high)
+    return sorted([*kept, (begin, end)])
+
+
+def _without(ranges: Ranges, gone: tuple[int, int]) -> Ranges:
+    """Take a range out of disjoint sorted ones."""
+    begin, end = gone
+    pieces = [piece for low, high in ranges for piece in ((low, min(high, begin)), (max(low, end), high))]
+    return [(low, high) for low, high in pieces if low < high]

@@ -1,0 +1,55 @@
+"""Engines that split a model over pipeline stages, or guess tokens ahead, beside one that does neither."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tercet.client import HttpEngine
+from tests.engines.conftest import settled
+from tests.engines.prompts import complete, prompt_of, tokens_of
+from tests.engines.unlike import engines_with, hand_over
+
+from .checkpoints import checkpoint
+from .families import NGRAM
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+FLAGS = {"whole": ("0",), "stages": ("0|1", "--pipeline-parallel-size", "2")}
+LENGTHS = (5, 128, 129, 300)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+async def test_stages_and_one_engine_without_hand_over_to_each_other(family: str, tmp_path: Path) -> None:
+    """Layers of several groups are cut between the two stages."""
+    with engines_with(FLAGS, str(checkpoint(family)), tmp_path) as urls:
+        async with HttpEngine("whole", urls["whole"]) as whole, HttpEngine("stages", urls["stages"]) as stages:
+            for length in LENGTHS:
+                prompt = prompt_of(length, seed=length)
+                alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+                own = await complete(urls["stages"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+                assert tokens_of(own) == tokens_of(alone)
+                for source, target in ((whole, stages), (stages, whole)):
+                    tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex)
+                    assert (tokens, received) == (tokens_of(alone), length)
+            await settled(whole)
+            await settled(stages)
+
+
+async def test_guessed_tokens_are_handed_over_only_once_they_are_accepted(tmp_path: Path) -> None:
+    """Prompts that repeat themselves, so that guesses are made; some are accepted, and some are not."""
+    flags = {"whole": ("0",), "guessing": ("1", "--speculative-config", NGRAM)}
+    with engines_with(flags, str(checkpoint("llama")), tmp_path) as urls:
+        async with HttpEngine("whole", urls["whole"]) as whole, HttpEngine("guessing", urls["guessing"]) as guessing:
+            for length in LENGTHS:
+                prompt = prompt_of(length, seed=length) * 2
+                alone = await complete(
+                    urls["whole"], prompt, max_tokens=60, cache_salt=uuid.uuid4().hex, ignore_eos=True
+                )  # fmt: skip
+                for source, target in ((whole, guessing), (guessing, whole)):
+                    tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex, num_tokens=60)
+                    assert (tokens, received) == (tokens_of(alone), len(prompt))
+            await settled(whole)
+            await settled(guessing)
