@@ -39,14 +39,13 @@ def environment_page() -> str:
 
 
 def _of_settings() -> Iterator[tuple[str, str, str]]:
-    commands: defaultdict[str, list[str]] = defaultdict(list)
-    meanings: dict[str, str] = {}
+    """A row for each variable, and one more where it is something else to another command."""
+    commands: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for command, kind in OF_COMMANDS.items():
         for each in declared(kind):
-            commands[each.env].append(f"`{command}`")
-            meanings.setdefault(each.env, each.help)
-    for name in sorted(commands):
-        yield f"`{name}`", ", ".join(commands[name]), meanings[name]
+            commands[each.env, each.help].append(f"`{command}`")
+    for (name, meaning), of in sorted(commands.items(), key=lambda row: row[0][0]):
+        yield f"`{name}`", ", ".join(of), meaning
 
 
 def _of_flags() -> list[tuple[str, str, str]]:
