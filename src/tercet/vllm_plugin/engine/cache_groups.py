@@ -54,11 +54,11 @@ def require_movable_groups(config: KVCacheConfig) -> None:
             f"this model has layers of kind {', '.join(strange)}; Tercet moves the KV of full and of sliding-window "
             "attention, and states. Serve it with plain vLLM"
         )
+    if all(kind is KVCacheSpecKind.MAMBA for kind in kinds):
+        raise UnsupportedVLLM("this model's layers keep states only; Tercet moves them beside the KV of attention")
     for group in config.kv_cache_groups:
         if isinstance(group.kv_cache_spec, MambaSpec):
             _require_movable_state(group.kv_cache_spec)
-    if all(kind is KVCacheSpecKind.MAMBA for kind in kinds):
-        raise UnsupportedVLLM("this model's layers keep states only; Tercet moves them beside the KV of attention")
     # vLLM 0.31 has no word for it but this; models with states, which are zeroed for another reason, it has lost above.
     mixed = getattr(config, "has_mixed_precision_kv_cache", config.needs_kv_cache_zeroing)
     if len(kinds) > 1 and mixed:
