@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections import Counter
 from random import Random
 
 import aiohttp
+import pytest
 
 from tercet.client import HttpEngine
+from tercet.protocol import Request, UnknownAdapter
 from tercet.protocol.wire import PREFIX
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.targets.verbs import VERBS, Calls, seeds
@@ -57,3 +60,13 @@ async def call(session: aiohttp.ClientSession, url: str, item: bytes) -> tuple[s
             return verb, answer.status, (await answer.read())[:1000].decode(errors="replace")
     except TimeoutError:  # a generation without end, which leaving ends
         return verb, 0, "left"
+
+
+async def test_an_adapter_that_the_engine_lacks_is_refused(decode: HttpEngine, nothing_leaks: None) -> None:
+    request = Request(seq_id=uuid.uuid4().hex, prompt=tuple(range(1000, 1040)), adapter="sql")
+    with pytest.raises(UnknownAdapter, match="--enable-lora"):
+        async with decode.prep_recv(request):
+            pass
+    with pytest.raises(UnknownAdapter):
+        async for _ in decode.start_generate(request):
+            pass

@@ -1,0 +1,115 @@
+"""LoRA adapters at the front door: its routes, its state, and all processes that share it."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from tercet.fleet.admission import Gate
+from tercet.protocol import AdapterReport, Conflict, EngineStatus, Unauthorized, UnknownAdapter
+from tercet.router import admin
+from tercet.router.front_door import FrontDoor
+from tercet.router.metrics import Metrics
+from tercet.router.shared_state import AdapterState
+from tercet.settings import Limits
+
+from .conftest import Door, Engine
+from .test_shared_state import joined
+
+
+class Host(Engine):
+    """An engine that takes adapters; ``contents`` are at every path of its machine."""
+
+    def __init__(self, name: str, contents: str = "1") -> None:
+        super().__init__(name)
+        self.contents, self.refusal = contents, None
+        self.adapters: dict[str, AdapterReport] = {}
+
+    async def status(self) -> EngineStatus:
+        status = await super().status()
+        return msgspec.structs.replace(status, max_adapters=2, adapters=tuple(self.adapters.values()))
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        if self.refusal is not None:
+            raise self.refusal
+        self.adapters[name] = AdapterReport(name, path, self.contents)
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise UnknownAdapter(name)
+
+
+@pytest.fixture
+async def hosts(door: Door) -> dict[str, Host]:
+    """The door's engines, which take adapters; it knows that they do."""
+    found = {name: Host(name) for name in "pd"}
+    for member in door.fleet.members:
+        member.engine = found[member.name]
+    door.engines.update({f"http://{name}": host for name, host in found.items()})
+    await door.membership.ask(door.fleet.members)
+    return found
+
+
+def client(door: Door, loads_adapters: bool = False) -> httpx.AsyncClient:
+    app = FastAPI()
+    admin.install(app, door.shared, ["m"], loads_adapters)
+    gate = Gate(Limits(), door.fleet, door.metrics)
+    served = FrontDoor(app, None, gate, (), door.service.program_called, 1_000_000)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://door")
+
+
+async def test_an_adapter_is_loaded_listed_and_unloaded(door: Door, hosts: dict[str, Host]) -> None:
+    expected = {"name": "a", "path": "/a", "digest": "1", "engines": ["p", "d"]}
+    async with client(door) as asked:
+        loaded = await asked.post("/tercet/v1/adapters", json={"name": "a", "path": "/a"})
+        assert (loaded.status_code, loaded.json()) == (201, expected)
+        assert (await asked.get("/tercet/v1/adapters")).json() == [expected]
+        assert door.shared.state.adapters == (AdapterState("a", "/a", "1"),)
+        other = await asked.post("/tercet/v1/adapters", json={"name": "a", "path": "/b"})
+        assert (other.status_code, other.json()["error"]["param"]) == (409, "name")
+        base = await asked.post("/tercet/v1/adapters", json={"name": "m", "path": "/a"})
+        assert base.status_code == 400
+        gone = await asked.delete("/tercet/v1/adapters/a")
+        assert gone.status_code == 200
+        assert not any(host.adapters for host in hosts.values())
+        assert (await asked.get("/tercet/v1/adapters")).json() == []
+        again = await asked.delete("/tercet/v1/adapters/a")
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "unknown_adapter")
+
+
+async def test_what_an_engine_refuses_is_loaded_nowhere(door: Door, hosts: dict[str, Host]) -> None:
+    hosts["d"].refusal = Unauthorized("not while it runs")
+    with pytest.raises(Unauthorized):
+        await door.shared.load_adapter("a", "/a")
+    hosts["d"].refusal, hosts["d"].contents = None, "2"
+    with pytest.raises(Conflict, match="not the same on all engines"):
+        await door.shared.load_adapter("a", "/a")
+    assert not any(host.adapters for host in hosts.values())
+    assert door.shared.state.adapters == ()
+
+
+async def test_vllms_own_routes_are_there_if_its_variable_says_so(door: Door, hosts: dict[str, Host]) -> None:
+    body = {"lora_name": "a", "lora_path": "/a"}
+    async with client(door) as asked:
+        assert (await asked.post("/v1/load_lora_adapter", json=body)).status_code == 404
+    async with client(door, loads_adapters=True) as asked:
+        answer = await asked.post("/v1/load_lora_adapter", json=body)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'a' added successfully.")
+        assert all("a" in host.adapters for host in hosts.values())
+        answer = await asked.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'a' removed successfully.")
+        assert not any(host.adapters for host in hosts.values())
+
+
+async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(
+    door: Door, metrics: Metrics, hosts: dict[str, Host]
+) -> None:  # fmt: skip
+    async with joined(door, metrics) as other:
+        assert await door.shared.load_adapter("a", "/a") == []
+        assert other.fleet.adapters == {"a": AdapterReport("a", "/a", "1")}
+        assert door.fleet.adapters == other.fleet.adapters
+        assert await door.shared.unload_adapter("a") == []
+        assert other.fleet.declared == []
