@@ -50,23 +50,38 @@ CASES: dict[str, dict[str, Any]] = {
 OF_TEXT = ("stop string", "structured", "json", "seeded json", "bad words", "stop token")
 
 
+AT_ONCE = 6
+"""Cases that run beside each other: a step of several sequences takes hardly longer than one of one."""
+GROUPS = [tuple(CASES)[begin : begin + AT_ONCE] for begin in range(0, len(CASES), AT_ONCE)]
 # What is generated does not depend on how it began, so few cases try both ways.
 DISAGGREGATED = ("greedy", "logprobs", "several choices", "structured", "log probabilities of the prompt")
 
 
 @pytest.mark.parametrize(
-    ("case", "program"),
-    [*((case, "data_parallel") for case in CASES), *((case, "disaggregated") for case in DISAGGREGATED)],
+    ("program", "cases"),
+    [*(("data_parallel", group) for group in GROUPS), ("disaggregated", DISAGGREGATED)],
+    ids=lambda each: each if isinstance(each, str) else "+".join(each).replace(" ", "_"),
 )
-async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, case: str, program: str) -> None:
-    prompt: Any = TEXT if case in OF_TEXT else prompt_of(300, seed=len(case))
-    headers = {"x-tercet-program": program}
-    calm = await complete(fleet.url, prompt, headers, **CASES[case])
+async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, program: str, cases: tuple[str, ...]) -> None:
+    async def answers() -> dict[str, dict[str, Any]]:
+        found = await asyncio.gather(*(asked(case) for case in cases))
+        return dict(zip(cases, found, strict=True))
+
+    async def asked(case: str) -> dict[str, Any]:
+        prompt: Any = TEXT if case in OF_TEXT else prompt_of(300, seed=len(case))
+        return await complete(fleet.url, prompt, {"x-tercet-program": program}, **CASES[case])
+
+    calm = await answers()
     async with moving(fleet) as moved:
-        answer = await complete(fleet.url, prompt, headers, **CASES[case])
-    assert answer_of(answer) == answer_of(calm)
-    assert logprobs_of(answer) == pytest.approx(logprobs_of(calm), abs=1e-3)  # rows of another batch round otherwise
-    assert len(moved) >= 2
+        found = await answers()
+    for case in cases:
+        assert answer_of(found[case]) == answer_of(calm[case]), case
+        # Rows of another batch round otherwise.
+        assert logprobs_of(found[case]) == pytest.approx(logprobs_of(calm[case]), abs=1e-3), case
+    # Each of several choices is a sequence of its own.
+    sequences = sum(CASES[case].get("n", 1) for case in cases)
+    assert len({each["seq_id"] for each in moved}) == sequences
+    assert len(moved) >= 2 * sequences
 
 
 async def test_many_requests_move_at_once(fleet: Fleet) -> None:
