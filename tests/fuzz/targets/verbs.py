@@ -30,6 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tercet.cluster.model import resolve_model
 from tercet.protocol import EngineLoad, KVAddrInfo, RankAddress
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.wire import PREFIX
 from tercet.streams import StreamListener, front_doors
 from tercet.transport import SendDone
@@ -266,6 +267,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
     TercetEndpoints().attach_router(app)
     app.state.tercet = verbs
     app.state.tercet_callers = BearerKeys([])
+    app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
     loads: list[EngineLoad] = []
     try:
         async with StreamListener() as listener:
