@@ -41,13 +41,13 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """Runs by what they follow. Prompts with different cache salts share nothing."""
+    """Runs by what they follow. Prompts with different cache salts, or for different adapters, share nothing."""
 
     __slots__ = ("_block_size", "_roots")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._roots: dict[str | None, Run] = {}
+        self._roots: dict[tuple[str | None, str | None], Run] = {}
 
     def __iter__(self) -> Iterator[Run]:
         """Every run, each after those that it follows."""

@@ -24,7 +24,8 @@ class Host(Engine):
 
     def __init__(self, name: str, contents: str = "1") -> None:
         super().__init__(name)
-        self.contents, self.refusal = contents, None
+        self.contents = contents
+        self.refusal: Exception | None = None
         self.adapters: dict[str, AdapterReport] = {}
 
     async def status(self) -> EngineStatus:

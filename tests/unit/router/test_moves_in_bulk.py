@@ -52,7 +52,7 @@ class Bulk:
     def check(self, number: int, length: int, whole: bool) -> None:
         """The tokens are those of a sequence that stays, as far as they go."""
         request = request_of(f"s{number}", length, first=number * 10_000)
-        right = self.engines[0].network.prompt(request.prompt, None).output(0, self.outputs[request.seq_id])
+        right = self.engines[0].network.prompt(request.prompt, None, None).output(0, self.outputs[request.seq_id])
         got = self.tokens[request.seq_id]
         assert got == list(right[: len(got)])
         assert not whole or len(got) == len(right)

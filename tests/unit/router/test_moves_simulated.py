@@ -42,7 +42,7 @@ async def serve(
     assert [sequence.engine for sequence in service.sequences] == ["b"] + ["a"] * others
     await asyncio.gather(*reading)
     for request, got in zip(requests, tokens, strict=True):
-        assert tuple(got) == engines[0].network.prompt(request.prompt, None).output(0, OUTPUT)
+        assert tuple(got) == engines[0].network.prompt(request.prompt, None, None).output(0, OUTPUT)
     return move, engines
 
 

@@ -87,7 +87,7 @@ class World:
 
     def whole(self, seq_id: str) -> list[int]:
         network = self.engines["a"].network
-        return list(network.prompt(request_of(seq_id).prompt, None).output(0, TOKENS))
+        return list(network.prompt(request_of(seq_id).prompt, None, None).output(0, TOKENS))
 
 
 @asynccontextmanager

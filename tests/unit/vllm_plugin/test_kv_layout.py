@@ -19,11 +19,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tercet.protocol import KVLayout, LayoutMismatch
-from tercet.transport.head_slices import HeadSlice, RankRoute, routes
+from tercet.transport.head_slices import HeadSlice
+from tercet.transport.routes import RankRoute, routes
 from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.engine.cache_groups import state_layers
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.stages import AllStages, StageContents
 from tercet.vllm_plugin.engine.step_layers import StepLayers
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
@@ -70,8 +72,9 @@ def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVL
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
+    planes, groups = planes_of(config), [group.layer_names for group in config.kv_cache_groups]
     with patch("tercet.vllm_plugin.engine.kv_layout.packing_of", return_value="cpu-vec"):
-        return layout_of(vllm, config, planes_of(config), staged=False)
+        return layout_of(vllm, config, planes, AllStages([StageContents.of(groups, planes)]), staged=False)
 
 
 # ---- MLA -----------------------------------------------------------------------------------------------------------
