@@ -104,7 +104,12 @@ def _host_and_port(text: str) -> tuple[str, str]:
 
 
 def _address(host: str) -> _Address | None:
-    """An IPv4 address in IPv6's clothes is the IPv4 address that is reached by it."""
+    """An IPv4 address in IPv6's clothes is the IPv4 address that is reached by it; one with a zone is none.
+
+    A zone may be any text, such as what makes another host of a URL.
+    """
+    if "%" in host:
+        return None
     try:
         found = ipaddress.ip_address(host)
     except ValueError:

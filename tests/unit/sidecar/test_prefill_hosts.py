@@ -54,6 +54,9 @@ def test_allowed(patterns: str, named: str) -> None:
         ("*:*", ",".join(f"p{number}:80" for number in range(9))),
         ("127.0.0.1:*", "[::ffff:127.0.0.2]:80"),
         ("[::]/0:80", "10.0.0.1:80"),
+        ("[fe80::]/10:80", "[fe80::1%eth0]:80"),
+        ("[fd00::]/8:80", "[fd00::1%a]]@[2001:db8::1]:80?[x]:80"),
+        ("10.0.0.0/8:80", "[::ffff:10.0.0.1%a]]@[::ffff:192.0.2.1]:8080?[x]:80"),
     ],
 )
 def test_refused(patterns: str, named: str) -> None:
