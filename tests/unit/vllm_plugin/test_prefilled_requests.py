@@ -15,7 +15,7 @@ from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
-from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams
+from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams, params_of
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
@@ -122,6 +122,20 @@ async def test_a_request_reaches_the_core_with_its_kv() -> None:
     ((asked, hosts),) = house.remote.asked
     assert (asked.prompt, asked.cache_salt, hosts) == (tuple(range(100)), "s", ["10.0.0.1:8000"])
     assert not house.verbs.open
+
+
+async def test_what_a_client_says_instead_of_parameters_has_no_effect() -> None:
+    """``vllm_xargs`` lets it say text."""
+    house = House(extra_args={"kv_transfer_params": "tercet"})
+    house.remote.let.set()
+    await house.call()
+    assert house.request.sampling_params.extra_args == {"kv_transfer_params": PARAMS.to_kv_transfer_params()}
+
+
+@pytest.mark.parametrize("said", [None, {}, "tercet", ["tercet"], 7, {"tercet": "x"}, {"tercet": {"token": "other"}}])
+def test_parameters_without_this_engines_token_are_nobodys(said: Any) -> None:
+    assert params_of(said, "token") is None
+    assert params_of(PARAMS.to_kv_transfer_params(), "token") == PARAMS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
@@ -97,12 +97,15 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return {KEY: msgspec.to_builtins(self)}
 
 
-def params_of(kv_transfer_params: Mapping[str, Any] | None, token: str) -> TercetParams | None:
-    """Tercet's part of a vLLM request, if it has one that comes from our edge."""
-    if not kv_transfer_params or KEY not in kv_transfer_params:
+def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
+    """Tercet's part of a vLLM request, if it has one that comes from our edge.
+
+    Clients may send anything, text and lists too (by ``vllm_xargs``): what is raised here would end the engine's core.
+    """
+    if not isinstance(kv_transfer_params, Mapping) or KEY not in kv_transfer_params:
         return None
     try:
-        params = msgspec.convert(kv_transfer_params[KEY], TercetParams)
+        params = msgspec.convert(cast("Mapping[str, Any]", kv_transfer_params)[KEY], TercetParams)
     except msgspec.ValidationError:
         return None
     return params if secrets.compare_digest(params.token.encode(), token.encode()) else None

@@ -149,7 +149,8 @@ class PrefilledRequests:
         if params is None or request.sampling_params is None:
             return
         given = request.sampling_params.extra_args or {}
-        theirs = given.get("kv_transfer_params") or {}
+        theirs = given.get("kv_transfer_params")
+        theirs = theirs if isinstance(theirs, dict) else {}  # by vllm_xargs it may be text
         ours = params.to_kv_transfer_params()
         request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
         request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
