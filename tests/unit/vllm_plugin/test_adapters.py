@@ -110,12 +110,17 @@ async def test_files_that_change_under_an_adapter_are_nobodys(
     with pytest.raises(Conflict, match="are not those that 'a' was loaded from"):
         await adapters.find("a")
     assert await adapters.reports() == ()
+    with pytest.raises(Conflict, match="unload it first"):
+        await adapters.load("a", str(tmp_path / "b"))
+    await adapters.unload("a")
+    assert (await adapters.load("a", write(tmp_path / "b"))).name == "a"
 
 
 async def test_what_has_no_adapter_in_it_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:
     models.put("a", str(tmp_path))
     with pytest.raises(BadRequest, match="has no adapter"):
         await adapters.find("a")
+    assert await adapters.reports() == ()
 
 
 # ---- loading and unloading -----------------------------------------------------------------------------------
@@ -152,7 +157,10 @@ async def test_what_vllm_refuses_is_refused(adapters: Adapters, models: Models, 
         await NO_ADAPTERS.load("a", write(tmp_path))
 
 
-async def test_loading_is_vllms_to_allow(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_loading_is_vllms_to_allow(
+    adapters: Adapters, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    models.put("a", str(tmp_path))
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
     for changing in (adapters.load("a", write(tmp_path)), adapters.unload("a")):
         with pytest.raises(Unauthorized, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):

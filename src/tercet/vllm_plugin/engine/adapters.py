@@ -84,18 +84,21 @@ class Adapters:
             return None
         found = self._known().get(name)
         if found is None:
-            known = ", ".join(self._known()) or "none"
-            why = f"it has {known}" if self.most else "it was started without --enable-lora"
-            raise UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
+            raise self._unknown(name)
         return await self._met_as(found)
 
+    def _unknown(self, name: str) -> UnknownAdapter:
+        known = ", ".join(self._known()) or "none"
+        why = f"it has {known}" if self.most else "it was started without --enable-lora"
+        return UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
+
     async def reports(self) -> tuple[AdapterReport, ...]:
-        """Those that can be served."""
+        """Those that can be served: of the others, whose files have changed or cannot be read, whoever asks is told."""
         found: list[AdapterReport] = []
         for name in list(self._known()):
             try:
                 adapter = await self.find(name)
-            except (UnknownAdapter, Conflict):  # it has just gone, or is refused to whoever asks for it
+            except (UnknownAdapter, Conflict, BadRequest):
                 continue
             if adapter is not None:
                 found.append(AdapterReport(adapter.name, adapter.path, adapter.digest))
@@ -135,11 +138,15 @@ class Adapters:
         return AdapterReport(name, path, adapter.digest)
 
     async def unload(self, name: str) -> None:
-        """No more requests for it; what runs with it goes on. Raises as :meth:`load` does, and ``UnknownAdapter``."""
+        """No more requests for it, whatever its files are now; what runs with it goes on.
+
+        Raises as :meth:`load` does, and ``UnknownAdapter``.
+        """
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 
+        if name not in self._known():
+            raise self._unknown(name)
         self._require_allowed()
-        await self.find(name)
         _require_done(await self._models().unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
 
     def load_of(self, processor: Any) -> AdapterLoad | None:
