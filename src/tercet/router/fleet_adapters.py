@@ -34,7 +34,7 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
     at ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine; then it is unloaded again
     where it was not before.
     """
-    takers = [member for member in fleet.members if member.reachable and member.max_adapters]
+    takers = [member for member in fleet.members if _takes(member)]
     if not takers:
         raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
     new = [member for member in takers if name not in member.adapters]
@@ -56,8 +56,11 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
 
 
 async def unload_everywhere(fleet: EngineFleet, membership: Membership, name: str) -> Sequence[str]:
-    """Have every engine that has an adapter take no more requests for it; returns what to say of those that do."""
-    having = [member for member in fleet.members if name in member.adapters]
+    """Have every engine that may have an adapter take no more requests for it; returns what to say of those that do.
+
+    One whose files have changed under it does not report it, and has it all the same.
+    """
+    having = [member for member in fleet.members if name in member.adapters or _takes(member)]
     done = await asyncio.gather(*(_unload(member, name) for member in having), return_exceptions=True)
     await membership.ask(having)
     pairs = zip(having, done, strict=True)
@@ -79,6 +82,7 @@ class AdapterLoader:
         """Look again and again, until cancelled."""
         while True:
             await asyncio.gather(*(self._complete(member) for member in self._fleet.members))
+            self._forget_those_that_left()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _complete(self, member: Member) -> None:
@@ -91,14 +95,28 @@ class AdapterLoader:
                 self._refused.pop(key, None)
                 await self._membership.ask([member])
             except TercetError as error:
-                if self._refused.get(key, ("", 0.0))[0] != error.message:
-                    said: dict[str, Any] = {"engine": member.name, "adapter": declared.name, "reason": error.message}
-                    log_events.ADAPTER_MISSING.tell(**said)
-                self._refused[key] = error.message, time.monotonic()
+                self._note_refusal(member, declared.name, error.message)
+            except Exception as error:  # such as that of a connection closed meanwhile
+                self._note_refusal(member, declared.name, f"{type(error).__name__}: {error}")
+
+    def _note_refusal(self, member: Member, name: str, reason: str) -> None:
+        key = id(member), name
+        if self._refused.get(key, ("", 0.0))[0] != reason:
+            said: dict[str, Any] = {"engine": member.name, "adapter": name, "reason": reason}
+            log_events.ADAPTER_MISSING.tell(**said)
+        self._refused[key] = reason, time.monotonic()
+
+    def _forget_those_that_left(self) -> None:
+        here = {id(member) for member in self._fleet.members}
+        self._refused = {key: refused for key, refused in self._refused.items() if key[0] in here}
 
     def _is_due(self, member: Member, name: str) -> bool:
         refused = self._refused.get((id(member), name))
         return refused is None or time.monotonic() - refused[1] > AGAIN_SECONDS
+
+
+def _takes(member: Member) -> bool:
+    return member.reachable and member.max_adapters > 0
 
 
 async def _load(member: Member, name: str, path: str) -> AdapterReport:

@@ -156,9 +156,11 @@ async def test_an_adapter_is_loaded_on_all_engines_that_take_any() -> None:
     found = await load_everywhere(fleet, membership_of(fleet), "a", "/a")
     assert found == AdapterReport("a", "/a", "1")
     assert fleet.adapters == {"a": found}
+    fleet.member("y").adapters = {}  # its files have changed: it says nothing of the adapter, and has it
     assert [name for name, host in hosts.items() if "a" in host.adapters] == ["x", "y"]
     assert await unload_everywhere(fleet, membership_of(fleet), "a") == []
     assert fleet.adapters == {}
+    assert not any(host.adapters for host in hosts.values())
 
 
 async def test_where_one_refuses_none_keeps_it() -> None:
@@ -191,3 +193,25 @@ async def test_who_comes_back_without_it_loads_it() -> None:
         await loader._complete(fleet.member("y"))
     assert list(fleet.member("x").adapters) == ["a"]
     assert (host.asked, refusing.asked) == (1, 1), "who refuses is asked again later"
+
+
+async def test_an_engine_that_leaves_while_it_loads_does_not_keep_others_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tercet.router.fleet_adapters.LOOK_SECONDS", 0.01)
+    leaving, host = Host(refuses=RuntimeError("Session is closed")), Host()
+    fleet = fleet_of(x=leaving, y=host)
+    fleet.declared = [report("a", path="/a")]
+    loader = AdapterLoader(fleet, membership_of(fleet))
+    running = asyncio.create_task(loader.run())
+    try:
+        async with asyncio.timeout(10):
+            while "a" not in fleet.member("y").adapters:
+                await asyncio.sleep(0.01)
+            assert len(loader._refused) == 1
+            fleet.remove("x")
+            while loader._refused:
+                await asyncio.sleep(0.01)
+        assert not running.done()
+    finally:
+        running.cancel()
