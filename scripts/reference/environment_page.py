@@ -18,6 +18,9 @@ HEAD = """# Environment variables
 
 A flag wins over a variable, and a variable over a file. `tercet bench` and `tercet sim` look at none but those that are named here
 for them: a measurement depends on what its command and its file say.
+
+In Kubernetes `TERCET_PORT` is a URL, such as `tcp://10.96.0.7:8000`, in all pods of a namespace with a service called `tercet`; and
+`TERCET_METRICS_PORT` with one called `tercet-metrics`. Such URLs are passed over.
 """
 
 

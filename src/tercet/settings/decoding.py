@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from tercet.protocol import BadRequest
 from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
+# What Kubernetes sets NAME_PORT to in every pod of a namespace that has a service NAME.
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://\S+:[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,11 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
 
 
 def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> Source:
-    """What environment variables say; several items are separated as a shell would."""
-    told = [each for each in declared(kind) if environment.get(each.env)]
+    """What environment variables say; several items are separated as a shell would.
+
+    In Kubernetes ``TERCET_PORT`` is a URL wherever a service is called ``tercet``: that is no port, and no setting.
+    """
+    told = [each for each in declared(kind) if _says_something(each.env, environment.get(each.env, ""))]
     values = {each.key: _from_text(each, environment[each.env]) for each in told}
     return Source(values, names={each.key: each.env for each in told})
 
@@ -133,6 +139,10 @@ def _prepared(of: Declared, value: Any) -> Any:
             return [of.setting.read(item, index) for index, item in enumerate(items)]
         return [_as_text(item) for item in items] if get_args(of.plain)[0] is str else items
     return _as_text(value) if of.plain is str else value
+
+
+def _says_something(name: str, text: str) -> bool:
+    return bool(text) and not (name.endswith("_PORT") and _SERVICE_LINK.fullmatch(text))
 
 
 def _from_text(of: Declared, text: str) -> Any:

@@ -151,6 +151,19 @@ def test_each_source_calls_a_setting_by_its_own_name(tmp_path: Path) -> None:
         decode_settings(House, from_environment(House, {"TERCET_NAME": "n", "TERCET_HEIGHT": "-2"}))
 
 
+class Served(Settings, frozen=True):
+    port: Annotated[Annotated[int, Meta(ge=1, le=65535)], Setting("Where it is.")] = 8000
+    metrics_port: Annotated[Annotated[int, Meta(ge=1, le=65535)], Setting("Where they are.")] = 9090
+
+
+def test_where_kubernetes_says_that_a_service_is_is_no_port() -> None:
+    link = {"TERCET_PORT": "tcp://10.96.0.7:8000", "TERCET_METRICS_PORT": "udp://[fd00::1]:53"}
+    assert decode_settings(Served, from_environment(Served, link)) == Served()
+    assert decode_settings(Served, from_environment(Served, {**link, "TERCET_PORT": "81"})).port == 81
+    with pytest.raises(BadRequest, match=r"TERCET_PORT: .*'tcp://8000'"):
+        decode_settings(Served, from_environment(Served, {"TERCET_PORT": "tcp://8000"}))
+
+
 def test_lists_and_mappings_of_every_source(tmp_path: Path) -> None:
     (tmp_path / "h.yaml").write_text("name: 12\nrooms: hall\npaint: {door: 7, lit: true}\nlit: true\n")
     found = decode_settings(House, read_yaml(tmp_path / "h.yaml"))
