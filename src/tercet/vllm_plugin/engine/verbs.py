@@ -379,8 +379,12 @@ class EngineVerbs:
     async def reserved(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
         """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""
         call = PrepRecvCall(
-            prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt
-        )  # fmt: skip
+            prompt=list(request.prompt),
+            seq_id=request.seq_id,
+            end=end,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+        )
         answer = await self.prep_recv(call)
         reservation = Reservation(answer.kv_addr_info, answer.matched_len)
         try:
