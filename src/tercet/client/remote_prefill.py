@@ -67,7 +67,8 @@ class RemotePrefill:
         self._secret = secret
         self._scheme = "https" if https or tls is not None else "http"
         self._tls = tls
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        # By address and our weights: this engine may come back with others, and wants KV of these then.
+        self._peers: OrderedDict[tuple[str, str], _Peer] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,13 +142,14 @@ class RemotePrefill:
     @asynccontextmanager
     async def _peer(self, host: str) -> AsyncGenerator[HttpEngine]:
         ours = await self._fingerprint()
-        peer = self._peers.get(host)
+        key = host, ours
+        peer = self._peers.get(key)
         if peer is None:
             engine = HttpEngine(
                 host, f"{self._scheme}://{host}", admit=_with_weights(ours), secret=self._secret, tls=self._tls
             )
-            peer = self._peers[host] = _Peer(await engine.__aenter__())
-        self._peers.move_to_end(host)
+            peer = self._peers[key] = _Peer(await engine.__aenter__())
+        self._peers.move_to_end(key)
         peer.in_use += 1
         try:
             yield peer.engine
@@ -156,9 +158,9 @@ class RemotePrefill:
             await self._close_unused()
 
     async def _close_unused(self) -> None:
-        unused = [host for host, peer in self._peers.items() if not peer.in_use]
-        for host in unused[: max(0, len(self._peers) - MOST_PEERS)]:
-            await self._peers.pop(host).engine.__aexit__(None, None, None)
+        unused = [key for key, peer in self._peers.items() if not peer.in_use]
+        for key in unused[: max(0, len(self._peers) - MOST_PEERS)]:
+            await self._peers.pop(key).engine.__aexit__(None, None, None)
 
     def _event(self, verb: str, engine: str, started: float, begin: int = 0, end: int = 0) -> TraceEvent:
         return TraceEvent(verb, engine, self._clock() - started, begin=begin, end=end)

@@ -12,11 +12,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from tercet.client import HttpEngine
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, SplitCall
 from tercet.gateway.sidecar.server import sidecar
+from tercet.protocol import LeaseEnded
 from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
+from tercet.sim import EngineOptions, SimEngine
 from tercet.sim.sim_server import serving
 
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
@@ -209,6 +212,32 @@ async def test_clients_do_not_say_where_kv_is_fetched() -> None:
 
 @pytest.mark.parametrize(
     ("path", "fields"),
+    [("/v1/responses", {"input": "x", "kv_transfer_params": PARAMS}),
+     ("/v1/messages", {"messages": [], "kv_transfer_params": PARAMS}),
+     ("/inference/v1/generate", {"sampling_params": {"extra_args": {"kv_transfer_params": PARAMS}}}),
+     ("/v1/completions", {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "x"}})],
+)  # fmt: skip
+async def test_nor_by_another_route(path: str, fields: Any) -> None:
+    async with house() as found:
+        status, said = await found.ask(fields, path=path)
+        assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, "kv_transfer_params")
+        assert not found.decode.bodies
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize(("body", "kind"), [
+    (b'{"top_p": NaN, "kv_transfer_params": {}}', "application/json"),
+    ('{"kv_transfer_params": {}}'.encode("utf-16"), "application/json; charset=utf-16"),
+])  # fmt: skip
+async def test_nor_in_what_only_the_engine_can_read(path: str, body: bytes, kind: str) -> None:
+    async with house() as found:
+        async with found.session.post(found.url + path, data=body, headers={"content-type": kind}) as answer:
+            assert answer.status == 400
+        assert not found.decode.bodies
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
     [("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/completions", {"prompt": "a", "echo": True}),
      ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}),
      ("/v1/completions", {"prompt": "a", "use_beam_search": True})],
@@ -328,22 +357,50 @@ async def test_verbs_are_for_those_who_know_the_secret() -> None:
 # ---- by the verbs ----------------------------------------------------------------------------------------------
 
 
-async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None:
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        configs = config_of("d", prefill_hosts=""), config_of("p")
-        decode, prefill = [await stack.enter_async_context(serving(config)) for config in configs]
-        outside = SidecarConfig(engine=configs[0].url, port=0, prefill_hosts=LOOPBACK)
-        port = await stack.enter_async_context(sidecar(outside))
-        headers = {PREFILLER: configs[1].url.removeprefix("http://")}
-        body = {"model": "m", "prompt": prompt_of(1), "max_tokens": 3}
+@asynccontextmanager
+async def by_the_verbs(
+    stack: AsyncExitStack, **options: Any
+) -> AsyncGenerator[tuple[SimEngine, SimEngine, Callable[..., Awaitable[Any]]]]:
+    """Two engines, a sidecar before the first one, and how it is asked to have the second one prefill."""
+    session = await stack.enter_async_context(aiohttp.ClientSession())
+    configs = config_of("d", prefill_hosts="", options=EngineOptions(stream_every=1, **options)), config_of("p")
+    decode, prefill = [await stack.enter_async_context(serving(config)) for config in configs]
+    outside = SidecarConfig(engine=configs[0].url, port=0, prefill_hosts=LOOPBACK)
+    port = await stack.enter_async_context(sidecar(outside))
+    headers = {PREFILLER: configs[1].url.removeprefix("http://"), "x-tercet-trace": "true"}
+
+    async def ask(**fields: Any) -> Any:
+        body = {"model": "m", "prompt": prompt_of(1), "max_tokens": 3, **fields}
         async with session.post(f"http://{HOST}:{port}/v1/completions", json=body, headers=headers) as answer:
-            assert answer.status == 200
+            return await answer.json()
+
+    async def is_empty() -> bool:
+        return not (await decode.status()).leases
+
+    yield decode, prefill, ask
+    await until(is_empty)
+
+
+async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None:
+    async with AsyncExitStack() as stack, by_the_verbs(stack) as (decode, prefill, ask):
+        assert (await ask())["choices"]
         block = decode.profile.block_size
         assert prefill.counters.prefill_tokens == 199
         assert decode.counters.prefill_tokens == 200 - 199 // block * block
 
-        async def is_empty() -> bool:
-            return not (await decode.status()).leases
 
-        await until(is_empty)
+async def test_kv_that_the_engine_does_not_book_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ended(*_: Any) -> Any:
+        raise LeaseEnded("over")
+
+    monkeypatch.setattr(HttpEngine, "extend_recv", ended)
+    async with AsyncExitStack() as stack, by_the_verbs(stack) as (_, prefill, ask):
+        assert (await ask())["choices"]
+        assert prefill.counters.prefill_tokens == 199
+
+
+async def test_a_prompt_with_an_adapter_is_prefilled_where_it_decodes() -> None:
+    async with AsyncExitStack() as stack, by_the_verbs(stack, adapters="sql") as (decode, prefill, ask):
+        said = await ask(model="sql")  # whom a simulated engine does not serve by its OpenAI API
+        assert "LoRA" in said["tercet"]["events"][-1]["reason"]
+        assert (decode.counters.prefill_tokens, prefill.counters.prefill_tokens) == (0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,6 +23,7 @@ from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request,
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 
+logger = logging.getLogger("tercet.gateway")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS})
 KV_PARAMS = "kv_transfer_params"
@@ -121,6 +124,7 @@ class TercetLeg:
     async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
         try:
             call.require_whole()
+            await self._require_base_model(call)
             salt = call.fields.get("cache_salt")
             request = Request(seq_id=call.request_id, prompt=await self._tokens(call), cache_salt=salt)
         except TercetError as error:
@@ -130,13 +134,23 @@ class TercetLeg:
         decode = _Known(self._engine)
         async with self._remote.prefilled(decode, request, hosts, trace) as begin:
             if decode.reservation is not None and begin > decode.reservation.matched_len:
-                await self._committed(request, decode.reservation, begin)
+                try:
+                    async with asyncio.timeout(self._stuck_s):
+                        await self._committed(request, decode.reservation, begin)
+                except (TercetError, TimeoutError) as error:
+                    logger.warning("%s has not booked KV for %s: %r", self._engine.name, call.request_id, error)
             yield DecodeLeg(call.body)
 
     async def look(self) -> None:
         status = await self._engine.status()
         if status.stalled_s > self._stuck_s:
             raise EngineUnreachable(f"{self._engine.name} has stood still for {status.stalled_s:.1f} s")
+
+    async def _require_base_model(self, call: SplitCall) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` for a LoRA adapter: KV of the base model is none of it."""
+        status = await self._engine.status()
+        if call.fields.get("model") in {adapter.name for adapter in status.adapters}:
+            raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
 
     async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
         """Wait until the engine has booked what arrived; what it has not is computed anew."""

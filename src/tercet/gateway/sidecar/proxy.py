@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -70,6 +70,10 @@ class Proxy:
             self._require_caller(http)
             if http.method == "POST" and http.path in SPLIT_PATHS:
                 await self._split(http, answer)
+            elif self._refuses_params and _may_be_json(http):
+                body = await self._body(http)
+                self._fields(body)
+                await self._forward(http, answer, body)
             else:
                 await self._forward(http, answer, http.content if http.body_exists else None)
         except TercetError as error:
@@ -94,9 +98,7 @@ class Proxy:
         body = await self._body(http)
         named = http.headers.get(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
-        fields = _fields(body)
-        if self._refuses_params and fields.get(KV_PARAMS) is not None:
-            raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
+        fields = self._fields(body)
         if not hosts or not fields:
             await self._forward(http, answer, body)
             return
@@ -109,6 +111,22 @@ class Proxy:
         async with AsyncExitStack() as held:
             prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)
+
+    def _fields(self, body: bytes) -> Mapping[str, Any]:
+        """The body's fields; none for one that cannot be read.
+
+        Raises :class:`~tercet.protocol.BadRequest` for what may say where engines fetch KV, which is not for clients to
+        say: what cannot be read here may be read there, such as numbers and encodings that are not JSON's.
+        """
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, Any])
+        except UNREADABLE as error:
+            if self._refuses_params:
+                raise BadRequest(f"the request's body is no JSON object: {error}") from error
+            return {}
+        if self._refuses_params and _has_params(fields):
+            raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
+        return fields
 
     async def _body(self, http: web.Request) -> bytes:
         chunks, size = list[bytes](), 0
@@ -280,9 +298,18 @@ class _Answer:
             await self.response.write(message["body"])
 
 
-def _fields(body: bytes) -> Mapping[str, Any]:
-    """The body's fields; none for one that the engine is going to refuse."""
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE:
-        return {}
+def _may_be_json(http: web.Request) -> bool:
+    """Whether vLLM may take the body for JSON: it does without a content type, too."""
+    return http.body_exists and "json" in http.headers.get("content-type", "json").lower()
+
+
+def _has_params(fields: Mapping[str, Any]) -> bool:
+    """Whether a body has the parameters anywhere: vLLM takes some from ``sampling_params`` or ``vllm_xargs``."""
+    left: list[Mapping[str, Any]] = [fields]
+    while left:
+        for name, value in left.pop().items():
+            if name == KV_PARAMS and value is not None:
+                return True
+            if isinstance(value, dict):
+                left.append(cast("Mapping[str, Any]", value))
+    return False
