@@ -44,7 +44,7 @@ class ReportedLoad:
 
     def picked(self, member: Member, tokens: int) -> None:
         """A request with a prompt of so many tokens is on its way to the engine."""
-        recent = self._recent.setdefault(member.name, _Recent())
+        recent = self._recent_of(member.name)
         recent.picks.append((self._clock(), tokens))
         self._count(member, recent)
 
@@ -55,11 +55,19 @@ class ReportedLoad:
         except UnknownEngine:  # it has just left
             self._recent.pop(name, None)
             return
-        recent = self._recent.setdefault(name, _Recent())
+        recent = self._recent_of(name)
         recent.requests, recent.tokens = load.waiting + load.running, load.tokens or 0
         recent.waiting, recent.kv_usage = load.waiting, load.kv_usage
         self._count(member, recent)
         self.on_news(name, load)
+
+    def _recent_of(self, name: str) -> _Recent:
+        found = self._recent.get(name)
+        if found is None:  # with one that comes, those are forgotten that have left
+            here = {member.name for member in self._fleet.members}
+            self._recent = {known: recent for known, recent in self._recent.items() if known in here}
+            found = self._recent[name] = _Recent()
+        return found
 
     def _count(self, member: Member, recent: _Recent) -> None:
         picks, oldest = recent.picks, self._clock() - self._until_counted

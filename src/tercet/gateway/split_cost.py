@@ -29,7 +29,7 @@ class SplitCost:
         self.learned = 0
         self._fleet = fleet
         self._clock = clock
-        self._works: dict[str, ReportedWork] = {}
+        self._works: dict[str, tuple[Member, ReportedWork]] = {}
 
     @property
     def knows_enough(self) -> bool:
@@ -37,11 +37,10 @@ class SplitCost:
         return self.learned >= ENOUGH_PREFILLS
 
     def reported(self, name: str, load: EngineLoad) -> None:
-        """An engine says how busy it is; of one that has left nothing is kept."""
+        """An engine says how busy it is."""
         try:
             work = self._work(self._fleet.member(name))
-        except UnknownEngine:
-            self._works.pop(name, None)
+        except UnknownEngine:  # it has just left
             return
         before = work.learned
         work.reported(load)
@@ -65,11 +64,18 @@ class SplitCost:
         return RouteCandidate(member.name, self._work(member), self.model, self._clock(), matched)
 
     def _work(self, member: Member) -> ReportedWork:
-        found = self._works.get(member.name)
-        if found is None:
-            found = self._works[member.name] = ReportedWork(self.model, self._clock, lambda: member.kv_tokens)
-            self.model.arrivals.engines = len(self._works)
-        return found
+        known, work = self._works.get(member.name, (None, None))
+        if work is None or known is not member:
+            work = ReportedWork(self.model, self._clock, lambda: member.kv_tokens)
+            self._works[member.name] = member, work
+            self._forget_those_that_left()
+        return work
+
+    def _forget_those_that_left(self) -> None:
+        """When another one comes: pods come and go, each with a name of its own."""
+        here = {id(each) for each in self._fleet.members}
+        self._works = {name: found for name, found in self._works.items() if id(found[0]) in here}
+        self.model.arrivals.engines = len(self._works)
 
 
 @dataclass(frozen=True)

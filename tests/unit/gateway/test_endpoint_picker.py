@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tercet.fleet import Member
 from tercet.gateway.endpoint_picker import Endpoints, address_of
 from tercet.gateway.openai_call import OpenAIBody, OpenAICall
 from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
 
+from ..fakes import FakeEngine
 from .pickers import House
 
 D, E, P, Q = (f"10.0.0.{n}:8000" for n in (1, 2, 3, 4))
@@ -159,6 +161,25 @@ async def test_learned_costs_split_for_busy_decode_engines_only() -> None:
     house.report("e1", waiting=4, tokens=900_000)
     (queued,) = await picked(house, call("v" * 8000))
     assert queued.prefill == "", "the prefill engine has too much to do"
+
+
+async def test_of_engines_that_have_left_nothing_is_kept() -> None:
+    house = House("decode", "prefill", split_by="cost")
+    costs, load = house.picker._costs, house.picker._load
+    assert costs is not None
+    for number in range(20):
+        name = f"pod-{number}"
+        house.fleet.add(Member(name, f"http://10.0.1.{number + 1}:8000", "decode", FakeEngine(name), kv_tokens=number))
+        house.report(name)
+        house.fleet.remove(name)
+    assert (len(costs._works), len(load._recent), costs.model.arrivals.engines) == (1, 1, 1)
+    house.report("pod-19")  # its last word comes late
+    before = [Member("again", "http://10.0.2.1:8000", "decode", FakeEngine("again"), kv_tokens=each) for each in (1, 2)]
+    for member in before:
+        house.fleet.add(member)
+        house.report("again")
+        assert costs._works["again"][0] is member, "another engine of the same name"
+        house.fleet.remove("again")
 
 
 def test_costs_are_learned_from_reports_only() -> None:
