@@ -101,8 +101,7 @@ class PrefillAttempts:
         finally:
             for task in tasks:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)  # what the other one raises is nobody's to handle
 
     def _require_rested(self, host: str) -> None:
         """Raises :class:`~tercet.protocol.EngineUnreachable` for one that was lost a moment ago."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -173,6 +174,25 @@ async def test_silence_is_a_failure_and_who_was_lost_has_to_answer_first() -> No
     assert begun == ["stand still"]
     assert await attempts.watched("p", work, well) == "done"
     assert await attempts.watched("p", work, silent) == "done"
+
+
+async def test_what_fails_on_both_sides_is_raised_once() -> None:
+    complaints = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    attempts = PrefillAttempts(PrefillBudget(timeout_s=60, stuck_after_s=0.01))
+
+    async def ends_in_an_error() -> str:
+        try:
+            await silent()
+        except asyncio.CancelledError:
+            raise EngineError("broken off") from None
+        return "never"
+
+    with pytest.raises(EngineUnreachable, match="said nothing"):
+        await attempts.watched("p", ends_in_an_error, silent)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not complaints
 
 
 async def test_what_one_fails_by_is_told_and_the_last_failure_is_the_requests() -> None:
