@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ ROLES: Mapping[str, Role] = {
     "prefill-decode": "both",
     "encode-prefill-decode": "both",
 }
+_PORT = re.compile("[0-9]{1,5}")
 OVER = ("Succeeded", "Failed")
 
 
@@ -86,7 +88,7 @@ def _ports(told: Mapping[str, str]) -> Sequence[int]:
     if text is None:
         return ()
     found = text.replace(" ", "").split(",")
-    if not all(each.isascii() and each.isdecimal() and 0 < int(each) < 65536 for each in found):
+    if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in found):
         raise BadRequest(f"{PORT}: {text!r} is no port")
     return [int(each) for each in found]
 

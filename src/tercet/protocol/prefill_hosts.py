@@ -16,6 +16,7 @@ MOST_NAMED = 8
 _NAME = re.compile(r"([a-z0-9_][a-z0-9_-]{0,62}\.){0,30}[a-z][a-z0-9-]{0,62}")
 _NAME_PATTERN = re.compile(r"[a-z0-9*._-]{1,253}")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_ONE_PORT = re.compile("[0-9]{1,5}")
 _LAST_PORT = 65535
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -64,7 +65,7 @@ class AllowedPrefillers:
 
     def _allowed(self, part: str) -> str:
         host, port = _host_and_port(part)
-        if not port.isascii() or not port.isdecimal() or not 1 <= int(port[:6]) <= _LAST_PORT:
+        if not _ONE_PORT.fullmatch(port) or not 1 <= int(port) <= _LAST_PORT:
             raise _refused(f"{part!r} is not HOST:PORT")
         if _address(host) is None and not _NAME.fullmatch(host):
             raise _refused(f"{part!r} is not HOST:PORT")

@@ -57,7 +57,7 @@ def test_pods_that_are_no_engines() -> None:
     assert engines(pod("a", phase="Succeeded"), pod("b", phase="Failed")) == []
     with pytest.raises(BadRequest, match="no role that generates"):
         engines(pod("a", labels={"llm-d.ai/role": "encode"}))
-    for port in ("0", "65536", "http", "8000,", "\uff18"):
+    for port in ("0", "65536", "http", "8000,", "\uff18", 5000 * "1"):
         with pytest.raises(BadRequest, match="is no port"):
             engines(pod("a", annotations={"tercet/port": port}))
 
