@@ -42,6 +42,8 @@ async def moving(fleet: Fleet) -> AsyncGenerator[list[Any]]:
     async def again_and_again() -> None:
         while True:
             _, running = await ask(fleet, "GET", "/sequences")
+            # Of many only so many move at a time: who has moved least comes first.
+            running.sort(key=lambda each: [move["seq_id"] for move in moved].count(each["seq_id"]))
             found = await asyncio.gather(*(move(fleet, each) for each in running if each["state"] == "running"))
             moved.extend(each for each in found if each is not None)
             await asyncio.sleep(0.02)
