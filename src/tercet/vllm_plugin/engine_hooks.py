@@ -111,6 +111,7 @@ ENGINE_HOOKS = (
             Takes(f"{MANAGER}.free", "request"),
             Takes(f"{POOL}.is_block_writable", "block"),
             Says(f"{SINGLE}.__init__", "self.req_to_blocks", "self.num_cached_block"),
+            Says(f"{SINGLE}.cache_blocks", "reachable_boundaries.append(request.shared_prefix_boundary)"),
             Takes(f"{SINGLE}.get_num_skipped_tokens", "num_computed_tokens"),
             Takes(f"{POOL}.get_cached_block", "block_hash", "kv_cache_group_ids"),
             Has("vllm.v1.kv_cache_interface:KVCacheSpecKind", "FULL_ATTENTION", "MLA_ATTENTION", "SLIDING_WINDOW"),

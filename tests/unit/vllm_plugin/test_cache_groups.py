@@ -249,6 +249,19 @@ def test_a_request_goes_on_where_its_kv_was_sent(
     finish(pair)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_prompt_of_whole_blocks_is_found_again(pair: Pair, ahead: int) -> None:
+    """Its last token is computed anew, so it goes on a block before where one goes on that has a token more."""
+    tokens = tokens_of(12 * BLOCK)
+    pair.target.engine.reserve(A, tokens)
+    pair.send(tokens, 0)
+    pair.target.engine.commit(A, len(tokens))
+    pair.target.engine.release(A)
+    pair.target.run(pair.target.engine.add("goes on", [*tokens, *tokens_of(ahead, 700)], max_tokens=3))
+    assert pair.target.steps == 3, "what was sent is not computed again"
+    finish(pair)
+
+
 @settings(max_examples=60)
 @given(
     model=st.sampled_from(list(MODELS)),

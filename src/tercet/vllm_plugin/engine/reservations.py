@@ -98,6 +98,9 @@ class Reservations:
 
     def _reserved(self, held: Held) -> ReservedBlocks:
         size, request_id = self._block_size, held.owner.request_id
+        # Its filler makes the lease's end a place to resume at, while a request of just these tokens resumes before
+        # that. vLLM, which keeps of windows and states what such places need, has one word for another place.
+        held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
         held.num_blocks = self._tables.held(request_id)
         first, until = held.matched_len // size, -(-held.end // size)
         blocks = [blocks[first:until] for blocks in self._tables.leased(request_id, held.end)]
