@@ -313,13 +313,21 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="base model beside adapters",
-        what="On a CPU rows without an adapter get zeros from the first of LoRA's two products",
+        what="On a CPU rows without an adapter get zeros from the first of LoRA's two products, and give zeros to the "
+        "second one of embeddings",
         why="vLLM marks them by -1, which its operators for CPUs take for the last adapter: wrong tokens, wrong KV",
         until="vLLM's operators for CPUs leave such rows alone",
-        replaces=("lora_ops.bgmv_shrink", "punica_cpu.bgmv_shrink"),
+        replaces=(
+            "lora_ops.bgmv_shrink",
+            "punica_cpu.bgmv_shrink",
+            "lora_ops.bgmv_expand",
+            "punica_cpu.bgmv_expand",
+        ),
         relies_on=(
             Takes(f"{LORA_OPS}:bgmv_shrink", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
             Says(f"{LORA_OPS}:sgmv_shrink", "bgmv_shrink(inputs, lora_a_weights, output_tensor, exploded_indices"),
+            Takes(f"{LORA_OPS}:bgmv_expand", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
+            Says(f"{LORA_OPS}:sgmv_expand", "bgmv_expand(inputs, lora_b_weights, output_tensor, exploded_indices"),
             Says("vllm.lora.punica_wrapper.utils:convert_mapping", "if index_mapping_indices[i] > 0", "else -1"),
         ),
     ),

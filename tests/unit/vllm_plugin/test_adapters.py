@@ -244,6 +244,7 @@ def test_rows_of_the_base_model_get_no_adapter_on_a_cpu(indices: list[int], monk
     """With vLLM's own operators: a row with an adapter gets its product, one without gets what it had."""
     for module in (lora_ops, punica_cpu):
         monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)
+        monkeypatch.setattr(module, "bgmv_expand", lora_ops.bgmv_expand)
     leave_the_base_model_alone()
     torch.manual_seed(0)
     rows, hidden, rank = len(indices), 6, 2
@@ -260,3 +261,22 @@ def test_rows_of_the_base_model_get_no_adapter_on_a_cpu(indices: list[int], monk
         for row, index in enumerate(indices):
             added = up[index, 0] @ down[index, 0] @ inputs[row] if index >= 0 else torch.zeros(hidden)
             assert torch.allclose(output[row], 1 + added, atol=1e-5)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_embeddings_of_the_base_model_get_no_adapter_on_a_cpu(decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks a row of the first adapter's up for them, and multiplies it by what the last one has."""
+    for module in (lora_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)
+        monkeypatch.setattr(module, "bgmv_expand", lora_ops.bgmv_expand)
+    leave_the_base_model_alone()
+    torch.manual_seed(0)
+    looked_up, up, output = torch.randn(2, 3), torch.randn(2, 1, 6, 3), torch.ones(2, 6)
+    where, lengths = torch.tensor([-1, 1]), torch.ones(2, dtype=torch.long)
+    in_a_wrapper: Any = vars(punica_cpu)
+    if decodes:
+        in_a_wrapper["bgmv_expand"](looked_up, up, output, where, True)
+    else:
+        in_a_wrapper["sgmv_expand"](looked_up, up, output, lengths, lengths, where, 2, 1, 2, True)
+    assert torch.equal(output[0], torch.ones(6))
+    assert torch.allclose(output[1], 1 + up[1, 0] @ looked_up[1], atol=1e-5)
