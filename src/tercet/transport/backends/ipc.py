@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tercet.protocol import TransferFailed
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.reading import Batch, Fence, Reader, SendingPeer
 from tercet.transport.memory.staged import StagedMemory
@@ -48,15 +47,11 @@ class IpcReader(Reader):
 
     def read(self, batch: Batch, fence: Fence) -> bool:
         for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
-            if chunk.source is not None:
-                raise TransferFailed("ipc: unlike pipeline stages do not map each other's caches: set transport to tcp")
             sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
-            layers, here = range(chunk.layer, chunk.layer + chunk.layers), chunk.part * chunk.size
-            places = (sources, chunk.offset), (blocks, here)
+            layers = range(chunk.layer, chunk.layer + chunk.layers)
+            places = (chunk.sources, sources, chunk.offset), (layers, blocks, chunk.part * chunk.size)
             fence(
-                lambda layers=layers, places=places, size=chunk.size: self._ours.copy_across(
-                    self._theirs, layers, *places, size, batch.order
-                )
+                lambda places=places, size=chunk.size: self._ours.copy_across(self._theirs, *places, size, batch.order)
             )
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 

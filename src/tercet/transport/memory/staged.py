@@ -32,6 +32,8 @@ COPY_SECONDS = 30.0
 SPINS, PAUSE_SECONDS = 200, 50e-6
 
 IsOver = Callable[[], bool]
+# Of one side: layers, which may have other numbers on the other side, blocks in each, and how far into each block.
+Places = tuple[range, Numbers, int]
 
 
 class DeviceBlocks(Protocol):
@@ -49,16 +51,12 @@ class DeviceBlocks(Protocol):
     def begin_across(
         self,
         theirs: object,
-        layers: range,
-        there: tuple[Numbers, int],
-        here: tuple[Numbers, int],
+        there: Places,
+        here: Places,
         size: int,
         order: BlockOrder | None,
     ) -> IsOver:
-        """Begin to copy ``size`` bytes of each of their blocks, which :meth:`opened` returned, to ours.
-
-        Of both sides: block numbers, and how far into each.
-        """
+        """Begin to copy ``size`` bytes of each of their blocks, which :meth:`opened` returned, to ours."""
         ...
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -160,9 +158,8 @@ class StagedMemory(KVMemory):
     def copy_across(
         self,
         theirs: object,
-        layers: range,
-        there: tuple[Numbers, int],
-        here: tuple[Numbers, int],
+        there: Places,
+        here: Places,
         size: int,
         order: BlockOrder | None,
     ) -> int:
@@ -170,10 +167,10 @@ class StagedMemory(KVMemory):
 
         To be called while nobody can be given our blocks.
         """
-        blocks, offset = here
+        layers, blocks, offset = here
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
         with ending_where_a_device_hangs():
-            wait_until(self.device.begin_across(theirs, layers, there, here, size, order))
+            wait_until(self.device.begin_across(theirs, there, here, size, order))
         return nbytes
 
     def _copy(self, buffer: StagingBuffer, begin: Callable[[], IsOver]) -> None:

@@ -21,7 +21,7 @@ from tercet.protocol import TransferFailed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
-from tercet.transport.memory.staged import DeviceBlocks, IsOver, wait_until
+from tercet.transport.memory.staged import DeviceBlocks, IsOver, Places, wait_until
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
 # The widest item first: gathering moves one item at a time.
@@ -111,19 +111,18 @@ class TorchBlocks(DeviceBlocks):
     def begin_across(
         self,
         theirs: object,
-        layers: range,
-        there: tuple[Numbers, int],
-        here: tuple[Numbers, int],
+        there: Places,
+        here: Places,
         size: int,
         order: BlockOrder | None,
     ) -> IsOver:
         if not isinstance(theirs, PeerBlocks):
             raise TransferFailed("ipc: these blocks were not opened here")
-        (sources, begin), (blocks, offset) = there, here
+        (their_layers, sources, begin), (layers, blocks, offset) = there, here
         with self._in.next() as room:
             gathered = room[: len(layers) * len(sources) * size].view(len(layers), len(sources), size)
             # The gather runs where the sender's blocks are; to another device it is copied as a whole.
-            for layer, rows in zip(layers, gathered, strict=True):
+            for layer, rows in zip(their_layers, gathered, strict=True):
                 plane = theirs.planes[layer]
                 items, found = _items(plane[:, begin : begin + size], rows)
                 numbers = torch.tensor(sources, device=plane.device)

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
 from tercet.transport.backends import backends_for, backends_of_device, tcp
+from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.memory import staged
 from tercet.transport.memory.staged import BUFFERS, StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks, host_planes
 from tercet.transport.region import Numbers, RegionShape
 from tests.unit.transport.ranks import (
     FINGERPRINT,
+    TOKENS,
     Held,
     Send,
     content,
@@ -335,6 +337,25 @@ def test_a_receiver_copies_out_of_a_device_that_it_has_mapped() -> None:
         assert content(target) == expected_after(before, source, sources, targets)
 
 
+def test_layers_of_mapped_devices_have_numbers_of_their_own() -> None:
+    """Pipeline stages split otherwise: here the receiver's first layers are the sender's last ones."""
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS - 1, BLOCKS, BYTES, 2)
+    auto = TransportSettings()
+    with (
+        staged_rank(source, auto, SharedBlocks(source)) as (sender, _),
+        staged_rank(target, auto, SharedBlocks(target, source)) as (receiver, _),
+    ):
+        lease = grant(receiver, (4,))
+        send = Send(sender, receiver.addresses, lease, whole(source), planes=(PlaneRun(1, 0, LAYERS - 1),))
+        send.push(range(LAYERS), (3,))
+        send.finish(TOKENS)
+        outcome = send.wait()
+        assert isinstance(outcome, SendReport)
+        assert outcome.transport == "ipc"
+        for layer in range(LAYERS - 1):
+            assert bytes(target.blocks(layer, 4)) == bytes(source.blocks(layer + 1, 3))
+
+
 def test_a_device_that_cannot_be_mapped_is_reached_through_buffers() -> None:
     source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
     auto = TransportSettings()
@@ -370,7 +391,7 @@ def test_an_engine_whose_device_hangs_in_a_copy_into_blocks_ends(across: bool, m
     monkeypatch.setattr(device, "begin_across", lambda *_: lambda: False)
     memory, blocks = memory_of(target, device), np.array([1])
     if across:
-        memory.copy_across(object(), range(1), (blocks, 0), (blocks, 0), BYTES, None)
+        memory.copy_across(object(), (range(1), blocks, 0), (range(1), blocks, 0), BYTES, None)
     else:
         memory.put(memory.room(), range(1), blocks, 0, BYTES)
     assert ended
