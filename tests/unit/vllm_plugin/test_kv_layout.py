@@ -23,7 +23,7 @@ from tercet.transport.head_slices import HeadSlice
 from tercet.transport.routes import RankRoute, routes
 from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.engine.cache_groups import state_layers
-from tercet.vllm_plugin.engine.kv_layout import layout_of
+from tercet.vllm_plugin.engine.kv_layout import layout_of, packing_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.stages import AllStages, StageContents
 from tercet.vllm_plugin.engine.step_layers import StepLayers
@@ -75,6 +75,23 @@ def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVL
     planes, groups = planes_of(config), [group.layer_names for group in config.kv_cache_groups]
     with patch("tercet.vllm_plugin.engine.kv_layout.packing_of", return_value="cpu-vec"):
         return layout_of(vllm, config, planes, AllStages([StageContents.of(groups, planes)]), staged=False)
+
+
+def test_blocks_of_which_nothing_is_known_are_exchanged_if_they_lie_alike() -> None:
+    """Kernels may cut vLLM's blocks smaller; then the transport cannot put one order of items into another."""
+
+    def packing(plane: torch.Tensor) -> str:
+        vllm: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
+        return packing_of(vllm, BLOCK, torch.bfloat16, plane, BLOCKS)
+
+    def plane(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta")
+
+    heads_first, tokens_first = plane(BLOCKS, 2, BLOCK, 64), plane(BLOCKS, BLOCK, 2, 64).transpose(1, 2)
+    assert packing(heads_first) == packing(tokens_first) == "meta-auto"
+    cut = [plane(BLOCKS * 2, 2, 8, 64), plane(BLOCKS * 2, 8, 2, 64).transpose(1, 2), plane(BLOCKS * 4, 2, 4, 64)]
+    assert len({packing(each) for each in (heads_first, *cut)}) == 4
+    assert packing(plane(BLOCKS * 2, 2, 8, 64)) == packing(cut[0])
 
 
 # ---- MLA -----------------------------------------------------------------------------------------------------------

@@ -131,6 +131,13 @@ def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
     return BlockOrder("HN" if outer_heads else "NH", heads, tokens, content * plane.itemsize)
 
 
+def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
+    """What must be equal of two planes whose blocks have no :func:`order_of`: how they are cut, and lie in memory."""
+    inside = sorted(zip(plane.stride()[1:], plane.shape[1:], range(1, plane.dim()), strict=True), reverse=True)
+    in_memory = [f"{size}@{dimension}" for _, size, dimension in inside if size > 1]
+    return "x".join([str(plane.shape[0] // num_blocks), *in_memory])
+
+
 @dataclass(frozen=True, order=True)
 class _Extent:
     """An allocation in whole pages: addresses ``[begin, end)``."""
