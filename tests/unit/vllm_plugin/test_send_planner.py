@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata
+from tercet.vllm_plugin.engine.send_planner import Sending
 
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine, send_of, tokens_of
 
@@ -53,6 +54,21 @@ def test_slots_are_counted_from_the_reservations_base(engine: TinyEngine) -> Non
     assert [push.slot for step in steps for push in step.pushes] == [1]
     assert len(pushed(steps)) == 2
     engine.end_send("s")
+
+
+@pytest.mark.parametrize(("gone", "slot", "left"), [((), 0, [0, 1, 2, 3]), ((0, 1), 2, [2, 3]), ((1,), 2, [2, 3])])
+def test_blocks_keep_their_slots_where_others_are_gone(
+    engine: TinyEngine, gone: tuple[int, ...], slot: int, left: list[int]
+) -> None:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(4)
+    table = [pool.null_block if at in gone else block for at, block in enumerate(held)]
+    sending = Sending(send_of("s", 0, 4 * BLOCK), [0])
+    assert engine.side.sends._push(sending, [table], 4) == [Push("s", slot, tuple(held[at].block_id for at in left))]
+    last_gone = [*table[:3], pool.null_block]
+    assert engine.side.sends._push(Sending(send_of("t", 0, 4 * BLOCK), [0]), [last_gone], 4) == []
+    pool.free_blocks([*held, *sending.pins])
+    engine.assert_nothing_held()
 
 
 def test_what_is_cached_is_pushed_with_the_first_step(engine: TinyEngine) -> None:

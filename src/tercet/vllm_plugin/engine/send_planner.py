@@ -109,18 +109,19 @@ class SendPlanner:
     def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
         """Pin a send's next blocks, up to a position in their tables; what to push then.
 
-        Without those that vLLM has given up, since they left a window. A receiver that wants them refuses the send's
-        end: it has not got all.
+        Without those that vLLM has given up, since they left a window, and what comes before them: a push fills slots
+        that follow one another. A receiver that wants them refuses the send's end: it has not got all.
         """
         base, found = sending.params.base // self._block_size, list[Push]()
         for group, table in enumerate(tables):
             first = sending.next_block[group]
-            blocks = [block for block in table[first:until] if not block.is_null]
-            if blocks:
+            blocks = table[first:until]
+            gone = max((at for at, block in enumerate(blocks, 1) if block.is_null), default=0)
+            if blocks := blocks[gone:]:
                 self._manager.block_pool.touch(blocks)
                 sending.pins.extend(blocks)
-                slot = first + len(table[first:until]) - len(blocks) - base
-                found.append(Push(sending.params.send_id, slot, tuple(block.block_id for block in blocks), group))
+                numbers = tuple(block.block_id for block in blocks)
+                found.append(Push(sending.params.send_id, first + gone - base, numbers, group))
             sending.next_block[group] = max(first, until)
         return found
 
