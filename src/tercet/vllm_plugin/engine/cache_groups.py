@@ -132,16 +132,20 @@ class GroupTables:
         """A request's blocks, by group and position; null blocks stand for none."""
         return [list(blocks) for blocks in self._manager.get_blocks(request_id).blocks]
 
-    def leased(self, request_id: str, end: int) -> list[list[int]]:
-        """The blocks of a lease for ``end`` tokens, by group and position, as a sender sees them.
+    def leased(self, request_id: str, begin: int, end: int) -> list[list[int]]:
+        """The blocks of a lease for tokens ``[begin, end)``, by group and position, as a sender sees them.
 
         Of states it wants the one at the lease's end, and the one where vLLM would resume; what else was left behind as
         the lease grew is of positions that nobody goes on from.
         """
-        tables = [[NO_BLOCK if block.is_null else block.block_id for block in blocks] for blocks in self.of(request_id)]
+        first, until = begin // self.block_size, -(-end // self.block_size)
+        tables = [
+            [NO_BLOCK if block.is_null else block.block_id for block in blocks[first:until]]
+            for blocks in self._manager.get_blocks(request_id).blocks
+        ]
         for group in self.states:
-            first = min(self.first_needed(group, self.resumed_at(end)), len(tables[group]))
-            tables[group][:first] = [NO_BLOCK] * first
+            older = max(0, min(self.first_needed(group, self.resumed_at(end)) - first, len(tables[group])))
+            tables[group][:older] = [NO_BLOCK] * older
         return tables
 
     def forget_older_states(self, request_id: str, end: int) -> None:

@@ -102,8 +102,7 @@ class Reservations:
         # that. vLLM, which keeps of windows and states what such places need, has one word for another place.
         held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
         held.num_blocks = self._tables.held(request_id)
-        first, until = held.matched_len // size, -(-held.end // size)
-        blocks = [blocks[first:until] for blocks in self._tables.leased(request_id, held.end)]
+        blocks = self._tables.leased(request_id, held.matched_len, held.end)
         return ReservedBlocks(held.matched_len, blocks, size)
 
     def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
