@@ -215,6 +215,8 @@ class _Work:
         """
         memory, room = self._batch.memory, None
         if memory is not None:
+            if self._next == len(self._batch.chunks):
+                return None  # others took them; who waits for the batch need not wait for room
             room = memory.room() if patient else memory.room_at_once()
             if room is None:
                 return None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
 from tercet.transport.backends import backends_for, backends_of_device, tcp
+from tercet.transport.backends.reading import Batch
 from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.memory import staged
 from tercet.transport.memory.staged import BUFFERS, StagedMemory
@@ -306,6 +307,18 @@ def test_ipc_is_for_devices() -> None:
     region = filled(1, 2, BYTES, 1)
     with pytest.raises(BadRequest, match="in host memory"):
         backends_for("ipc", region)
+    region.close()
+
+
+def test_a_connection_that_comes_late_waits_for_no_room() -> None:
+    region = filled(1, 4, BYTES, 1)
+    memory = memory_of(region)
+    taken = [memory.room() for _ in range(BUFFERS)]
+    work = tcp._Work(Batch(1, "", memoryview(b""), memory=memory), lambda step: step())
+    assert work._take(patient=True) is None
+    for each in taken:
+        each.give_back()
+    assert memory.buffers_free() == (BUFFERS, BUFFERS)
     region.close()
 
 
