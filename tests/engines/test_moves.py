@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -50,16 +51,28 @@ CASES: dict[str, dict[str, Any]] = {
 OF_TEXT = ("stop string", "structured", "json", "seeded json", "bad words", "stop token")
 
 
-AT_ONCE = 6
-"""Cases that run beside each other: a step of several sequences takes hardly longer than one of one."""
-GROUPS = [tuple(CASES)[begin : begin + AT_ONCE] for begin in range(0, len(CASES), AT_ONCE)]
+AT_ONCE = 4
+"""Sequences that run beside each other: as many as move at a time by default, so that each of them is always moved."""
 # What is generated does not depend on how it began, so few cases try both ways.
-DISAGGREGATED = ("greedy", "logprobs", "several choices", "structured", "log probabilities of the prompt")
+DISAGGREGATED = ("greedy", "logprobs", "structured", "log probabilities of the prompt", "several choices")
+
+
+def groups(cases: Iterable[str]) -> list[tuple[str, ...]]:
+    """The cases, a few at a time; each of several choices is a sequence of its own."""
+    found: list[list[str]] = [[]]
+    for case in cases:
+        if sum(CASES[each].get("n", 1) for each in [*found[-1], case]) > AT_ONCE:
+            found.append([])
+        found[-1].append(case)
+    return [tuple(each) for each in found]
 
 
 @pytest.mark.parametrize(
     ("program", "cases"),
-    [*(("data_parallel", group) for group in GROUPS), ("disaggregated", DISAGGREGATED)],
+    [
+        *(("data_parallel", each) for each in groups(CASES)),
+        *(("disaggregated", each) for each in groups(DISAGGREGATED)),
+    ],
     ids=lambda each: each if isinstance(each, str) else "+".join(each).replace(" ", "_"),
 )
 async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, program: str, cases: tuple[str, ...]) -> None:
@@ -78,7 +91,6 @@ async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, program: st
         assert answer_of(found[case]) == answer_of(calm[case]), case
         # Rows of another batch round otherwise.
         assert logprobs_of(found[case]) == pytest.approx(logprobs_of(calm[case]), abs=1e-3), case
-    # Each of several choices is a sequence of its own.
     sequences = sum(CASES[case].get("n", 1) for case in cases)
     assert len({each["seq_id"] for each in moved}) == sequences
     assert len(moved) >= 2 * sequences
