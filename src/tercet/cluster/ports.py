@@ -7,6 +7,7 @@ import errno
 import socket
 
 from tercet.protocol import BadRequest
+from tercet.protocol.hosts import host_and_port
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -14,8 +15,7 @@ _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 def url_of(host: str, port: int) -> str:
     """The URL under which a server that listens at ``host`` is reached from this machine."""
-    reachable = _ANY.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"http://{host_and_port(_ANY.get(host, host), port)}"
 
 
 def require_free(host: str, port: int, setting: str = "port") -> None:

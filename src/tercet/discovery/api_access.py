@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tercet.protocol import BadRequest
+from tercet.protocol.hosts import bracketed
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -49,9 +50,8 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str]
             "name a kubeconfig file",
             "kubeconfig",
         )
-    host = f"[{host}]" if ":" in host else host
     own = namespace.read_text().strip() if namespace.is_file() else "default"
-    return ApiAccess(f"https://{host}:{port}", own, lambda: token.read_text().strip(), _TrustedBy(ca))
+    return ApiAccess(f"https://{bracketed(host)}:{port}", own, lambda: token.read_text().strip(), _TrustedBy(ca))
 
 
 class _TrustedBy:

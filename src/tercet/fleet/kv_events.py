@@ -15,6 +15,7 @@ import zmq.asyncio
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
+from tercet.protocol.hosts import bracketed
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.fleet")
@@ -55,12 +56,11 @@ async def follow_cache(
 
 def at(events: KVEvents, url: str) -> KVEvents:
     """The addresses as they are reached from here; ``url`` is the engine's."""
-    host = urlsplit(url).hostname or "127.0.0.1"
-    bracketed = f"[{host}]" if ":" in host else host
+    host = bracketed(urlsplit(url).hostname or "127.0.0.1")
 
     def reached(address: str) -> str:
         for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
-            address = address.replace(anywhere, f"//{bracketed}:")
+            address = address.replace(anywhere, f"//{host}:")
         return address
 
     replay = None if events.replay is None else reached(events.replay)

@@ -15,6 +15,7 @@ from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.kv_events import follow_cache
 from tercet.fleet.membership import Connect
 from tercet.protocol import Engine, KVEvents
+from tercet.protocol.hosts import bracketed
 
 
 def scraping(
@@ -52,5 +53,4 @@ def scraping(
 
 
 def _host_of(url: str) -> str:
-    host = urlsplit(url).hostname or "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    return bracketed(urlsplit(url).hostname or "127.0.0.1")

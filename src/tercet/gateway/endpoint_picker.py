@@ -25,6 +25,7 @@ from tercet.protocol import (
     TercetError,
     UnknownAdapter,
 )
+from tercet.protocol.hosts import host_and_port
 from tercet.settings import Limits, PickerConfig
 from tercet.streams.wire_format import REPORT_SECONDS
 
@@ -213,4 +214,4 @@ def address_of(url: str) -> str:
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_and_port(host, port)

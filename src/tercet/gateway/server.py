@@ -37,6 +37,7 @@ from tercet.gateway.protos import (
 from tercet.gateway.rendering import ByCharacters, Renderer
 from tercet.gateway.service import EndpointPickerService
 from tercet.protocol import BadRequest, ShuttingDown
+from tercet.protocol.hosts import host_and_port
 from tercet.scheduling import Scheduling, load_scheduling
 from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
@@ -215,7 +216,7 @@ def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.ai
         return None
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     add_HealthServicer_to_server(told, server)
-    address = _address(config.host, config.grpc_health_port)
+    address = host_and_port(config.host, config.grpc_health_port)
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
@@ -223,12 +224,8 @@ def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.ai
     return server
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:
-    address = _address(config.host, config.port)
+    address = host_and_port(config.host, config.port)
     try:
         if config.tls_cert is None or config.tls_key is None:
             return server.add_insecure_port(address)

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from tercet.protocol.errors import BadRequest
 from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.hosts import host_and_port
 
 MOST_NAMED = 8
 # The last label begins with a letter: resolvers take 2130706433 and 0x7f.1 for addresses.
@@ -71,7 +72,7 @@ class AllowedPrefillers:
             raise _refused(f"{part!r} is not HOST:PORT")
         if not any(pattern.covers(host, int(port)) for pattern in self._patterns):
             raise _refused(f"{part} is not one of the engines that may prefill here (prefill-hosts)")
-        return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+        return host_and_port(host, int(port))
 
 
 def _refused(why: str) -> BadRequest:

@@ -15,6 +15,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal
+from tercet.protocol.hosts import host_and_port
 from tercet.protocol.wire import UNREADABLE
 from tercet.streams.engine_connection import EngineConnection
 from tercet.streams.wire_format import (
@@ -92,7 +93,7 @@ class StreamListener:
                 server = await loop.create_server(self._arrival, host, self._port)
                 self._servers[host] = server
         port = cast(int, server.sockets[0].getsockname()[1])
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return host_and_port(host, port)
 
     def _arrival(self) -> _Arrival:
         # All engines of a large fleet may come at once.

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from ssl import SSLContext
 
 import aiohttp
 from aiohttp import web
@@ -60,7 +61,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[int]:
     async with AsyncExitStack() as stack:
         session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         await stack.enter_async_context(session)
-        leg = await stack.enter_async_context(_leg(config, session))
+        leg = await stack.enter_async_context(_leg(config, session, tls))
         proxy = Proxy(config, session, leg, config.allowed_prefillers(), is_loopback(config.host))
         app = web.Application(client_max_size=config.max_request_bytes)
         app.add_routes([web.get(METRICS, _metrics), web.route("*", "/{path:.*}", proxy.handle)])
@@ -78,7 +79,9 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[int]:
 
 
 @asynccontextmanager
-async def _leg(config: SidecarConfig, session: aiohttp.ClientSession) -> AsyncGenerator[PrefillLeg]:
+async def _leg(
+    config: SidecarConfig, session: aiohttp.ClientSession, tls: SSLContext | None
+) -> AsyncGenerator[PrefillLeg]:
     attempts = PrefillAttempts(config.prefill_budget)
     url = config.engine.rstrip("/")
     https = url.startswith("https:")
@@ -89,7 +92,6 @@ async def _leg(config: SidecarConfig, session: aiohttp.ClientSession) -> AsyncGe
         finally:
             await leg.draining.wait(DRAIN_SECONDS)
         return
-    tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     async with HttpEngine(url, url, secret=config.secret, tls=tls) as engine:
 
         async def weights() -> str:

@@ -80,8 +80,9 @@ class Adapters:
         Raises :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.Conflict` if its files have
         changed.
         """
-        if name is None:
-            return None
+        return None if name is None else await self._named(name)
+
+    async def _named(self, name: str) -> Adapter:
         found = self._known().get(name)
         if found is None:
             raise self._unknown(name)
@@ -97,11 +98,10 @@ class Adapters:
         found: list[AdapterReport] = []
         for name in list(self._known()):
             try:
-                adapter = await self.find(name)
+                adapter = await self._named(name)
             except (UnknownAdapter, Conflict, BadRequest):
                 continue
-            if adapter is not None:
-                found.append(AdapterReport(adapter.name, adapter.path, adapter.digest))
+            found.append(AdapterReport(adapter.name, adapter.path, adapter.digest))
         return tuple(found)
 
     async def load(self, name: str, path: str) -> AdapterReport:
@@ -133,8 +133,7 @@ class Adapters:
             _require_done(
                 await self._models().load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
             )
-        adapter = await self.find(name)
-        assert adapter is not None
+        adapter = await self._named(name)
         return AdapterReport(name, path, adapter.digest)
 
     async def unload(self, name: str) -> None:
@@ -172,7 +171,9 @@ class Adapters:
                     contents = self._met[key] = await asyncio.to_thread(_read, request.lora_path)
         elif _stamp(contents.stamp) != contents.stamp:
             raise _changed(*key)
-        return Adapter(*key[:1], request.lora_int_id, key[1], contents.digest, request.is_3d_lora_weight)
+        return Adapter(
+            request.lora_name, request.lora_int_id, request.lora_path, contents.digest, request.is_3d_lora_weight
+        )
 
     @staticmethod
     def _require_allowed() -> None:
@@ -195,8 +196,8 @@ def _changed(name: str, path: str) -> Conflict:
 def _require_done(answer: Any) -> None:
     error = getattr(answer, "error", None)
     if error is not None:
-        known = {404: BadRequest, 400: BadRequest}
-        raise known.get(error.code, EngineError)(f"adapter: {error.message}", "adapter")
+        kind = BadRequest if error.code in (400, 404) else EngineError
+        raise kind(f"adapter: {error.message}", "adapter")
 
 
 def _read(path: str) -> _Contents:
