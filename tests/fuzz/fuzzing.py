@@ -94,18 +94,24 @@ class Held(NamedTuple):
 
 @contextmanager
 def bounded(seconds: int = CASE_SECONDS) -> Generator[None]:
-    """Raise :class:`Hang` in the middle of whatever takes longer, also where no event loop turns."""
+    """Raise :class:`Hang` in the middle of whatever takes longer, also where no event loop turns.
+
+    Again each second, as who is interrupted may swallow it. An alarm that was set before goes on afterwards: pytest's
+    limit for a whole test is one.
+    """
 
     def ring(*_: Any) -> None:
         raise Hang(f"a case took more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    began, before = time.monotonic(), signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 0.001), interval)
 
 
 def corpus_of(target: Target) -> dict[Path, Case]:
