@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ import msgspec
 import typer
 import uvloop
 
+from tercet.aio import signals_to
 from tercet.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
 from tercet.bench.compare import ratios_of, turns_of
 from tercet.bench.drawing import require_drawing
@@ -137,7 +137,7 @@ def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell
 def _measure_and_report(
     config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None
 ) -> None:
-    """Measure, print every point, and write the file; exits with 130 when interrupted, after that.
+    """Measure, print every point, and write the file; exits with 130 or 143 when told to stop, after that.
 
     Raises :class:`~tercet.protocol.TercetError`, also when not one request succeeded.
     """
@@ -145,7 +145,7 @@ def _measure_and_report(
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise BadRequest(f"--result-filename {file}: must be a file in a directory that exists", "result-filename")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        outcome = runner.run(_measure(config, contenders, cells_of))
+        outcome, asked = runner.run(_measure(config, contenders, cells_of))
     if not config.save_detailed:
         bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
         outcome = msgspec.structs.replace(outcome, points=bare)
@@ -153,33 +153,34 @@ def _measure_and_report(
     if outcome.ratios:
         say("\n" + ratio_table(outcome.ratios))
     say(f"\nwritten to {file}")
-    if outcome.partial:
-        sys.exit(128 + signal.SIGINT)
+    if asked:
+        sys.exit(128 + asked[0])
     if not any(point.metrics.get("completed") for point in outcome.points):
         raise EngineError("every request failed; the file has the reason of each")
 
 
-async def _measure(config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf) -> BenchResult:
+async def _measure(
+    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf
+) -> tuple[BenchResult, list[int]]:
+    """What was measured, and the signals that have ended it, if any."""
     created, on = now(), machine()
     bench = await prepare(config, contenders, lambda name: resolve_model(name, lambda line: say(f"  model: {line}")))
     cells = cells_of(bench)
     experiment = Experiment(bench, cells, _show)
-    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(experiment.run())
 
     def stop() -> None:
         say("\nstopping; what was measured is kept (Ctrl-C again drops it)")
         experiment.interrupt()
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    loop.add_signal_handler(signal.SIGINT, stop)
-    try:
-        points = await experiment.run()
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+    with signals_to(stop, running.cancel) as asked:
+        try:
+            points = await running
+        except asyncio.CancelledError:
+            sys.exit(128 + asked[-1] if asked else 1)
     targets = {url: dict(target.about) for url, target in bench.targets.items()}
     first = next(iter(targets.values()))
-    return BenchResult(
+    result = BenchResult(
         created=created,
         command=command_line(sys.argv[1:], SECRET_HEADERS),
         config=config.public(),
@@ -191,6 +192,7 @@ async def _measure(config: BenchConfig, contenders: Sequence[Contender], cells_o
         points=tuple(points),
         ratios=tuple(ratios_of(points, config)) if isinstance(config, CompareConfig) else (),
     )
+    return result, asked
 
 
 def _show(cell: Cell, point: Point, summary: Summary) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from tercet.aio import signals_to
 from tercet.cli.detached import detach
 from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.setting_flags import settings_command
@@ -39,26 +39,22 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
 
 
 async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
-    stopped_by: list[int] = []
-    hurry = asyncio.Event()
-    task = asyncio.ensure_future(_fleet(config, model, then, hurry))
+    hurried = asyncio.Event()
+    task = asyncio.ensure_future(_fleet(config, model, then, hurried))
 
-    def stop(number: int) -> None:
-        if stopped_by and not hurry.is_set():
-            announce("stopping at once: requests that still run end with an error")
-            hurry.set()
-        elif not stopped_by:
-            announce("stopping")
-            task.cancel()
-        stopped_by.append(number)
+    def stop() -> None:
+        announce("stopping")
+        task.cancel()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        await task
-    except asyncio.CancelledError:
-        sys.exit(128 + stopped_by[0] if stopped_by else 1)
+    def hurry() -> None:
+        announce("stopping at once: requests that still run end with an error")
+        hurried.set()
+
+    with signals_to(stop, hurry) as asked:
+        try:
+            await task
+        except asyncio.CancelledError:
+            sys.exit(128 + asked[0] if asked else 1)
 
 
 async def _fleet(

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ import grpc.aio
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, signals_to
 from tercet.client import engine_tls
 from tercet.discovery import discovery_of, follow_pods, until_known
 from tercet.fleet import EngineFleet
@@ -71,19 +70,12 @@ def serve(config: PickerConfig) -> None:
 
 
 async def _serve(config: PickerConfig) -> None:
-    stopped, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-
-    def stop() -> None:
-        if stopped.is_set():
-            hurried.set()
-        stopped.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop)
-    async with fleet_of(config) as fleet, picking(fleet, config) as server:
-        logger.info("picks on port %d, /metrics on port %d", server.port, server.metrics_port)
-        await stopped.wait()
-        await server.drain(config.shutdown_timeout_s, hurried)
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+    with signals_to(stopped.set, hurried.set):
+        async with fleet_of(config) as fleet, picking(fleet, config) as server:
+            logger.info("picks on port %d, /metrics on port %d", server.port, server.metrics_port)
+            await stopped.wait()
+            await server.drain(config.shutdown_timeout_s, hurried)
 
 
 @asynccontextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, signals_to
 from tercet.client import engine_tls
 from tercet.discovery import discovery_of
 from tercet.fleet import EngineFleet
@@ -123,21 +122,6 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
-def _signals_to(handle: Callable[[], object]) -> Generator[None]:
-    """While entered each signal that asks this process to end calls ``handle``; afterwards it just ends by one."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-
-
 async def _serve_openai(
     config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, shared: Shared | None
 ) -> None:
@@ -166,7 +150,7 @@ async def _serve_openai(
 
         async def shut_down() -> None:
             # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
-            with _signals_to(shutdown.ask if shared is None else shutdown.begin):
+            with signals_to(shutdown.begin, shutdown.hurry if shared is None else shutdown.begin):
                 await shutdown.run(gate.close, service.give_up)
 
         loads = None if shared is None else (shared.loads, shared.index)

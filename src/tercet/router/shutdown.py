@@ -45,12 +45,6 @@ class Shutdown:
         self._begun.set()
         self._hurried.set()
 
-    def ask(self) -> None:
-        """As a signal asks: the first one begins, any other hurries."""
-        if self.has_begun:
-            self.hurry()
-        self.begin()
-
     def require_serving(self) -> None:
         """Raises :class:`~tercet.protocol.ShuttingDown` with the number of requests that are left, once it begins."""
         if self.has_begun:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import multiprocess
 
+from tercet.aio import signals_to
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
@@ -93,16 +94,8 @@ def supervise(config: RouterConfig) -> int:
 
 async def _supervise(config: RouterConfig) -> int:
     stopped, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        if stopped.is_set():
-            hurried.set()
-        stopped.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop)
     async with AsyncExitStack() as stack:
+        stack.enter_context(signals_to(stopped.set, hurried.set))
         listening = stack.enter_context(_listen(config))
         common = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-workers-")))
         (common / "metrics").mkdir()

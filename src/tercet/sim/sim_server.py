@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -19,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from tercet import __version__
+from tercet.aio import signals_to
 from tercet.client import prefill_metrics
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
@@ -270,8 +270,7 @@ def serve(config: ServerConfig) -> None:
 
 
 async def _serve(config: ServerConfig) -> None:
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    async with serving(config):
-        await stopped.wait()
+    stopped = asyncio.Event()
+    with signals_to(stopped.set, stopped.set):
+        async with serving(config):
+            await stopped.wait()

@@ -118,8 +118,10 @@ async def test_a_program_that_does_not_exist_ends_a_comparison_before_it_starts(
     assert not file.exists()
 
 
-@pytest.mark.parametrize("rate", ["inf", "30"])
-async def test_ctrl_c_writes_what_is_there_and_exits_with_130(server: FakeServer, tmp_path: Path, rate: str) -> None:
+@pytest.mark.parametrize(("rate", "number"), [("inf", signal.SIGINT), ("30", signal.SIGTERM)])
+async def test_told_to_stop_it_writes_what_is_there(
+    server: FakeServer, tmp_path: Path, rate: str, number: signal.Signals
+) -> None:
     server.behave = {"hang": 2}
     file = tmp_path / "run.json"
     process = await start(
@@ -127,9 +129,9 @@ async def test_ctrl_c_writes_what_is_there_and_exits_with_130(server: FakeServer
         "--num-prompts", "500", "--workload", SMALL,
     )  # fmt: skip
     await server.hung.wait()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     printed, complained = await process.communicate()
-    assert process.returncode == 130, complained.decode()
+    assert process.returncode == 128 + number, complained.decode()
     assert b"Traceback" not in complained
     assert b"stopping" in printed + complained
     found = load_result(file)

@@ -51,7 +51,7 @@ async def test_a_hundred_of_a_hundred_requests_succeed() -> None:
             engine=config.url, port=0, prefill_hosts=LOOPBACK,
             prefill_timeout=BUDGET.timeout_s, prefill_stuck_after=BUDGET.stuck_after_s,
         )  # fmt: skip
-        beside = f"http://{HOST}:{await stack.enter_async_context(sidecar(outside))}"
+        beside = f"http://{HOST}:{(await stack.enter_async_context(sidecar(outside))).port}"
 
         async def lane(of: int) -> None:
             for turn in range(ROUNDS):

@@ -15,7 +15,7 @@ from aiohttp import web
 from tercet.client import HttpEngine
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, SplitCall
-from tercet.gateway.sidecar.server import sidecar
+from tercet.gateway.sidecar.server import SidecarServer, sidecar
 from tercet.protocol import LeaseEnded
 from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
@@ -89,8 +89,10 @@ class Played:
 
 
 class House:
-    def __init__(self, session: aiohttp.ClientSession, decode: Played, prefill: Played, url: str) -> None:
-        self.session, self.decode, self.prefill, self.url = session, decode, prefill, url
+    def __init__(
+        self, session: aiohttp.ClientSession, decode: Played, prefill: Played, url: str, server: SidecarServer
+    ) -> None:
+        self.session, self.decode, self.prefill, self.url, self.server = session, decode, prefill, url, server
 
     async def ask(
         self, body: Any = CHAT, named: str | None = None, path: str = "/v1/chat/completions", **headers: str
@@ -119,8 +121,8 @@ async def house(**settings: Any) -> AsyncGenerator[House]:
             "engine": f"http://{decode.address}", "port": 0, "connector": "nixl", "prefill_hosts": LOOPBACK,
             "prefill_stuck_after": 0.5, "stuck_after_s": 0.5, **settings,
         }  # fmt: skip
-        port = await stack.enter_async_context(sidecar(SidecarConfig(**told)))
-        yield House(session, decode, prefill, f"http://{HOST}:{port}")
+        server = await stack.enter_async_context(sidecar(SidecarConfig(**told)))
+        yield House(session, decode, prefill, f"http://{HOST}:{server.port}", server)
 
 
 # ---- vLLM's own protocol ---------------------------------------------------------------------------------------
@@ -354,6 +356,61 @@ async def test_verbs_are_for_those_who_know_the_secret() -> None:
         assert answer.status == 400
 
 
+async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_when_hurried() -> None:
+    async with house() as found:
+        begun, may_end, hurried = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def slow(http: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(http)
+            await response.write(b'data: {"n": 0}\n\n')
+            begun.set()
+            await may_end.wait()
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        found.decode.answer = slow
+        asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
+        async with asyncio.timeout(10):
+            await begun.wait()
+        finishing = asyncio.create_task(found.server.finish(30.0, hurried))
+        while not await refuses(found):
+            await asyncio.sleep(0.01)
+        assert not finishing.done()
+        hurried.set()
+        async with asyncio.timeout(10):
+            status, said = await asking
+            await finishing
+        assert (status, '"n": 0' in said, "shutting_down" in said) == (200, True, True)
+        may_end.set()
+
+
+async def refuses(found: House) -> bool:
+    try:
+        async with aiohttp.ClientSession() as another, another.get(found.url + "/health"):
+            return False
+    except aiohttp.ClientError:
+        return True
+
+
+async def test_a_sidecar_that_is_told_to_stop_waits_for_what_runs() -> None:
+    async with house() as found:
+        begun = asyncio.Event()
+
+        async def late(http: web.Request) -> web.StreamResponse:
+            begun.set()
+            await asyncio.sleep(0.2)
+            return web.json_response({"choices": []})
+
+        found.decode.answer = late
+        asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
+        async with asyncio.timeout(10):
+            await begun.wait()
+        async with asyncio.timeout(10):
+            await found.server.finish(30.0, asyncio.Event())
+        assert (await asking)[0] == 200
+
+
 # ---- by the verbs ----------------------------------------------------------------------------------------------
 
 
@@ -366,7 +423,7 @@ async def by_the_verbs(
     configs = config_of("d", prefill_hosts="", options=EngineOptions(stream_every=1, **options)), config_of("p")
     decode, prefill = [await stack.enter_async_context(serving(config)) for config in configs]
     outside = SidecarConfig(engine=configs[0].url, port=0, prefill_hosts=LOOPBACK)
-    port = await stack.enter_async_context(sidecar(outside))
+    port = (await stack.enter_async_context(sidecar(outside))).port
     headers = {PREFILLER: configs[1].url.removeprefix("http://"), "x-tercet-trace": "true"}
 
     async def ask(**fields: Any) -> Any:

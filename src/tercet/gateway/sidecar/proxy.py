@@ -52,6 +52,7 @@ class Proxy:
         allowed: AllowedPrefillers,
         verbs_are_open: bool,
     ) -> None:
+        self._under_way = CallsInFlight()
         self._url = config.engine.rstrip("/")
         self._session = session
         self._leg = leg
@@ -67,18 +68,26 @@ class Proxy:
         """The engine's answer, or an error in OpenAI's form."""
         answer = _Answer(http)
         try:
-            self._require_caller(http)
-            if http.method == "POST" and http.path in SPLIT_PATHS:
-                await self._split(http, answer)
-            elif self._refuses_params and _may_be_json(http):
-                body = await self._body(http)
-                self._fields(body)
-                await self._forward(http, answer, body)
-            else:
-                await self._forward(http, answer, http.content if http.body_exists else None)
+            async with until_lost(self._under_way):
+                await self._serve(http, answer)
         except TercetError as error:
             return await answer.fail(error)
         return answer.response
+
+    def give_up(self, error: TercetError) -> None:
+        """What is under way ends with ``error``."""
+        self._under_way.lose(error)
+
+    async def _serve(self, http: web.Request, answer: _Answer) -> None:
+        self._require_caller(http)
+        if http.method == "POST" and http.path in SPLIT_PATHS:
+            await self._split(http, answer)
+        elif self._refuses_params and _may_be_json(http):
+            body = await self._body(http)
+            self._fields(body)
+            await self._forward(http, answer, body)
+        else:
+            await self._forward(http, answer, http.content if http.body_exists else None)
 
     def _require_caller(self, http: web.Request) -> None:
         """Raises :class:`~tercet.protocol.Unauthorized` for a stranger at the engine's verbs.

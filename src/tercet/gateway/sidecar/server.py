@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from ssl import SSLContext
 
 import aiohttp
 from aiohttp import web
 from prometheus_client.exposition import generate_latest
 
+from tercet.aio import signals_to
 from tercet.client import HttpEngine, engine_tls, prefill_metrics
 from tercet.client.http_engine import KEEPALIVE_SECONDS
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, ShuttingDown
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.vllm_plugin.engine.server_access import is_loopback
@@ -27,12 +28,17 @@ from tercet.vllm_plugin.engine.server_access import is_loopback
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0
 """For requests that run when it is told to stop; a second signal ends them."""
+END_SECONDS = LAST_SECONDS + 2.0
+"""Until no connection is waited for any more: those that are given up have got their errors to their clients."""
 DRAIN_SECONDS = 10.0
 METRICS = "/sidecar/metrics"
 
 
 def serve(config: SidecarConfig) -> None:
-    """Run the sidecar until SIGINT or SIGTERM."""
+    """Run the sidecar until SIGINT or SIGTERM.
+
+    The first signal has it finish what runs, any other one ends it at once.
+    """
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format)
@@ -40,19 +46,45 @@ def serve(config: SidecarConfig) -> None:
 
 
 async def _serve(config: SidecarConfig) -> None:
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stopped.set)
-    async with sidecar(config) as port:
-        logger.info("serves %s on port %d", config.engine, port)
-        await stopped.wait()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.remove_signal_handler(number)
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+    with signals_to(stopped.set, hurried.set):
+        async with sidecar(config) as server:
+            logger.info("serves %s on port %d", config.engine, server.port)
+            await stopped.wait()
+            await server.finish(LAST_SECONDS, hurried)
+
+
+@dataclass
+class SidecarServer:
+    """A sidecar that serves: its port, and its end."""
+
+    port: int
+    _proxy: Proxy
+    _runner: web.AppRunner
+
+    async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
+        """Take nothing new, and return when nothing runs any more.
+
+        What still runs after so many seconds, or when ``hurried`` is set, ends with an error.
+        """
+        giving_up = asyncio.create_task(self._give_up(seconds, hurried))
+        try:
+            await self._runner.cleanup()
+        finally:
+            giving_up.cancel()
+
+    async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await hurried.wait()
+        except TimeoutError:
+            pass
+        self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and the request was not waited for"))
 
 
 @asynccontextmanager
-async def sidecar(config: SidecarConfig) -> AsyncGenerator[int]:
-    """Serve while entered, on the port that is given.
+async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
+    """Serve while entered.
 
     Raises :class:`~tercet.protocol.BadRequest` for one that is taken.
     """
@@ -66,7 +98,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[int]:
         app = web.Application(client_max_size=config.max_request_bytes)
         app.add_routes([web.get(METRICS, _metrics), web.route("*", "/{path:.*}", proxy.handle)])
         # A client that goes away cancels its handler, and with it what runs for it.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_SECONDS)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:
@@ -75,7 +107,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[int]:
             raise BadRequest(
                 f"port: nothing can listen on {config.host}:{config.port}: {error.strerror}", "port"
             ) from error
-        yield int(runner.addresses[0][1])
+        yield SidecarServer(int(runner.addresses[0][1]), proxy, runner)
 
 
 @asynccontextmanager

@@ -1,0 +1,36 @@
+"""Signals that ask a process to end: the first one kindly, the second one at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_to(first: Callable[[], object], second: Callable[[], object]) -> Generator[list[int]]:
+    """While entered the ``first`` and the ``second`` such signal are calls on the event loop, others change nothing.
+
+    Gives the list of those that came. Afterwards the process just ends by one. A signal that is ignored when this is
+    entered stays so: that is how ``nohup`` keeps a process from ending with its terminal.
+    """
+    loop = asyncio.get_running_loop()
+    handled = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+    asked: list[int] = []
+
+    def take(number: int) -> None:
+        asked.append(number)
+        if len(asked) <= 2:
+            (first if len(asked) == 1 else second)()
+
+    for number in handled:
+        loop.add_signal_handler(number, take, number)
+    try:
+        yield asked
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
