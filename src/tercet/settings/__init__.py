@@ -5,8 +5,9 @@ from tercet.settings.decoding import Source, decode_settings, encode_settings, f
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.picker_config import PickerConfig
+from tercet.settings.process_settings import EngineTLS
 from tercet.settings.rescheduler_config import ReschedulerConfig
-from tercet.settings.router_config import EngineAddress, EngineTLS, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 from tercet.settings.sidecar_config import SidecarConfig
 
 __all__ = [

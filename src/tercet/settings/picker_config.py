@@ -10,12 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
-from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, NotNegative, Seconds, Setting, Settings
+from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
-from tercet.settings.log_lines import LogFormat, LogLevel
-from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, EngineTLS, engine_fields, require_unlike
+from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, Port, engine_fields, require_unlike
 
-PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 FLOW = "Flow control"
 
 
@@ -31,15 +30,13 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[PortNumber, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
+    port: Annotated[Port, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
     grpc_health_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
         Setting("A port for gRPC health alone, without TLS, as kubelets need it.", default="that of the service only"),
     ] = None
-    stream_port: Annotated[
-        PortNumber, Setting("Where engines connect to say how busy they are.", default="any free one")
-    ] = 0
-    metrics_port: Annotated[PortNumber, Setting("Port of /metrics; 0 is any free one.")] = 9090
+    stream_port: Annotated[Port, Setting("Where engines connect to say how busy they are.", default="any free one")] = 0
+    metrics_port: Annotated[Port, Setting("Port of /metrics; 0 is any free one.")] = 9090
     scheduling: Annotated[
         str | None,
         Setting("A scheduling file, such as an EndpointPickerConfig of llm-d.", metavar="FILE", default="built in"),
@@ -72,7 +69,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         msgspec.field(default=0.2, name="metrics-interval")
     )
     kv_events_port: Annotated[
-        PortNumber | None,
+        Port | None,
         Setting("With `--load-from metrics`: where each engine publishes KV events, on its own host.", default="none"),
     ] = None
     fallbacks: Annotated[
@@ -113,13 +110,10 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     tls_cert: Annotated[str | None, Setting("Its certificate (PEM).", metavar="FILE", default="none: no TLS")] = None
     tls_key: Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")] = None
     pool: Annotated[str, Setting("What its metrics call the pool.")] = "tercet"
-    secret: Annotated[
-        str,
-        Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
-    ] = ""
+    secret: EngineSecret = ""
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
-    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"
+    log_level: LeastLogged = "info"
+    log_format: LogLines = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from tercet.settings.declaration import SECRET_VARIABLE, Seconds, Setting, Settings
+from tercet.settings.declaration import Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
-from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.router_config import EngineTLS, Port
+from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.router_config import Port
 
 
 class ReschedulerConfig(Settings, frozen=True):
@@ -24,14 +24,12 @@ class ReschedulerConfig(Settings, frozen=True):
     api_key: Annotated[
         str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
     ] = ""  # fmt: skip
-    secret: Annotated[
-        str, Setting("What engines ask for, best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
-    ] = ""  # fmt: skip
+    secret: EngineSecret = ""
     stuck_after_s: Annotated[
         Seconds, Setting("Without progress of an engine, until it counts as lost.", unit="seconds")
     ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
-    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"
+    log_level: LeastLogged = "info"
+    log_format: LogLines = "text"

@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role, WithoutRole
 from tercet.settings.declaration import (
-    SECRET_VARIABLE,
     AtLeastOne,
     NotNegative,
     Seconds,
@@ -22,8 +21,8 @@ from tercet.settings.declaration import (
     key_values,
 )
 from tercet.settings.discovery_settings import DiscoverySettings
-from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
+from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
@@ -162,7 +161,7 @@ class FrontDoorConfig(Settings, frozen=True):
             default="off",
         ),
     ] = False
-    log_format: Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")] = "text"
+    log_format: LogLines = "text"
     access_log: Annotated[
         bool, Setting("A line for each request in the log: method, path, status, seconds, client.", default="off")
     ] = False
@@ -223,10 +222,7 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
-    secret: Annotated[
-        str,
-        Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
-    ] = ""
+    secret: EngineSecret = ""
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
@@ -245,21 +241,6 @@ class FrontDoorConfig(Settings, frozen=True):
     def public_name(self) -> str:
         """The model's name in the OpenAI API."""
         return self.served_model_name or self.model
-
-
-class EngineTLS(Settings, frozen=True):
-    """How engines behind https:// are known, and how they know us."""
-
-    ca: Annotated[
-        str | None,
-        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
-    ] = msgspec.field(default=None, name="engine-ca")
-    cert: Annotated[
-        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
-    ] = msgspec.field(default=None, name="engine-cert")
-    key: Annotated[
-        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
-    ] = msgspec.field(default=None, name="engine-key")  # fmt: skip
 
 
 class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
@@ -285,7 +266,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         ),
     ] = None  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
+    log_level: LeastLogged = "info"
 
     def __post_init__(self) -> None:
         super().__post_init__()

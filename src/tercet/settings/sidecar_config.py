@@ -6,12 +6,10 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, Seconds, Setting, Settings
-from tercet.settings.log_lines import LogFormat, LogLevel
+from tercet.settings.declaration import AtLeastOne, Seconds, Setting, Settings
 from tercet.settings.prefill_settings import (
     STUCK_AFTER_S,
     TIMEOUT_S,
@@ -20,7 +18,8 @@ from tercet.settings.prefill_settings import (
     PrefillStuckAfter,
     PrefillTimeout,
 )
-from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineTLS
+from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
 
 Connector = Literal["tercet", "nixl"]
 
@@ -30,9 +29,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
 
     engine: Annotated[str, Setting("The engine that decodes: what is asked here is asked there.", metavar="URL")]
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)], Setting("Port of its HTTP server; 0 is any free one.")
-    ] = 8000  # fmt: skip
+    port: Annotated[Port, Setting("Port of its HTTP server; 0 is any free one.")] = 8000
     connector: Annotated[
         Connector,
         Setting(
@@ -53,13 +50,10 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
     ] = MAX_REQUEST_BYTES
-    secret: Annotated[
-        str,
-        Setting("What engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none"),
-    ] = ""
+    secret: EngineSecret = ""
     engine_tls: EngineTLS = EngineTLS()
-    log_level: Annotated[LogLevel, Setting("Of its log.")] = "info"
-    log_format: Annotated[LogFormat, Setting("Its lines as text, or each as a JSON object.")] = "text"
+    log_level: LeastLogged = "info"
+    log_format: LogLines = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()

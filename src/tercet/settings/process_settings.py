@@ -1,0 +1,31 @@
+"""What every process of ours that asks engines is told in the same words: their secret, their TLS, and its own log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings
+from tercet.settings.log_lines import LogFormat, LogLevel
+
+EngineSecret = Annotated[
+    str, Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
+]
+LeastLogged = Annotated[LogLevel, Setting("Of its log.")]
+LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")]
+
+
+class EngineTLS(Settings, frozen=True):
+    """How engines behind https:// are known, and how they know us."""
+
+    ca: Annotated[
+        str | None,
+        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
+    ] = msgspec.field(default=None, name="engine-ca")
+    cert: Annotated[
+        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
+    ] = msgspec.field(default=None, name="engine-cert")
+    key: Annotated[
+        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
+    ] = msgspec.field(default=None, name="engine-key")  # fmt: skip
