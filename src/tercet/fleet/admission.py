@@ -310,11 +310,11 @@ class Gate:
         self._metrics.admission(self._admission.in_flight, len(self._admission.waiting))
 
     def _load(self) -> FleetLoad:
-        limits, members = self._admission.limits, self._fleet.members
+        limits = self._admission.limits
         engines = tokens = 0
         if limits.in_flight_per_engine or limits.tokens_per_engine:
-            able = [member for member in members if member.reachable and not member.leaving]
+            able = [member for member in self._fleet.open if member.reachable]
             engines = sum(member.role != "prefill" for member in able) or len(able)
         if limits.tokens or limits.tokens_per_engine:
-            tokens = sum(member.in_flight_tokens for member in members)
+            tokens = sum(member.in_flight_tokens for member in self._fleet.members)
         return FleetLoad(engines, tokens, None if self._room is None else self._room())

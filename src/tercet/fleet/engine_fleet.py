@@ -12,7 +12,7 @@ from tercet.fleet.adapters import Declared, agreed, differing, has
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
-from tercet.fleet.members import Counted, Member
+from tercet.fleet.members import COUNTS, Counted, Member
 from tercet.fleet.picking import Picking
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
@@ -79,14 +79,19 @@ class EngineFleet:
         self.knowledge = FleetKnowledge(clock, stale_after)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
         self.costs = Costs(clock, random)
-        for name in self._members:
-            self.knowledge.add(name)
+        for member in members:
+            self._follow(member)
         self._reopen()
 
     @property
     def members(self) -> Sequence[Member]:
         """Every engine, those that are being drained included."""
         return list(self._members.values())
+
+    @property
+    def open(self) -> Sequence[Member]:
+        """Those that may be picked, as they are now: what is given is not to be kept."""
+        return self._open
 
     def traced(
         self,
@@ -113,6 +118,7 @@ class EngineFleet:
     @scheduling.setter
     def scheduling(self, scheduling: Scheduling) -> None:
         self._picking.scheduling = scheduling
+        self._picking.forget_candidates()
 
     @property
     def without_role(self) -> WithoutRole:
@@ -222,8 +228,20 @@ class EngineFleet:
         if member.name in self._members:
             raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
         self._members[member.name] = member
-        self.knowledge.add(member.name)
+        self._follow(member)
         self._reopen()
+
+    def _follow(self, member: Member) -> None:
+        """Keep what picks go by in step with the member."""
+        self.knowledge.add(member.name)
+        self.knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+        member.on_change = self._changed
+
+    def _changed(self, member: Member, field: str) -> None:
+        if field in COUNTS:
+            self.knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+        else:
+            self._picking.forget_candidates()
 
     def remove(self, name: str) -> Member:
         """Forget an engine. Programs that hold it go on with it; ``in_flight`` of what is returned counts them.
@@ -232,6 +250,7 @@ class EngineFleet:
         """
         member = self.member(name)
         del self._members[name]
+        member.on_change = None
         self.knowledge.remove(name)
         self.liveness.forget(name)
         self.costs.forget(name)

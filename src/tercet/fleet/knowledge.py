@@ -36,6 +36,7 @@ class LoadTable:
         self._keys = np.empty(0, dtype=np.uint64)
         self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name != "adapters"}
         self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve any
+        self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}
 
     @property
     def size(self) -> int:
@@ -49,6 +50,7 @@ class LoadTable:
         row = self._rows[name] = self._free.pop()
         self._at[row] = -math.inf
         self._keys[row] = key_of(name)
+        self.count(name, 0, 0)
         return row
 
     def remove(self, name: str) -> int:
@@ -76,6 +78,13 @@ class LoadTable:
         else:
             self._adapters.pop(row, None)
 
+    def count(self, name: str, in_flight: int, in_flight_tokens: int) -> None:
+        """So many sequences run on an engine, with so many prompt tokens; a name without a row is ignored."""
+        row = self._rows.get(name)
+        if row is not None:
+            self._counts["in_flight"][row] = in_flight
+            self._counts["in_flight_tokens"][row] = in_flight_tokens
+
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
         """An engine's last report, however old, and its age in seconds; None if it has said nothing."""
         row = self._rows.get(name)
@@ -100,6 +109,9 @@ class LoadTable:
             return np.where(np.isfinite(age), age, np.nan)
         return np.where(age <= self._stale_after, self._columns[name][rows], np.nan)
 
+    def counted(self, name: str, rows: Integers) -> Floats:
+        return self._counts[name][rows]
+
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
         fresh = self._clock() - self._at[rows] <= self._stale_after
         return [self._adapters.get(row) if said else None for row, said in zip(rows.tolist(), fresh, strict=True)]
@@ -112,7 +124,7 @@ class LoadTable:
         new = max(8, 2 * old)
         self._at.resize(new, refcheck=False)
         self._keys.resize(new, refcheck=False)
-        for column in self._columns.values():
+        for column in (*self._columns.values(), *self._counts.values()):
             column.resize(new, refcheck=False)
         self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
 

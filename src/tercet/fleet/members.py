@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.protocol import AdapterReport, Engine, Role
 
+COUNTS = frozenset({"in_flight", "in_flight_tokens"})
+FOLLOWED = COUNTS | {"role", "reachable", "labels"}
+
 
 @dataclass
 class Member:
@@ -20,7 +23,8 @@ class Member:
     word. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV
     cache has room; 0 while it has not said so. ``adapters`` are the LoRA adapters that it said it has, by name,
     ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``said_stamp`` is what its reports say
-    that changes with them, ``asked_stamp`` what they said when it was asked last.
+    that changes with them, ``asked_stamp`` what they said when it was asked last. ``on_change`` is told of each field
+    of ``FOLLOWED`` that is set: who picks keeps columns of them, and does not look at every engine for every pick.
     """
 
     name: str
@@ -40,6 +44,12 @@ class Member:
     max_adapters: int = 0
     said_stamp: int = 0
     asked_stamp: int = 0
+    on_change: Callable[[Member, str], object] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in FOLLOWED and self.on_change is not None:
+            self.on_change(self, name)
 
     @property
     def leaving(self) -> bool:

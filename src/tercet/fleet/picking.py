@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from random import Random
 from typing import Generic, TypeVar
 
@@ -35,7 +34,6 @@ from tercet.settings import log_events
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
 
-_reachable, _role = attrgetter("reachable"), attrgetter("role")
 ViewT = TypeVar("ViewT", bound=EngineView)
 AnyView = TypeVar("AnyView", bound=EngineView)
 
@@ -67,15 +65,18 @@ class Picking(Generic[ViewT]):
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
-    _found: dict[tuple[Role, ...], tuple[Integers, object, Engines]] = field(
-        default_factory=dict[tuple[Role, ...], tuple[Integers, object, Engines]]
-    )
+    _answering: dict[Role, Engines] = field(default_factory=dict[Role, Engines])
 
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
         """From now on these may be picked, and those are leaving."""
         self.views, self.leaving = views, leaving
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
+        self.forget_candidates()
+
+    def forget_candidates(self) -> None:
+        """Roles, labels, who answers or who may be picked have changed, or what filters there are."""
+        self._answering.clear()
 
     def pick(self, role: Role, by: str, without: Sequence[str], request: Request | None) -> ViewT:
         """The engine to take, by a picker or profile called ``by``.
@@ -122,8 +123,7 @@ class Picking(Generic[ViewT]):
     ) -> ViewT:
         self.knowledge.needed()
         candidates = self.candidates(role, request=request)
-        for name in without:
-            candidates = _preferring(candidates, [engine.name != name for engine in candidates])
+        candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.nobody()
         decision = Decision(request, role, self.knowledge, self.random)
@@ -142,11 +142,10 @@ class Picking(Generic[ViewT]):
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
         self.knowledge.needed()
         candidates = self.candidates(role, among, request)
-        for name in without:
-            candidates = _preferring(candidates, [engine.name != name for engine in candidates])
+        candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.nobody()
-        if not any(engine.reachable for engine in candidates):
+        if not candidates[0].reachable:  # then none of them is
             raise EngineUnreachable("no engine that may be picked answers")
         decision = Decision(request, role, self.knowledge, self.random)
         rows = profile.ranked(decision, candidates, most)
@@ -179,6 +178,9 @@ class Picking(Generic[ViewT]):
         told so: raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count, all if not given.
         Of these, only who can serve the ``request``: raises :class:`~tercet.protocol.UnknownAdapter`.
         """
+        for_all = among is None and (request is None or request.adapter is None)
+        if for_all and role in self._answering:
+            return self._answering[role].anew()
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
@@ -186,9 +188,12 @@ class Picking(Generic[ViewT]):
             serving = {view.name for view in self.serving(request, everyone.views)}
             everyone = everyone.where([engine.name in serving for engine in everyone])
         roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
-        answering = self._answering(everyone, roles)
+        answering = everyone.where([engine.reachable and engine.role in roles for engine in everyone])
         if len(answering):
             self._filled(role)
+            if for_all:
+                self._answering[role] = answering
+                return answering.anew()
             return answering
         self._require_role(role)
         able = everyone.where([engine.role in roles for engine in everyone])
@@ -196,16 +201,14 @@ class Picking(Generic[ViewT]):
         self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone
 
-    def _answering(self, engines: Engines, roles: tuple[Role, ...]) -> Engines:
-        """Those that answer and have one of the roles; as it was found before, while nothing of that has changed."""
-        if engines.rows is not self.rows:  # some only: another choice each time
-            return engines.where([engine.reachable and engine.role in roles for engine in engines])
-        state = tuple(map(_reachable, engines.views)), tuple(map(_role, engines.views))
-        rows, before, left = self._found.get(roles, (None, None, engines))
-        if rows is not self.rows or before != state:
-            left = engines.where([engine.reachable and engine.role in roles for engine in engines])
-            self._found[roles] = self.rows, state, left
-        return Engines(left.views, left.rows, self.knowledge.loads)  # what engines said is looked up anew
+    def _preferring(self, engines: Engines, without: Sequence[str]) -> Engines:
+        """Those that are not called so, while there are others; the last name matters least."""
+        for name in without:
+            row = self.knowledge.loads.row(name)
+            if row is not None:
+                left = engines.where(engines.rows != row)
+                engines = left if len(left) else engines
+        return engines
 
     def _require_role(self, role: Role) -> None:
         """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
@@ -286,8 +289,3 @@ class Picking(Generic[ViewT]):
 
 def _any_for(role: Role, views: Sequence[EngineView]) -> bool:
     return any(view.role in (role, "both") for view in views)
-
-
-def _preferring(engines: Engines, wanted: Sequence[bool]) -> Engines:
-    """Those that are wanted, or all if none is."""
-    return engines.where(wanted) if True in wanted else engines

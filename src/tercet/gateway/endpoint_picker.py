@@ -176,8 +176,8 @@ class EndpointPicker:
         What is more than enough for all that may hold one is not counted to its end.
         """
         room, nobody = 0, True
-        for member in self._fleet.members:
-            if member.reachable and member.role != "prefill" and not member.leaving:
+        for member in self._fleet.open:
+            if member.reachable and member.role != "prefill":
                 nobody = False
                 room += self._room_on(member.name)
                 if room >= ENOUGH_ROOM:

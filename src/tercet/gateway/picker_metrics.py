@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,13 +22,24 @@ MOST_MODELS, LONGEST_MODEL = 64, 256
 OTHER_MODELS = "other"
 
 
+@dataclass(frozen=True)
+class _OfModel:
+    """The counters of one model's requests; decisions by whether they are ``split`` or ``whole``."""
+
+    requests: Counter
+    sizes: Histogram
+    tokens: Histogram
+    whole: Counter
+    split: Counter
+
+
 class PickerMetrics:
     """Counters of decisions; ``registry`` is what ``/metrics`` shows. Times are in seconds."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = own = CollectorRegistry() if registry is None else registry
         model = ["model_name"]
-        self._models: set[str] = set()
+        self._models: dict[str, _OfModel] = {}
         self._requests = Counter("inference_objective_request", "Requests that were picked for.", model, registry=own)
         self._errors = Counter(
             "inference_objective_request_error", "Requests that were refused, by HTTP status.", ["error_code"],
@@ -68,15 +80,15 @@ class PickerMetrics:
 
     def decided(self, call: OpenAICall, tokens: int, cached: int, split: bool, seconds: float) -> None:
         """A request has its endpoints."""
-        model = self._counted_as(call.body.model or "")
-        self._requests.labels(model).inc()
+        counted = self._counted_as(call.body.model or "")
+        counted.requests.inc()
         self._decision.observe(seconds)
         if call.size:
-            self._sizes.labels(model).observe(call.size)
+            counted.sizes.observe(call.size)
         if tokens:
-            self._tokens.labels(model).observe(tokens)
+            counted.tokens.observe(tokens)
             self._hits.observe(min(1.0, cached / tokens))
-            self._disaggregated.labels(model, "prefill-decode" if split else "decode-only").inc()
+            (counted.split if split else counted.whole).inc()
 
     def failed(self, status: int) -> None:
         """A request was refused."""
@@ -90,10 +102,23 @@ class PickerMetrics:
         """So many requests wait."""
         self._queued.set(queued)
 
-    def _counted_as(self, model: str) -> str:
-        if len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL:
-            self._models.add(model)
-        return model if model in self._models else OTHER_MODELS
+    def _counted_as(self, model: str) -> _OfModel:
+        """Looking its counters up costs more than counting."""
+        found = self._models.get(model)
+        if found is None:
+            known = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL
+            name = model if known else OTHER_MODELS
+            kinds = self._disaggregated
+            found = _OfModel(
+                self._requests.labels(name),
+                self._sizes.labels(name),
+                self._tokens.labels(name),
+                kinds.labels(name, "decode-only"),
+                kinds.labels(name, "prefill-decode"),
+            )
+            if known:
+                self._models[model] = found
+        return found
 
 
 class PoolCollector(Collector):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from struct import unpack_from
 from typing import Any, Protocol, cast
-
-import numpy as np
 
 from tercet.gateway.openai_call import OpenAICall
 
@@ -61,8 +60,7 @@ def stand_ins(data: bytes, size: int | None = None) -> Tokens:
     """Numbers for a text of which no tokens are known; ``data`` is its beginning if it has ``size`` bytes."""
     told = min(len(data) // CHARACTERS_PER_TOKEN, MOST_TOLD)
     counted = min((len(data) if size is None else size) // CHARACTERS_PER_TOKEN, MOST_TOKENS)
-    numbers = np.frombuffer(data[: told * CHARACTERS_PER_TOKEN], dtype="<u4").tolist()
-    return tuple(numbers) + (0,) * (counted - told)
+    return unpack_from(f"<{told}I", data) + (0,) * (counted - told)
 
 
 def token_ids(given: object) -> Tokens | None:

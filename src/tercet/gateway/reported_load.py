@@ -73,8 +73,9 @@ class ReportedLoad:
         picks, oldest = recent.picks, self._clock() - self._until_counted
         while picks and picks[0][0] < oldest:
             picks.popleft()
-        member.in_flight = recent.requests + len(picks)
-        member.in_flight_tokens = recent.tokens + sum(tokens for _, tokens in picks)
+        requests, tokens = recent.requests + len(picks), recent.tokens + sum(tokens for _, tokens in picks)
+        if (requests, tokens) != (member.in_flight, member.in_flight_tokens):  # most reports say what was known
+            member.in_flight, member.in_flight_tokens = requests, tokens
 
     def room(self, name: str, max_waiting: int, max_kv_usage: float) -> int:
         """How many more requests may wait on an engine; none while more of its KV cache is used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from tercet.scheduling.plugin import Booleans, Decision, Engines, Filter, Floats
 class PrefillFilter(Filter, frozen=True):
     """Keeps engines whose role is ``prefill``; with ``allows_both``, also those that do everything."""
 
+    lasting: ClassVar[bool] = True
     allows_both: bool = True
 
     def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
@@ -25,6 +26,8 @@ class PrefillFilter(Filter, frozen=True):
 class DecodeFilter(Filter, frozen=True):
     """Keeps engines whose role is ``decode`` or ``both``."""
 
+    lasting: ClassVar[bool] = True
+
     def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
         return [engine.role in ("decode", "both") for engine in engines]
 
@@ -32,6 +35,7 @@ class DecodeFilter(Filter, frozen=True):
 class ByLabel(Filter, frozen=True):
     """Keeps engines whose ``label`` has one of ``valid_values``, and with ``allows_no_label`` those without it."""
 
+    lasting: ClassVar[bool] = True
     label: Annotated[str, Meta(min_length=1)]
     valid_values: frozenset[str] = frozenset()
     allows_no_label: bool = False
@@ -59,6 +63,7 @@ class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ByLabelSelector(Filter, frozen=True):
     """Keeps engines that have each of ``match_labels`` with exactly that value, and meet all ``match_expressions``."""
 
+    lasting: ClassVar[bool] = True
     match_labels: Mapping[str, str] = {}
     match_expressions: tuple[LabelExpression, ...] = ()
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
-from operator import attrgetter
 from random import Random
 from typing import ClassVar, Protocol
 
@@ -25,9 +23,6 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
 
-_in_flight, _in_flight_tokens = attrgetter("in_flight"), attrgetter("in_flight_tokens")
-
-
 class Reports(Protocol):
     """What engines said of themselves, by row; a row is an engine's place in every column, for as long as it is here.
 
@@ -36,6 +31,10 @@ class Reports(Protocol):
 
     def column(self, name: str, rows: Integers) -> Floats:
         """``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` or ``age`` of the engines in ``rows``."""
+        ...
+
+    def counted(self, name: str, rows: Integers) -> Floats:
+        """``in_flight`` or ``in_flight_tokens``: what this process has the engines in ``rows`` do now."""
         ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
@@ -67,19 +66,38 @@ class Engines:
     step_time = _said("step_time")
     age = _said("age")
 
-    def __init__(self, views: Sequence[EngineView], rows: Integers, reports: Reports) -> None:
-        self.views = views
+    def __init__(
+        self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
+    ) -> None:
+        """``places`` are those of ``views`` that are meant, all if not given."""
         self.rows = rows
+        self._all = views
+        self._places = places
         self._reports = reports
+        self._lasting: dict[int, tuple[Filter, Engines]] = {}
+
+    @cached_property
+    def views(self) -> Sequence[EngineView]:
+        """Each as it is."""
+        if self._places is None:
+            return self._all
+        places: list[int] = self._places.tolist()
+        return [self._all[place] for place in places]
+
+    def anew(self) -> Engines:
+        """The same engines, for another decision: what they said is looked up again."""
+        same = Engines(self._all, self.rows, self._reports, self._places)
+        same._lasting = self._lasting
+        return same
 
     def __len__(self) -> int:
-        return len(self.views)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[EngineView]:
         return iter(self.views)
 
     def __getitem__(self, index: int) -> EngineView:
-        return self.views[index]
+        return self._all[index if self._places is None else self._places[index]]
 
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
         """Those for which ``keep`` is true."""
@@ -88,17 +106,27 @@ class Engines:
         chosen = np.asarray(keep, dtype=np.bool_)
         if chosen.all():
             return self
-        return Engines(list(compress(self.views, chosen.tolist())), self.rows[chosen], self._reports)
+        places = chosen.nonzero()[0] if self._places is None else self._places[chosen]
+        return Engines(self._all, self.rows[chosen], self._reports, places)
+
+    def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
+        """Those that a filter keeps; of one that always keeps the same, those that it kept before."""
+        if not plugin.lasting:
+            return self.where(plugin.keep(decision, self))
+        known = self._lasting.get(id(plugin))
+        if known is None:  # the filter is kept beside it: so nothing else has its id
+            known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
+        return known[1].anew()
 
     @cached_property
     def in_flight(self) -> Floats:
         """Sequences that this front door runs on each."""
-        return np.fromiter(map(_in_flight, self.views), np.float64, len(self.views))
+        return self._reports.counted("in_flight", self.rows)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
         """Prompt tokens of the sequences that this front door runs on each."""
-        return np.fromiter(map(_in_flight_tokens, self.views), np.float64, len(self.views))
+        return self._reports.counted("in_flight_tokens", self.rows)
 
     @cached_property
     def adapter_loads(self) -> Sequence[AdapterLoad | None]:
@@ -195,10 +223,13 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_u
 class Filter(Plugin, frozen=True, kw_only=True):
     """Leaves out engines.
 
-    If a filter that is not ``strict`` leaves out all, it is passed over; a strict one then fails the pick.
+    If a filter that is not ``strict`` leaves out all, it is passed over; a strict one then fails the pick. One that is
+    ``lasting`` goes by names, roles and labels of engines alone, and keeps the same for every request: it is asked when
+    those have changed.
     """
 
     strict: bool = True
+    lasting: ClassVar[bool] = False
 
     def keep(self, decision: Decision, engines: Engines) -> Booleans | Sequence[bool]:
         """For each engine, whether it stays."""

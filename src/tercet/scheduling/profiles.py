@@ -94,7 +94,7 @@ class SchedulingProfile:
 
     def _filtered(self, decision: Decision, engines: Engines) -> Engines:
         for plugin in self.filters:
-            left = engines.where(plugin.keep(decision, engines))
+            left = engines.kept_by(plugin, decision)
             if len(left):
                 engines = left
             elif plugin.strict:

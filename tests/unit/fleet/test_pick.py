@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +13,9 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role, RoleUnavailable
-from tercet.scheduling import Scheduling
+from tercet.scheduling import Decision, Engines, Scheduling, SchedulingProfile
+from tercet.scheduling.filters import ByLabel
+from tercet.scheduling.pickers import MaxScorePicker
 
 from ..fakes import FakeEngine
 from ..scheduling.builders import loaded, request_of
@@ -275,3 +278,55 @@ def test_a_hundred_times_the_engines_cost_far_less_than_a_hundred_times_the_pick
 
     few, many = pick_time(10), pick_time(1000)
     assert many < 25 * few, f"{few * 1e6:.0f} and {many * 1e6:.0f} us"
+
+
+def test_candidates_follow_roles_labels_and_reachability_between_picks(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a", zone="x"), member("b", zone="y"))
+    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    fleet.member("b").labels = {"zone": "x"}
+    fleet.member("a").labels = {"zone": "y"}
+    assert {picked(fleet, by="zoned") for _ in range(20)} == {"b"}
+    fleet.member("a").labels = {"zone": "x"}
+    fleet.member("b").reachable = False
+    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    fleet.member("b").reachable = True
+    fleet.member("b").role = "prefill"
+    assert {picked(fleet, by="zoned", role="prefill") for _ in range(40)} == {"a", "b"}
+    assert {picked(fleet, by="zoned", role="decode") for _ in range(40)} == {"a"}
+
+
+def test_candidates_follow_the_scheduling_file(plan: Scheduling, tmp_path: Path) -> None:
+    fleet = fleet_of(plan, member("a", zone="x"), member("b", zone="y"))
+    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    fleet.scheduling = loaded(tmp_path, FILE.replace("validValues: [x]", "validValues: [y]"))
+    assert {picked(fleet, by="zoned") for _ in range(20)} == {"b"}
+
+
+def test_a_filter_by_labels_is_asked_once_for_a_fleet_that_stays_as_it_is() -> None:
+    asked: list[int] = []
+
+    class Counting(ByLabel, frozen=True):
+        def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+            asked.append(len(engines))
+            return super().keep(decision, engines)
+
+    profile = SchedulingProfile("p", [Counting(label="zone", valid_values=frozenset({"x"}))], [], MaxScorePicker())
+    fleet = fleet_of(Scheduling({"p": profile}), member("a", zone="x"), member("b", zone="y"))
+    for _ in range(5):
+        assert picked(fleet, by="p") == "a"
+    assert asked == [2]
+    fleet.add(member("c", zone="x"))
+    assert {picked(fleet, by="p") for _ in range(20)} == {"a", "c"}
+    assert asked == [2, 3]
+
+
+def test_counts_of_a_member_are_what_scorers_see(plan: Scheduling) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    fleet.member("a").in_flight = 3
+    assert {picked(fleet, prompt(1, 2)) for _ in range(20)} == {"b"}
+    fleet.member("b").in_flight = 4
+    assert {picked(fleet, prompt(2, 2)) for _ in range(20)} == {"a"}
+    gone = fleet.remove("a")
+    fleet.add(member("c"))  # in the row that was the other's
+    gone.in_flight = 9
+    assert {picked(fleet, prompt(3, 2)) for _ in range(20)} == {"c"}
