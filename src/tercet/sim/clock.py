@@ -20,7 +20,7 @@ import msgspec
 from tercet.protocol import EngineError
 
 T = TypeVar("T")
-# Cancelled timers stay in the heap until they are due, or until they are more than half of it and at least this many.
+# Cancelled timers stay until they are due, or until they are more than this, and than half as many as moments.
 FEW_TIMERS = 1024
 
 
@@ -61,8 +61,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._ready: deque[_Callback] = deque()
-        self._timers: list[tuple[float, int, _Callback]] = []
-        self._count = 0
+        # A heap of numbers alone: comparing tuples took more than all else that is done for a timer.
+        self._moments: list[float] = []
+        self._timers: dict[float, list[_Callback]] = {}
         self._cancelled_timers = 0
         self._closed = False
         self._failure: BaseException | None = None
@@ -84,8 +85,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
         timer = _Callback(when, callback, args, _context(context), self)
-        self._count += 1
-        heappush(self._timers, (when, self._count, timer))
+        beside = self._timers.get(when)
+        if beside is None:
+            self._timers[when] = [timer]
+            heappush(self._moments, when)
+        else:
+            beside.append(timer)
         return timer  # pyright: ignore[reportReturnType]
 
     def call_later(
@@ -97,11 +102,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def timer_cancelled(self) -> None:
         """One of those that wait for their time was cancelled."""
         self._cancelled_timers += 1
-        if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._timers):
-            # In place: what goes away with a timer that is dropped may cancel others, and get here from anywhere.
-            self._timers[:] = [item for item in self._timers if not item[2].is_cancelled]
-            heapify(self._timers)
+        if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._moments):
+            left = {when: [each for each in timers if not each.is_cancelled] for when, timers in self._timers.items()}
+            # What goes away with a timer that is dropped may cancel others, and get here: it finds nothing to do.
             self._cancelled_timers = 0
+            self._timers = {when: timers for when, timers in left.items() if timers}
+            self._moments = list(self._timers)
+            heapify(self._moments)
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -124,7 +131,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
         try:
             while not task.done():
-                found = ready.popleft() if ready else self._jump()
+                if not ready:
+                    self._jump()
+                found = ready.popleft()
                 if not found.is_cancelled:
                     found.context.run(found.callback, *found.args)
                     if self._failure is not None:
@@ -135,23 +144,25 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
         return task.result()
 
-    def _jump(self) -> _Callback:
-        """Go on to the next time that anything is to happen: returns the first thing, and makes the others ready."""
-        timers = self._timers
-        while timers and timers[0][2].is_cancelled:
-            heappop(timers)
-            self._cancelled_timers -= 1
-        if not timers:
+    def _jump(self) -> None:
+        """Go on to the next time that anything is to happen, and make ready all that is due by then."""
+        ready = self._ready
+        while self._moments and (not ready or self._moments[0] <= self._now):
+            when = heappop(self._moments)
+            # In a function of its own: what goes away with cancelled ones may set others, before time moves on.
+            self._make_ready(self._timers.pop(when))
+            if ready:
+                self._now = max(self._now, when)
+        if not ready:
             raise EngineError("every task waits and no timer is set: nothing would ever happen again")
-        when, _, first = heappop(timers)
-        first.loop = None  # whoever cancels it from now on takes nothing from the heap
-        now = self._now = max(self._now, when)
-        while timers and timers[0][0] <= now:
-            timer = heappop(timers)[2]
-            timer.loop = None
-            self._cancelled_timers -= timer.is_cancelled
-            self._ready.append(timer)
-        return first
+
+    def _make_ready(self, timers: list[_Callback]) -> None:
+        for timer in timers:
+            timer.loop = None  # whoever cancels it from now on takes nothing from those that wait
+            if timer.is_cancelled:
+                self._cancelled_timers -= 1
+            else:
+                self._ready.append(timer)
 
     def _finalize(self, generator: AsyncGenerator[Any, None]) -> None:
         if not self._closed:
@@ -161,12 +172,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Drop what is left; the loop cannot run again."""
         self._closed = True
         self._ready.clear()
+        self._moments.clear()
         self._timers.clear()
 
     # ---- errors ----------------------------------------------------------------------------------------------
 
-    def get_debug(self) -> bool:
-        return False
+    # False, as ``bool()`` is: each future and task asks, which then calls nothing that is written in Python.
+    get_debug = staticmethod(bool)  # pyright: ignore[reportAssignmentType]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """An exception that nobody awaits ends the run: a simulation that goes on after one cannot be trusted."""

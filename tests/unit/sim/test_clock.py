@@ -61,7 +61,7 @@ def test_many_cancelled_timers_are_dropped() -> None:
         loop = asyncio.get_running_loop()
         for _ in range(10_000):
             loop.call_later(1000, print).cancel()
-        return len(loop._timers)  # type: ignore[attr-defined]
+        return sum(map(len, loop._timers.values()))  # type: ignore[attr-defined]
 
     assert run_virtual(main()) < 2000
 
