@@ -72,4 +72,4 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
             f"{device.free / GIB:.1f} GiB are free; start fewer, or stop what else runs there (nvidia-smi)",
             "prefill",
         )
-    return math.floor(100 * usable / engines / device.memory) / 100
+    return math.floor(1000 * usable / engines / device.memory) / 1000  # the least share of a large device is below 1%

@@ -28,14 +28,16 @@ def gpus(count: int, memory: int = 80, free: int | None = None) -> list[Device]:
         (gpus(4), 2, 2, [DeviceShare(("0", "1")), DeviceShare(("2", "3"))]),
         (gpus(4), 3, 1, [DeviceShare(("0",)), DeviceShare(("1",)), DeviceShare(("2",))]),
         # A first-time user with one GPU.
-        (gpus(1), 2, 1, [DeviceShare(("0",), 0.45), DeviceShare(("0",), 0.45)]),
-        (gpus(1, 16), 2, 1, [DeviceShare(("0",), 0.42), DeviceShare(("0",), 0.42)]),
+        (gpus(1), 2, 1, [DeviceShare(("0",), 0.453), DeviceShare(("0",), 0.453)]),
+        (gpus(1, 16), 2, 1, [DeviceShare(("0",), 0.428), DeviceShare(("0",), 0.428)]),
         # Somebody has half of it already.
-        (gpus(1, 80, 40), 2, 1, [DeviceShare(("0",), 0.24), DeviceShare(("0",), 0.24)]),
+        (gpus(1, 80, 40), 2, 1, [DeviceShare(("0",), 0.243), DeviceShare(("0",), 0.243)]),
+        # As little as an engine can do with, of a large device.
+        (gpus(1, 101, 3), 2, 1, [DeviceShare(("0",), 0.009), DeviceShare(("0",), 0.009)]),
         # Where nobody says how much memory there is.
         ([Device("7")], 2, 1, [DeviceShare(("7",), 0.46), DeviceShare(("7",), 0.46)]),
         # Three on two: the first device has two of them, the other one is its engine's alone.
-        (gpus(2), 3, 1, [DeviceShare(("0",), 0.45), DeviceShare(("1",), None), DeviceShare(("0",), 0.45)]),
+        (gpus(2), 3, 1, [DeviceShare(("0",), 0.453), DeviceShare(("1",), None), DeviceShare(("0",), 0.453)]),
     ],
 )
 def test_plans(devices: list[Device], engines: int, each: int, plan: list[DeviceShare]) -> None:
