@@ -6,7 +6,8 @@ are found with one AND per block, however many engines there are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
@@ -74,7 +75,8 @@ def _bits(mask: int) -> Iterator[int]:
 class RoutingHistory(Holders):
     """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
 
-    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`.
+    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`. Hashes are those of chains: who has a block has all
+    before it, which were routed there with it and are dropped later. So of a long prompt few blocks are looked up.
     """
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
@@ -85,15 +87,35 @@ class RoutingHistory(Holders):
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
         recent = self._recent.setdefault(row, OrderedDict())
+        known = bisect_left(range(len(hashes)), True, key=lambda place: hashes[place] not in recent)
         # From the last block to the first: a prompt loses its end before its beginning, as in the engine.
-        for block in reversed(hashes):
-            if block in recent:
-                recent.move_to_end(block)
-            else:
-                recent[block] = None
-                self.add(row, block)
+        for block in reversed(hashes[known:]):
+            recent[block] = None
+            self.add(row, block)
+        deque(map(recent.move_to_end, reversed(hashes[:known])), maxlen=0)  # a loop without bytecode: they are many
         while len(recent) > self._capacity:
             self.discard(row, recent.popitem(last=False)[0])
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        matched = np.zeros(self._rows(), dtype=np.int64)
+        holding, depth = self._holding(hashes, 0), 0
+        while holding:
+            depth = self._end_of(holding, hashes, depth)
+            still = self._holding(hashes, depth)
+            matched[list(_bits(holding & ~still))] = depth
+            holding = still
+        return matched
+
+    def _holding(self, hashes: Sequence[int], place: int) -> int:
+        return self._holders.get(hashes[place], 0) if place < len(hashes) else 0
+
+    def _end_of(self, holding: int, hashes: Sequence[int], begin: int) -> int:
+        """How far the blocks from ``begin`` on are held by the same: looked for in strides that grow, then between."""
+        end, stride = begin + 1, 1
+        while end < len(hashes) and self._holding(hashes, end) == holding:
+            begin, end, stride = end, end + stride, 2 * stride
+        between = range(begin + 1, min(end, len(hashes)))
+        return begin + 1 + bisect_left(between, True, key=lambda place: self._holding(hashes, place) != holding)
 
     def forget(self, row: int) -> None:
         """The engine in ``row`` is gone, or has lost its cache."""

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 
 from tokenizers import Tokenizer
 
@@ -132,7 +133,7 @@ class SegmentTokenizer:
         return tokens
 
     def _remembered(self, segments: Sequence[Segment], encoded: Sequence[Sequence[int]]) -> Sequence[Tokens]:
-        made = [tuple(map(self._one, ids)) for ids in encoded]
+        made = [self._shared(ids) for ids in encoded]
         for segment, tokens in zip(segments, made, strict=True):
             if segment not in self._seen:
                 self._seen[segment] = tokens
@@ -141,8 +142,11 @@ class SegmentTokenizer:
             self.bytes -= _size(*self._seen.popitem(last=False))
         return made
 
-    def _one(self, token: int) -> int:
-        return self._ids[token] if token < len(self._ids) else token
+    def _shared(self, ids: Sequence[int]) -> Tokens:
+        """The same numbers, as the objects that others use already."""
+        if len(ids) < 2 or max(ids) >= len(self._ids):
+            return tuple(ids)
+        return itemgetter(*ids)(self._ids)
 
 
 def _size(segment: Segment, tokens: Tokens) -> int:

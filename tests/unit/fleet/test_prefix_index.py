@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tercet.fleet.prefix_index import Holders, RoutingHistory, StoredBlocks
 from tercet.protocol import Request
+from tercet.protocol.block_hashes import chain
 from tercet.scheduling.hashing import block_hashes
 
 ROWS = 40
@@ -58,16 +59,40 @@ def test_history_drops_the_oldest_prompt_from_its_end() -> None:
     assert history.matched([7, 8])[3] == 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 9), max_size=4, unique=True)), max_size=60))
-def test_history_holds_at_most_its_capacity_and_forgets_all_of_an_engine(notes: list[tuple[int, list[int]]]) -> None:
-    history = RoutingHistory(rows, capacity=5)
-    for row, hashes in notes:
-        history.note(row, hashes)
-        assert history.matched(hashes)[row] == len(hashes)  # what was routed last is there
+class PlainHistory:
+    """The same, by looking at every block, in plain lists."""
+
+    def __init__(self, capacity: int) -> None:
+        self.recent = [list[int]() for _ in range(ROWS)]
+        self._capacity = capacity
+
+    def note(self, row: int, hashes: list[int]) -> None:
+        others = [block for block in self.recent[row] if block not in hashes]
+        self.recent[row] = [*others, *reversed(hashes)][-self._capacity :]
+
+    def matched(self, hashes: list[int]) -> list[int]:
+        return [leading(set(recent), hashes) for recent in self.recent]
+
+
+turns = st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=12), st.booleans())
+
+
+@given(st.lists(turns, max_size=60), st.integers(1, 20))
+def test_history_is_as_a_plain_one(notes: list[tuple[int, list[int], bool]], capacity: int) -> None:
+    history, plain = RoutingHistory(rows, capacity), PlainHistory(capacity)
+    for row, tokens, forget in notes:
+        hashes = chain(0, tuple(tokens), 1)
+        if forget:
+            history.forget(row)
+            plain.recent[row] = []
+        else:
+            history.note(row, hashes)
+            plain.note(row, hashes)
+        assert history.matched(hashes).tolist() == plain.matched(hashes)
+        assert len(history) == len(set[int]().union(*plain.recent))
     for row in range(4):
-        assert sum(int(history.matched([block])[row]) for block in range(10)) <= 5
         history.forget(row)
-        assert not any(history.matched([block])[row] for block in range(10))
+    assert not len(history)
 
 
 PROMPT = Request(seq_id="s", prompt=(1, 2, 3, 4, 5, 6))
