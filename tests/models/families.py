@@ -64,7 +64,8 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", _of("Llama")),
     "llama_ngram": Family("Llama, n-gram speculation", _of("Llama"), flags=("--speculative-config", NGRAM)),
     "llama_stages": Family("Llama, two pipeline stages", _of("Llama"), flags=("--pipeline-parallel-size", "2")),
-    "qwen2": Family("Qwen 2", _of("Qwen2")),
+    # Its heads are as wide as the hidden size makes them, and vLLM's CPU kernels know none of 16.
+    "qwen2": Family("Qwen 2", _of("Qwen2", hidden_size=128)),
     "qwen3": Family("Qwen 3", _of("Qwen3")),
     "qwen3_moe": Family("Qwen 3 MoE", _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
     "mistral": Family(
