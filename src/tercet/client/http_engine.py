@@ -163,6 +163,7 @@ class HttpEngine:
             end=end,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
             lease=lease,
         )
         answer = await self._post("prep_recv", call, PrepRecvAnswer)
@@ -196,6 +197,7 @@ class HttpEngine:
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
             priority=request.priority,
         )
         return await self._post("remote_send", call, Sent, PATIENT)
@@ -209,6 +211,7 @@ class HttpEngine:
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
             priority=request.priority,
         )
         return OutputStream(partial(self._generate, call))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tercet.protocol import AdapterReport
+from tercet.protocol import AdapterReport, Request
 
 Declared = Sequence[AdapterReport]
 
@@ -22,6 +22,15 @@ def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ())
     for report in sorted(reports, key=lambda report: (-times[report.name, report.digest], report.digest, report.path)):
         found.setdefault(report.name, report)
     return dict(sorted(found.items()))
+
+
+def wanted_by(request: Request, means: Mapping[str, AdapterReport]) -> AdapterReport | None:
+    """The adapter that a request is for: of the contents that it was taken for, whatever its name ``means`` now."""
+    if request.adapter is None:
+        return None
+    if request.adapter_digest:
+        return AdapterReport(request.adapter, "", request.adapter_digest)
+    return means.get(request.adapter)
 
 
 def has(adapters: Mapping[str, AdapterReport], wanted: AdapterReport | None) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 
+import msgspec
+
 from tercet.cost import Costs, Targets
-from tercet.fleet.adapters import Declared, agreed, differing, has
+from tercet.fleet.adapters import Declared, agreed, differing, has, wanted_by
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
@@ -73,7 +75,7 @@ class EngineFleet:
         self._failed: dict[str, TercetError] | None = None
         self._lost: set[str] = set()
         self._on_generate: Callable[[Generation], object] = lambda _: None
-        self._adapter: str | None = None
+        self._request: Request | None = None
         self._declared: Declared = ()
         random = Random(seed)
         self.knowledge = FleetKnowledge(clock, stale_after)
@@ -97,17 +99,17 @@ class EngineFleet:
         self,
         trace: Trace,
         on_generate: Callable[[Generation], object] = lambda _: None,
-        adapter: str | None = None,
+        request: Request | None = None,
     ) -> EngineFleet:
         """A view of this fleet whose engines note in ``trace`` what they do.
 
-        ``on_generate`` is told of each generation that begins on one of them. ``adapter`` is what the view's request
-        asks for: roles are offered by those that have it.
+        ``on_generate`` is told of each generation that begins on one of them. ``request`` is the view's:
+        roles are offered by those that have the adapter that it asks for.
         """
         view = EngineFleet.__new__(EngineFleet)
         view.__dict__.update(self.__dict__)  # as copy() does, at a tenth of its cost
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
-        view._adapter = adapter
+        view._request = request
         return view
 
     @property
@@ -166,10 +168,22 @@ class EngineFleet:
             why = f"its contents are {report.digest}, and those of this fleet's {wanted}"
             log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
 
-    def require_adapter(self, name: str, adapter: str | None) -> None:
-        """Raises :class:`~tercet.protocol.UnknownAdapter` if an engine lacks what the fleet means by this name."""
-        if adapter is not None and not has(self.member(name).adapters, self.adapters.get(adapter)):
-            raise UnknownAdapter(f"destination: {name} does not have the adapter {adapter!r}", "destination")
+    def pinned(self, request: Request) -> Request:
+        """The request, which stays with what this fleet means by its adapter's name now, whatever it means later.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter` for a name that means nothing here.
+        """
+        if request.adapter is None or request.adapter_digest:
+            return request
+        found = self.adapters.get(request.adapter)
+        if found is None:
+            raise UnknownAdapter(f"model: this fleet has no adapter {request.adapter!r}", "model")
+        return msgspec.structs.replace(request, adapter_digest=found.digest)
+
+    def require_adapter(self, name: str, request: Request) -> None:
+        """Raises :class:`~tercet.protocol.UnknownAdapter` if an engine lacks the adapter that the request is for."""
+        if request.adapter is not None and not has(self.member(name).adapters, wanted_by(request, self.adapters)):
+            raise UnknownAdapter(f"destination: {name} does not have the adapter {request.adapter!r}", "destination")
 
     def _agree_on_adapters(self) -> None:
         everyone = [member.adapters for member in self._members.values() if member.adapters]
@@ -371,8 +385,8 @@ class EngineFleet:
         """Whether there is an engine for the role that answers and has not failed this view's request."""
         failed = self._failed or ()
         able = (member for member in self._open if role == "both" or member.role in (role, "both"))
-        if self._adapter is not None:
-            wanted = self.adapters.get(self._adapter)
+        if self._request is not None and self._request.adapter is not None:
+            wanted = wanted_by(self._request, self.adapters)
             able = (member for member in able if has(member.adapters, wanted))
         return any(member.reachable and member.name not in failed for member in able)
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tercet.fleet.adapters import has
+from tercet.fleet.adapters import has, wanted_by
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import (
     AdapterReport,
@@ -159,12 +159,13 @@ class Picking(Generic[ViewT]):
         """
         if request is None or request.adapter is None:
             return views
-        wanted = self.adapters.get(request.adapter)
+        wanted = wanted_by(request, self.adapters)
         found = [view for view in views if has(view.adapters, wanted)]
         if views and not found:
+            began = f", with the contents that it had when the request came ({request.adapter_digest})"
             raise UnknownAdapter(
-                f"model: no engine that may be picked has the adapter {request.adapter!r}; tercet adapters list shows "
-                "who has which",
+                f"model: no engine that may be picked has the adapter {request.adapter!r}"
+                f"{began if request.adapter_digest else ''}; tercet adapters list shows who has which",
                 "model",
             )
         return found

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tercet.protocol.errors import UnknownAdapter
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -22,6 +23,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ``SamplingParams`` by field name; what is left out has vLLM's default. ``headers`` are the client's HTTP headers,
     lower case; ``user`` is what its OpenAI request called its end user. ``adapter`` is the name of the LoRA adapter
     that it asks for, None for the base model; programs need not look at it, since it goes wherever the request does.
+    ``adapter_digest`` says which contents that name stood for when the request came (:class:`AdapterReport`): an
+    engine with other ones refuses. Empty: whatever an engine has under the name.
     """
 
     seq_id: str
@@ -32,6 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
     user: str | None = None
     adapter: str | None = None
+    adapter_digest: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +129,15 @@ class AdapterReport(msgspec.Struct, frozen=True):
     name: str
     path: str
     digest: str
+
+    def require(self, digest: str) -> None:
+        """Raises :class:`~tercet.protocol.UnknownAdapter` if somebody wants another digest; empty stands for any."""
+        if digest and digest != self.digest:
+            raise UnknownAdapter(
+                f"adapter: this engine's {self.name!r} has other contents (digest {self.digest}) than the request is "
+                f"for ({digest})",
+                "adapter",
+            )
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

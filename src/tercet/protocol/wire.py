@@ -1,7 +1,8 @@
 """The verbs as JSON over HTTP: one struct per call. Unknown fields are refused.
 
 ``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
-``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model.
+``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. With an
+``adapter_digest`` an engine whose adapter of that name has other contents refuses.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # What vLLM's own messages can carry.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Digest = Annotated[str, msgspec.Meta(max_length=256)]
 Prompt = str | list[TokenId]
 
 
@@ -36,6 +38,7 @@ class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     end: int | None = None
     cache_salt: str | None = None
     adapter: Name | None = None
+    adapter_digest: Digest = ""
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
     lease: Name | None = None
 
@@ -64,6 +67,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
     adapter: Name | None = None
+    adapter_digest: Digest = ""
     priority: Priority = 0
 
 
@@ -105,6 +109,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
     adapter: Name | None = None
+    adapter_digest: Digest = ""
     priority: Priority = 0
 
 

@@ -136,9 +136,9 @@ class Service:
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        tried_at = self._clock()
+        tried_at, request = self._clock(), self.fleet.pinned(request)
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
-        fleet = self.fleet.traced(trace, sequence.generates, request.adapter)
+        fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
         with (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from tercet.protocol import BadRequest, KVAddrInfo, Request, UnknownAdapter
+from tercet.protocol import AdapterReport, BadRequest, KVAddrInfo, Request, UnknownAdapter
 from tercet.settings.declaration import complaint
 from tercet.sim.leases import Lease
 from tercet.sim.step_times import Profile
@@ -126,11 +126,13 @@ def check_prompt(request: Request, limit: int) -> None:
         raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
 
 
-def check_adapter(request: Request, known: Collection[str]) -> None:
+def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
     """Raise :class:`~tercet.protocol.UnknownAdapter` unless the request's adapter is known here, if it has one."""
     if request.adapter is not None and request.adapter not in known:
         said = ", ".join(known) or "none"
         raise UnknownAdapter(f"adapter: this engine has no adapter {request.adapter!r}; it has {said}", "adapter")
+    if request.adapter is not None:
+        known[request.adapter].require(request.adapter_digest)
 
 
 def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool) -> None:

@@ -247,10 +247,14 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
         if sampling.get(name) is not None:
             raise BadRequest(f"sampling_params.{name}: a simulated engine has none", f"sampling_params.{name}")
     prompt = tokens_of(call.prompt)
-    salt, adapter = call.cache_salt, call.adapter
     return Request(
-        seq_id=call.seq_id, prompt=prompt, sampling_params=sampling, cache_salt=salt, adapter=adapter
-    )  # fmt: skip
+        seq_id=call.seq_id,
+        prompt=prompt,
+        sampling_params=sampling,
+        cache_salt=call.cache_salt,
+        adapter=call.adapter,
+        adapter_digest=call.adapter_digest,
+    )
 
 
 def json_of(value: Any, status: int = 200) -> web.Response:

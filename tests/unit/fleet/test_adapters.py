@@ -124,12 +124,41 @@ def test_an_engine_without_it_takes_nobodys_place() -> None:
     fleet.member("x").reachable = False
     with fleet.pick(request=request("a")) as engine:
         assert engine.name == "x"
-    view = fleet.traced(Trace(), adapter="a")
+    view = fleet.traced(Trace(), request=request("a"))
     assert not view.offers("both")
     assert fleet.offers("both")
     with pytest.raises(UnknownAdapter, match="destination"):
-        fleet.require_adapter("y", "a")
-    fleet.require_adapter("y", None)
+        fleet.require_adapter("y", request("a"))
+    fleet.require_adapter("y", request(None))
+
+
+def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
+    """The adapter is replaced under its name, engine by engine, while the request runs."""
+    fleet = fleet_of(x=Host(), y=Host())
+    for name in "xy":
+        fleet.has_adapters(fleet.member(name), status_of(report("a", "1")))
+    began = fleet.pinned(request("a"))
+    assert (began.adapter, began.adapter_digest) == ("a", "1")
+    assert fleet.pinned(began) is began
+    view = fleet.traced(Trace(), request=began)
+    fleet.has_adapters(fleet.member("x"), status_of(report("a", "2")))
+    for _ in range(4):
+        with fleet.pick(request=began) as engine:
+            assert engine.name == "y"
+    fleet.require_adapter("y", began)
+    with pytest.raises(UnknownAdapter, match="destination"):
+        fleet.require_adapter("x", began)
+    fleet.has_adapters(fleet.member("y"), status_of(report("a", "2")))
+    assert not view.offers("both")
+    with (
+        pytest.raises(UnknownAdapter, match="that it had when the request came"),
+        fleet.pick(request=began),
+    ):
+        pass
+    assert fleet.pinned(request("a")).adapter_digest == "2"
+    with pytest.raises(UnknownAdapter, match="this fleet has no adapter 'b'"):
+        fleet.pinned(request("b"))
+    assert fleet.pinned(request(None)) == request(None)
 
 
 async def test_an_engine_whose_adapters_change_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,17 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
+from tercet.fleet import Trace
 from tercet.fleet.admission import Gate
-from tercet.protocol import AdapterReport, Conflict, EngineStatus, Unauthorized, UnknownAdapter
+from tercet.protocol import (
+    AdapterReport,
+    Conflict,
+    EngineStatus,
+    EngineUnreachable,
+    Request,
+    Unauthorized,
+    UnknownAdapter,
+)
 from tercet.router import admin
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
@@ -79,6 +88,46 @@ async def test_an_adapter_is_loaded_listed_and_unloaded(door: Door, hosts: dict[
         assert (await asked.get("/tercet/v1/adapters")).json() == []
         again = await asked.delete("/tercet/v1/adapters/a")
         assert (again.status_code, again.json()["error"]["code"]) == (404, "unknown_adapter")
+
+
+async def _replaced(host: Host, contents: str) -> None:
+    await host.unload_adapter("a")
+    host.contents = contents
+    await host.load_adapter("a", f"/{contents}")
+
+
+@pytest.mark.parametrize("elsewhere", ["1", "0"])
+async def test_a_retry_goes_on_with_the_same_weights_or_not_at_all(
+    door: Door, hosts: dict[str, Host], elsewhere: str
+) -> None:  # fmt: skip
+    """The engine that decodes dies after a token; the other one's adapter of that name is another one by then."""
+    for host in hosts.values():
+        await host.load_adapter("a", "/1")
+    await door.membership.ask(door.fleet.members)
+    request = Request(seq_id="s", prompt=tuple(range(100)), adapter="a", headers={"x-tercet-program": "data_parallel"})
+    door.fleet.drain("p")
+    hosts["d"].fail_after, hosts["d"].failures["stream"] = 1, EngineUnreachable("gone")
+    seen: list[Request] = []
+    hosts["p"].on_request = seen.append
+    tokens = list[int]()
+
+    async def served() -> None:
+        async for output in door.service.run(request, Trace()):
+            tokens.extend(output.token_ids)
+            if len(tokens) == 1:
+                door.fleet.drain("p", draining=False)
+                await _replaced(hosts["p"], elsewhere)
+                await door.membership.ask([door.fleet.member("p")])
+
+    if elsewhere == "1":
+        await served()
+        assert tokens == [100, 101, 102]
+        assert [each.adapter_digest for each in seen] == ["1"]
+        return
+    with pytest.raises((EngineUnreachable, UnknownAdapter)):
+        await served()
+    assert tokens == [100]
+    assert not seen
 
 
 async def test_what_an_engine_refuses_is_loaded_nowhere(door: Door, hosts: dict[str, Host]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,61 @@ async def test_what_has_no_adapter_in_it_is_refused(adapters: Adapters, models: 
     with pytest.raises(BadRequest, match="has no adapter"):
         await adapters.find("a")
     assert await adapters.reports() == ()
+
+
+async def test_who_wants_other_contents_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:
+    models.put("a", write(tmp_path / "a"))
+    found = await adapters.find("a")
+    assert await adapters.find("a", digest_of(found)) == found
+    models.put("a", write(tmp_path / "b", b"others"))
+    with pytest.raises(UnknownAdapter, match="has other contents"):
+        await adapters.find("a", digest_of(found))
+    assert await adapters.find("a") != found
+
+
+class Client:
+    """As much of vLLM's client as loads adapters; ``before`` happens while it does."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        self.before = before
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        self.before()
+        return True
+
+
+@pytest.mark.parametrize("when", ["at the start", "while it runs"])
+async def test_contents_are_those_that_were_loaded_and_not_those_of_the_first_use(
+    adapters: Adapters, models: Models, tmp_path: Path, when: str
+) -> None:
+    path, client = write(tmp_path / "a"), Client()
+    if when == "at the start":
+        models.put("a", path)
+    await adapters.watch(client)  # type: ignore[arg-type]
+    if when == "while it runs":
+        await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+        models.put("a", path)
+    write(tmp_path / "a", b"others, of another length")
+    with pytest.raises(Conflict, match="are not those that 'a' was loaded from"):
+        await adapters.find("a")
+
+
+async def test_files_that_change_while_vllm_reads_them_are_nobodys(
+    adapters: Adapters, models: Models, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a")
+    client = Client(lambda: write(tmp_path / "a", b"others, of another length"))
+    await adapters.watch(client)  # type: ignore[arg-type]
+    await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+    models.put("a", path)
+    with pytest.raises(Conflict):
+        await adapters.find("a")
+
+
+async def test_what_is_no_adapter_is_vllms_to_refuse(adapters: Adapters, tmp_path: Path) -> None:
+    client = Client()
+    await adapters.watch(client)  # type: ignore[arg-type]
+    assert await client.add_lora(Adapter("a", 1, str(tmp_path), "").to_vllm())
 
 
 # ---- loading and unloading -----------------------------------------------------------------------------------

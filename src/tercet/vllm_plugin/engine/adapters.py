@@ -1,7 +1,8 @@
 """LoRA adapters of this engine: which it has by name, and whether their contents are still what they were.
 
-Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, and on its methods
-``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse.
+Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, on its methods
+``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse,
+and on whatever loads an adapter while the server runs doing it by ``AsyncLLM.add_lora``.
 
 vLLM names KV by an adapter's name and path. What is at the path may be other than it was, so here KV goes by a digest
 of the files; and an adapter whose files are not what they were when it was met is served to nobody.
@@ -15,6 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, En
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.*", "new_embeddings.*")
@@ -74,13 +77,32 @@ class Adapters:
         self._met: dict[tuple[str, str], _Contents] = {}  # by name and path, as vLLM names KV
         self._reading, self._changing = asyncio.Lock(), asyncio.Lock()
 
-    async def find(self, name: str | None) -> Adapter | None:
-        """The adapter of that name; None for the base model.
+    async def watch(self, client: AsyncLLM) -> None:
+        """Know the contents of every adapter as vLLM loads it: of those that it has now, and of any that it will have.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.Conflict` if its files have
-        changed.
+        Read later, a digest could be of files that are not those which were loaded.
         """
-        return None if name is None else await self._named(name)
+        load = client.add_lora
+
+        async def add_lora(lora_request: LoRARequest) -> bool:
+            with suppress(BadRequest):  # vLLM says it, too, and to whoever asked for it
+                await self._contents(lora_request)
+            return await load(lora_request)
+
+        client.add_lora = add_lora
+        await self.reports()
+
+    async def find(self, name: str | None, digest: str = "") -> Adapter | None:
+        """The adapter of that name; None for the base model. Any contents will do if no ``digest`` is wanted.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter`, also if it has other contents than those wanted, and
+        :class:`~tercet.protocol.Conflict` if its files have changed.
+        """
+        if name is None:
+            return None
+        found = await self._named(name)
+        AdapterReport(found.name, found.path, found.digest).require(digest)
+        return found
 
     async def _named(self, name: str) -> Adapter:
         found = self._known().get(name)
@@ -162,18 +184,20 @@ class Adapters:
         return self._models().lora_requests if self.most else {}
 
     async def _met_as(self, request: LoRARequest) -> Adapter:
+        name, path = request.lora_name, request.lora_path
+        contents = await self._contents(request)
+        if _stamp(contents.stamp) != contents.stamp:
+            raise _changed(name, path)
+        return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
+
+    async def _contents(self, request: LoRARequest) -> _Contents:
+        """What was found when an adapter of this name was first met at its path; that is now, if it was not yet."""
         key = request.lora_name, request.lora_path
-        contents = self._met.get(key)
-        if contents is None:
+        if key not in self._met:
             async with self._reading:
-                contents = self._met.get(key)
-                if contents is None:
-                    contents = self._met[key] = await asyncio.to_thread(_read, request.lora_path)
-        elif _stamp(contents.stamp) != contents.stamp:
-            raise _changed(*key)
-        return Adapter(
-            request.lora_name, request.lora_int_id, request.lora_path, contents.digest, request.is_3d_lora_weight
-        )
+                if key not in self._met:
+                    self._met[key] = await asyncio.to_thread(_read, request.lora_path)
+        return self._met[key]
 
     @staticmethod
     def _require_allowed() -> None:

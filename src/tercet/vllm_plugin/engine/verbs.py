@@ -146,7 +146,7 @@ class EngineVerbs:
         end = resolve_end(len(tokens), call.end)
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
-        adapter = await self.adapters.find(call.adapter)
+        adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         if call.lease is not None:
             held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter)
             there = held.committed // self._layout.block_size * self._layout.block_size
@@ -182,7 +182,7 @@ class EngineVerbs:
         begin, end = resolve_range(len(tokens), call.begin, call.end)
         call.kv_addr_info.require_proof(self._secret)
         check_send(call, begin, end, len(tokens), self._layout)
-        adapter = await self.adapters.find(call.adapter)
+        adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         check_adapter(call, digest_of(adapter))
         with self._reports.sending() as sending:
             params = SendParams(
@@ -311,7 +311,7 @@ class EngineVerbs:
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
         self._limits.check_output(tokens, call.output)
-        adapter = await self.adapters.find(call.adapter)
+        adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
         claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt, adapter)
@@ -384,6 +384,7 @@ class EngineVerbs:
             end=end,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
         )
         answer = await self.prep_recv(call)
         reservation = Reservation(answer.kv_addr_info, answer.matched_len)
@@ -398,7 +399,7 @@ class EngineVerbs:
 
         At the end of the context what the core has not taken by then is given back, so it is the request's end.
         """
-        adapter = await self.adapters.find(request.adapter)
+        adapter = await self.adapters.find(request.adapter, request.adapter_digest)
         claimed = await self._claimed(request.seq_id, list(request.prompt), request.cache_salt, adapter)
         if claimed is None or claimed.closing is None:
             yield None
