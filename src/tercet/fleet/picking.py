@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -98,25 +98,13 @@ class Picking(Generic[ViewT]):
     def _pick_by_turns(
         self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None
     ) -> ViewT:  # fmt: skip
-        # Written for fleets of thousands: a pass over all members costs more than everything else in a pick.
-        views = self.serving(request, self.views)
-        able = views if role == "both" else [v for v in views if v.role == role or v.role == "both"]
-        candidates = [view for view in able if view.reachable]
-        if candidates:
-            self._filled(role)
-        else:
-            self._require_role(role)
-            others = [view for view in views if view.reachable]
-            self._filled_by_others(role, bool(others))
-            candidates = others or able or views
-        for name in without:
-            candidates = [view for view in candidates if view.name != name] or candidates
-        if not candidates:
+        candidates = self._preferring(self.candidates(role, request=request), without)
+        if not len(candidates):
             raise self.nobody()
         key = role, by
         turn = self._turns[key]
         self._turns[key] += 1
-        return candidates[picker(candidates, turn)]
+        return cast("ViewT", candidates[picker(candidates, turn)])
 
     def _pick_by_profile(
         self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tercet.protocol import EngineView
 from tercet.scheduling.plugin import Decision, Engines, Floats, Picker
 
 
@@ -52,21 +51,19 @@ class PowerOfTwoPicker(Picker, frozen=True):
         return first if scores[first] > scores[second] else second
 
 
-TurnPicker = Callable[[Sequence[EngineView], int], int]
+TurnPicker = Callable[[Engines, int], int]
 """The index of one of these engines; the number counts the picks made so far among them."""
 
 
-def round_robin(candidates: Sequence[EngineView], turn: int) -> int:
+def round_robin(candidates: Engines, turn: int) -> int:
     """Index of the next candidate in turn."""
     return turn % len(candidates)
 
 
-def least_loaded(candidates: Sequence[EngineView], turn: int) -> int:
+def least_loaded(candidates: Engines, turn: int) -> int:
     """Index of the candidate with the fewest sequences in flight; among equals, the next in turn."""
-    loads = [candidate.in_flight for candidate in candidates]
-    fewest = min(loads)
-    equals = [index for index, load in enumerate(loads) if load == fewest]
-    return equals[turn % len(equals)]
+    equals = np.flatnonzero(candidates.in_flight == candidates.in_flight.min())
+    return int(equals[turn % len(equals)])
 
 
 PICKERS: Mapping[str, TurnPicker] = {"round_robin": round_robin, "least_loaded": least_loaded}
