@@ -50,7 +50,8 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 
     The first in an engine's queue goes to the fullest engine without a queue that has room for it. Where none has, the
     engine with the most room gives running sequences away, the shortest first, each to the fullest other one that
-    it fits into, until there is enough; the request goes there when the next look finds the room.
+    it fits into, until there is enough; the request goes there when the next look finds the room. Until then that room
+    is spoken for: none is made for a second one.
     """
     for source in engines:
         head = next(iter(source.queue), None)
@@ -60,8 +61,9 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
         destination = best_fit(beside, head.share, FULL)
         if destination is not None:
             yield move(head, source, destination, "defragment")
-        else:
-            yield from _make_room(head.share, [source, *beside])
+        elif making := list(_make_room(head.share, [source, *beside])):
+            yield from making
+            return
 
 
 def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:

@@ -78,4 +78,4 @@ def test_no_device_is_promised_twice(count: int, engines: int, memory: int, data
         mine = [share for share in plan if share.devices == (device.handle,)]
         if len(mine) > 1:
             promised = sum(share.memory or 1 for share in mine) * device.memory + len(mine) * BESIDE
-            assert promised <= device.free
+            assert promised < device.free + 1  # byte; shares are floats

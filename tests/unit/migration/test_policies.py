@@ -320,6 +320,12 @@ def test_room_is_made_where_the_queue_is_if_that_takes_least() -> None:
     assert moves(defragment([source, engine("other", "both", 0.85)])) == [("x", "source", "other")]
 
 
+def test_room_is_made_for_one_at_a_time() -> None:
+    target = engine("target", "both", 0.25, shares(x=0.125, y=0.125))
+    crowd = [queued(0.375, 0.875, "first"), target, queued(0.25, 1.0, "second")]
+    assert [each[0] for each in moves(defragment(crowd))] == ["x"]
+
+
 PACKING: dict[str, Callable[[Sequence[LoadedEngine], float], Iterable[Wanted]]] = {
     "mitigate": lambda engines, ceiling: mitigate(engines, ceiling, ALL),
     "consolidate": consolidate,
