@@ -50,11 +50,6 @@ class _Callback(msgspec.Struct, eq=False):
                 self.loop.timer_cancelled()
 
 
-def _context(given: Context | None) -> Context:
-    """The one that a callback runs in: an empty one counts as false, and is one all the same."""
-    return copy_context() if given is None else given
-
-
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
 
@@ -76,7 +71,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Run a callback before time moves on, after those that are ready already."""
-        found = _Callback(self._now, callback, args, _context(context))
+        found = _Callback(self._now, callback, args, copy_context() if context is None else context)
         self._ready.append(found)
         return found  # pyright: ignore[reportReturnType]
 
@@ -84,7 +79,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
-        timer = _Callback(when, callback, args, _context(context), self)
+        timer = _Callback(when, callback, args, copy_context() if context is None else context, self)
         beside = self._timers.get(when)
         if beside is None:
             self._timers[when] = [timer]
@@ -151,8 +146,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             when = heappop(self._moments)
             # In a function of its own: what goes away with cancelled ones may set others, before time moves on.
             self._make_ready(self._timers.pop(when))
-            if ready:
-                self._now = max(self._now, when)
+            if ready and when > self._now:
+                self._now = when
         if not ready:
             raise EngineError("every task waits and no timer is set: nothing would ever happen again")
 

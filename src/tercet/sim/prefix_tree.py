@@ -8,7 +8,8 @@ for those who ask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+
+import msgspec
 
 from tercet.protocol.block_hashes import chain, root_of
 from tercet.sim.prompts import Prompt
@@ -32,7 +33,7 @@ class Run:
         self.names: list[int] | None = None
 
 
-class Match(NamedTuple):
+class Match(msgspec.Struct, frozen=True):
     """The first ``blocks`` blocks of a prompt are cached, of which the last ``part`` are the first ones of ``run``."""
 
     run: Run
@@ -94,7 +95,7 @@ class PrefixTree:
 
     def cut(self, match: Match) -> Run:
         """The run that ends where a match does: the one that was found, or one made of the first part of it."""
-        run, part, _ = match
+        run, part = match.run, match.part
         if part == run.blocks:
             return run
         size = self._block_size

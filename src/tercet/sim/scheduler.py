@@ -16,7 +16,7 @@ from tercet.protocol import EngineLoad, TercetError, Usage
 from tercet.sim.adapter_slots import AdapterSlots
 from tercet.sim.block_pool import BlockPool
 from tercet.sim.engine_options import EngineOptions
-from tercet.sim.hosts import Alarm, EngineTime
+from tercet.sim.hosts import Alarm, EngineTime, Kind
 from tercet.sim.sequence_work import DecodeRun, DecodingBatch, Work
 from tercet.sim.step_times import StepModel, pairs_of
 
@@ -41,7 +41,7 @@ class SimScheduler:
 
     # Slots, as in all that a thousand engines have each: less memory is walked from one engine's step to another's.
     __slots__ = (
-        "_between", "_block_size", "_chunks", "_decoding", "_ends", "_frozen_since", "_model", "_options",
+        "_between", "_block_size", "_chunks", "_computes", "_decoding", "_ends", "_frozen_since", "_model", "_options",
         "_prefilling", "_run", "_step_began", "_ticks", "_time", "_timer", "_waiting", "counters", "on_change", "pool",
         "slots",
     )  # fmt: skip
@@ -67,6 +67,7 @@ class SimScheduler:
         self._chunks: list[Chunk] = []
         self._run: DecodeRun | None = None
         self._ticks = 0
+        self._computes: Kind | None = None
         self.on_change: Callable[[], None] | None = None
 
     # ---- from outside ----------------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class SimScheduler:
             self._timer = None
         self._frozen_since = None
         self._time.end()
+        self._computes = None
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
         for work in works:
             self.slots.leave(id(work))
@@ -254,9 +256,12 @@ class SimScheduler:
         if decodes and self._decoding.size > self.pool.free:  # none takes more than one block in a step
             self._make_room()
             decodes = self._decoding.size > 0
-        # How fast this engine's time runs from here on is settled before a step is timed.
-        self._time.compute("prefill" if chunks else "decode" if decodes else None)
-        now += self.slots.owed()
+        kind = "prefill" if chunks else "decode" if decodes else None
+        if kind != self._computes:  # how fast this engine's time runs from here on is settled before a step is timed
+            self._computes = kind
+            self._time.compute(kind)
+        if self.slots.most:
+            now += self.slots.owed()
         if chunks:
             self._start_step(now, chunks, decodes)
         elif decodes:
@@ -341,20 +346,22 @@ class SimScheduler:
 
     def _admit(self, work: Work) -> bool:
         """Match a sequence's prefix and take the blocks for the rest of it; False if they are not to be had."""
-        size, pool, holding = self._block_size, self.pool, work.holding
-        needed = -(-work.known // size)
+        size, pool, holding, known = self._block_size, self.pool, work.holding, work.known
+        needed = -(-known // size)
         margin = self._decoding.blocks_for(1)
         if holding.blocks == 0:
-            match = pool.match(work.prompt, work.matchable // size)
+            # One token must be computed if one is to be produced.
+            match = pool.match(work.prompt, (known - 1 if work.goal else known) // size)
             if not pool.fits(match, needed - match.blocks + margin):
                 return False
             pool.pin(holding, match)
             work.computed = match.blocks * size
         elif needed - holding.blocks + margin > pool.free:
             return False
-        pool.take(holding, max(0, needed - holding.blocks))
+        if needed > holding.blocks:
+            pool.take(holding, needed - holding.blocks)
         if work.usage is None:
-            work.usage = Usage(cached=work.computed, computed=work.todo)
+            work.usage = Usage(cached=work.computed, computed=known - work.computed)
         return True
 
     def _begin(self, work: Work, budget: int) -> int:

@@ -57,12 +57,7 @@ class Work(msgspec.Struct, eq=False):
     @property
     def todo(self) -> int:
         """Known tokens without KV."""
-        return self.known - self.computed
-
-    @property
-    def matchable(self) -> int:
-        """Tokens whose KV may come from the cache: one must be computed if a token is to be produced."""
-        return self.known - 1 if self.goal else self.known
+        return self.length + self.given + self.produced - self.computed
 
     def may_be(self, request: Request) -> bool:
         """Whether a request is for its prompt, and output after it, with its adapter."""
@@ -149,6 +144,8 @@ class DecodingBatch:
     def settle(self, work: Work) -> None:
         """Bring a sequence's own counts up to now."""
         ticks = self.tick - work.joined
+        if not ticks:
+            return
         work.holding.plain += self._hits(work.joined, self.tick, work.phase)
         work.produced += ticks
         work.computed += ticks
@@ -196,8 +193,7 @@ class DecodingBatch:
 
     def pop_due(self) -> list[Work]:
         """The sequences that are due now."""
-        found: list[Work] = []
-        due = self._due
+        found, due = list[Work](), self._due
         while due and due[0][0] <= self.tick:
             entry = heapq.heappop(due)
             if _valid(entry):
