@@ -144,12 +144,11 @@ class TransferPeer:
         numbers = np.array(blocks, dtype=np.int64)
 
         def write(post: Post) -> None:
-            begin = self._beginning(leg)
+            # The receiver may want none of these layers: other stages get them.
             for run in parts_of(layers, leg.planes):
                 for chunk in self._chunks(leg, run, slot, numbers):
                     leg.chunks.append(chunk)
-                    post.send(begin + framed(chunk))
-                    begin = b""
+                    post.send(self._beginning(leg) + framed(chunk))
                     self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
 
         return self._say(leg, write)

@@ -105,18 +105,27 @@ def test_stages_that_hold_other_layers_are_refused(stages: tuple[tuple[int, ...]
 WAYS = [((1, (4,)), (1, (1, 3))), ((1, (1, 3)), (1, (4,))), ((2, (3, 1)), (1, (2, 2))), ((1, (2, 2)), (2, (1, 3)))]
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_layer_and_head_finds_its_rank(
-    backend: str, way: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]]
+    backend: str, way: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]], one_by_one: bool
 ) -> None:
-    """Bytes, through each transport; and a lease is valid only where all layers have come."""
+    """Bytes, through each transport, whether layers are pushed together or as they are computed.
+
+    And a lease is valid only where all layers have come.
+    """
     source, target = (layout(tp, tuple((count,) for count in counts), 1, 4) for tp, counts in way)
     sources, targets = SCATTERED
     held = [
         [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(len(counts)) for _ in range(tp)]
         for tp, counts in way
     ]
+
+    def layers_of(number: int) -> Sequence[int]:
+        layers = range(len(held[0][number]))
+        return [*layers] if one_by_one else layers
+
     ours = [filled(len(layers), 40, source.block_bytes, 10 + each) for each, layers in enumerate(held[0])]
     theirs = [filled(len(layers), 40, target.block_bytes, 50 + each) for each, layers in enumerate(held[1])]
     end, lease = len(targets) * TOKENS, new_lease(len(targets) * TOKENS)
@@ -134,11 +143,11 @@ def test_each_layer_and_head_finds_its_rank(
         ]
         *most, (last, send) = sends
         for number, each in most:
-            each.push(range(len(held[0][number])), sources)
+            each.push(layers_of(number), sources)
             each.finish(end)
         assert all(isinstance(each.wait(), SendReport) for _, each in most)
         assert 0 in [each.grants._open[lease].valid.end for each in receiving]
-        send.push(range(len(held[0][last])), sources)
+        send.push(layers_of(last), sources)
         send.finish(end)
         assert isinstance(send.wait(), SendReport)
         assert [receiver.grants.revoke(lease) for receiver in receiving] == [end] * len(receiving)
