@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
@@ -59,6 +60,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_movable_groups(kv_cache_config)
         _require_prefill_behind_kv(vllm_config)
         _require_whole_blocks(vllm_config)
+        _require_kernels_of_states(kv_cache_config)
         _require_states_to_be_kept(vllm_config, kv_cache_config)
         _require_one_rank(vllm_config)
         _require_drafter_without_kv(vllm_config)
@@ -204,6 +206,22 @@ def _require_whole_blocks(config: VllmConfig) -> None:
             f"--prefix-match-unit is {unit}, and Tercet's leases begin with whole blocks of {cache.block_size}; "
             "start the engine without it"
         )
+
+
+def _require_kernels_of_states(caches: KVCacheConfig) -> None:
+    # vLLM fails at the first prompt otherwise, and its engine ends with a traceback.
+    kinds = {getattr(group.kv_cache_spec, "mamba_type", None) for group in caches.kv_cache_groups}
+    if MambaAttentionBackendEnum.MAMBA1 in kinds and current_platform.is_cpu() and not _scans_states():
+        raise UnsupportedVLLM(
+            "this vLLM's CPU build has no kernel for Mamba-1 layers (selective_scan_fwd), and fails at any prompt of "
+            "this model; serve it on an accelerator"
+        )
+
+
+def _scans_states() -> bool:
+    import torch
+
+    return hasattr(torch.ops._C, "selective_scan_fwd")
 
 
 def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -24,7 +26,7 @@ from tercet.transport.routes import RankRoute, routes
 from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.engine.cache_groups import state_layers
 from tercet.vllm_plugin.engine.kv_layout import layout_of, packing_of
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, order_of
 from tercet.vllm_plugin.engine.stages import AllStages, StageContents
 from tercet.vllm_plugin.engine.step_layers import StepLayers
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
@@ -78,11 +80,17 @@ def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVL
 
 
 def test_blocks_of_which_nothing_is_known_are_exchanged_if_they_lie_alike() -> None:
-    """Kernels may cut vLLM's blocks smaller; then the transport cannot put one order of items into another."""
+    """Kernels may cut vLLM's blocks smaller; then the transport cannot put one order of items into another.
 
-    def packing(plane: torch.Tensor) -> str:
+    Nor can it where layers keep states, whose blocks have no such items.
+    """
+
+    def packing(*attention: torch.Tensor, states: bool = False) -> str:
         vllm: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
-        return packing_of(vllm, BLOCK, torch.bfloat16, plane, BLOCKS)
+        orders = {order_of(plane, BLOCKS) for plane in attention} | ({None} if states else set())
+        order = orders.pop() if len(orders) == 1 else None
+        planes: Any = SimpleNamespace(device=attention[0].device, num_blocks=BLOCKS, order=order)
+        return packing_of(vllm, BLOCK, torch.bfloat16, planes, attention)
 
     def plane(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device="meta")
@@ -92,6 +100,9 @@ def test_blocks_of_which_nothing_is_known_are_exchanged_if_they_lie_alike() -> N
     cut = [plane(BLOCKS * 2, 2, 8, 64), plane(BLOCKS * 2, 8, 2, 64).transpose(1, 2), plane(BLOCKS * 4, 2, 4, 64)]
     assert len({packing(each) for each in (heads_first, *cut)}) == 4
     assert packing(plane(BLOCKS * 2, 2, 8, 64)) == packing(cut[0])
+    beside_states = [packing(each, each, states=True) for each in (heads_first, tokens_first)]
+    assert len({*beside_states, "meta-auto"}) == 3
+    assert packing(heads_first, tokens_first) != packing(tokens_first, heads_first)
 
 
 # ---- MLA -----------------------------------------------------------------------------------------------------------
@@ -126,6 +137,29 @@ def test_states_are_planes_with_their_padding_beside_those_of_attention() -> Non
     assert state_layers(config) == ["0.a", "0.b"]
     assert [plane.shape for plane in planes.tensors_without(state_layers(config))] == [(BLOCKS, 2, BLOCK, 64)] * 2
     assert all(plane.is_contiguous() for plane in planes.tensors)
+
+
+def test_on_a_device_blocks_of_states_go_as_they_are_and_so_do_those_beside_them() -> None:
+    for specs, order in (((FULL,), order_of(tensor_of(FULL), BLOCKS)), ((STATE, FULL), None)):
+        planes = planes_of(caches(*specs))
+        fd, shape = planes.share_words()
+        os.close(fd)
+        assert planes.order == shape.order == order
+        shape.require_sane()
+
+
+def test_mamba_1_is_refused_where_vllm_has_no_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mamba_1 = caches(FULL, replace(STATE, mamba_type=MambaAttentionBackendEnum.MAMBA1))
+    monkeypatch.setattr(connector, "_scans_states", lambda: False)
+    with pytest.raises(UnsupportedVLLM, match="no kernel for Mamba-1"):
+        connector._require_kernels_of_states(mamba_1)
+    connector._require_kernels_of_states(caches(FULL, STATE))
+    connector._require_kernels_of_states(caches(FULL))
+    monkeypatch.setattr(connector, "_scans_states", lambda: True)
+    connector._require_kernels_of_states(mamba_1)
+    monkeypatch.setattr(connector, "_scans_states", lambda: False)
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    connector._require_kernels_of_states(mamba_1)
 
 
 def test_engines_that_keep_states_otherwise_exchange_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tercet.protocol import KVLayout
 from tercet.vllm_plugin.engine.cache_groups import described, state_formats, state_layers
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, arrangement_of, order_of
+from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, arrangement_of
 from tercet.vllm_plugin.engine.stages import AllStages
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
@@ -47,18 +48,25 @@ def _sample(file: Path, digest: hashlib._Hash) -> None:
             digest.update(opened.read(WINDOW_BYTES))
 
 
-def packing_of(config: VllmConfig, block_size: int, dtype: torch.dtype, plane: torch.Tensor, num_blocks: int) -> str:
-    """How keys and values lie inside a block of a plane: CPU kernels pack them for their instruction set."""
-    if plane.device.type == "cpu":
+def packing_of(
+    config: VllmConfig, block_size: int, dtype: torch.dtype, planes: LayerPlanes, attention: Sequence[torch.Tensor]
+) -> str:
+    """How keys and values lie inside a block: CPU kernels pack them for their instruction set.
+
+    ``attention`` are those of the ``planes`` that hold keys and values.
+    """
+    if planes.device.type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # the same choice that the kernels make
 
         head_size = config.model_config.get_head_size()
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size, config.cache_config.cache_dtype)}"
-    packing = f"{plane.device.type}-{config.cache_config.cache_dtype}"
+    packing = f"{planes.device.type}-{config.cache_config.cache_dtype}"
     # In which order heads and tokens lie is the transport's to know: it puts one into the other. Of other blocks it
     # knows nothing but that they are bytes.
-    described = order_of(plane, num_blocks) is not None
-    return packing if described else f"{packing}-{arrangement_of(plane, num_blocks)}"
+    if planes.order is not None:
+        return packing
+    arrangements = dict.fromkeys(arrangement_of(plane, planes.num_blocks) for plane in attention)
+    return "-".join([packing, *arrangements])
 
 
 def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
@@ -107,7 +115,7 @@ def layout_of(
     first = attention[0]
     cache_dtype = first.dtype
     alike = not states and all(plane.shape == first.shape for plane in attention)
-    packing = packing_of(config, block_size, model.dtype, first, caches.num_blocks)
+    packing = packing_of(config, block_size, model.dtype, planes, attention)
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),

@@ -70,11 +70,17 @@ class LayerPlanes:
         """For KV on a device: a file of the same shape that holds nothing but generation words, and takes no memory."""
         length = self.block_bytes * self.num_blocks
         shape = shape_of([length] * len(self.tensors), self.num_blocks, self.block_bytes)
-        orders = {order_of(plane, self.num_blocks) for plane in self.tensors}
-        if len(orders) > 1:
-            raise UnsupportedVLLM(f"layers arrange their blocks differently: {orders}")
-        shape = replace(shape, groups=tuple(self.group_planes), order=orders.pop())
+        shape = replace(shape, groups=tuple(self.group_planes), order=self.order)
         return create_file(shape), shape
+
+    @property
+    def order(self) -> BlockOrder | None:
+        """How the items of all blocks lie; None if they lie otherwise in some layers, such as those that keep states.
+
+        Such blocks go as they are, between engines where they lie alike.
+        """
+        orders = {order_of(plane, self.num_blocks) for plane in self.tensors}
+        return orders.pop() if len(orders) == 1 else None
 
     def tensors_without(self, layers: Sequence[str]) -> list[torch.Tensor]:
         """The planes of all other layers."""
