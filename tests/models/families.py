@@ -49,6 +49,7 @@ WINDOWED = "all blocks of the full layers, the window's of the others"
 # vLLM's CPU kernels of Mamba 2 fail at a prompt of which a step computes more than a block.
 MAMBA_2 = ("--max-num-batched-tokens", "128")
 STATES = "all blocks of the attention layers, of the others the last state and the one before its block"
+MAMBA_1 = "no kernel for Mamba-1 layers"
 LATENT = "vLLM computes no tokens of an MLA model behind KV that is there already"
 # What DeepSeek's generations have in common.
 LATENT_EXPERTS: dict[str, Any] = {
@@ -65,6 +66,12 @@ FAMILIES: dict[str, Family] = {
     "llama_ngram": Family("Llama, n-gram speculation", _of("Llama"), flags=("--speculative-config", NGRAM)),
     "llama_stages": Family("Llama, two pipeline stages", _of("Llama"), flags=("--pipeline-parallel-size", "2")),
     # Its heads are as wide as the hidden size makes them, and vLLM's CPU kernels know none of 16.
+    "llama_one_head": Family(
+        "Llama, one KV head that two ranks hold",
+        _of("Llama", num_key_value_heads=1),
+        "all blocks, from each rank to its counterpart",
+        flags=("--tensor-parallel-size", "2"),
+    ),
     "qwen2": Family("Qwen 2", _of("Qwen2", hidden_size=128)),
     "qwen3": Family("Qwen 3", _of("Qwen3")),
     "qwen3_moe": Family("Qwen 3 MoE", _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
@@ -153,6 +160,7 @@ FAMILIES: dict[str, Family] = {
             use_mamba_kernels=False,
         ),
         STATES,
+        refusal=MAMBA_1,
     ),
     "granite_hybrid": Family(
         "Granite 4 (hybrid)",

@@ -1,4 +1,4 @@
-"""Engines that split a model over pipeline stages, or guess tokens ahead, beside one that does neither."""
+"""Engines that split a model over stages or ranks, or guess tokens ahead, beside one that does none of it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,37 @@ from .families import NGRAM
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-FLAGS = {"whole": ("0",), "stages": ("0|1", "--pipeline-parallel-size", "2")}
+STAGES, RANKS = ("0|1", "--pipeline-parallel-size", "2"), ("0|1", "--tensor-parallel-size", "2")
 LENGTHS = (5, 128, 129, 300)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 async def test_stages_and_one_engine_without_hand_over_to_each_other(family: str, tmp_path: Path) -> None:
     """Layers of several groups are cut between the two stages."""
-    with engines_with(FLAGS, str(checkpoint(family)), tmp_path) as urls:
-        async with HttpEngine("whole", urls["whole"]) as whole, HttpEngine("stages", urls["stages"]) as stages:
+    await _hand_over_to_each_other(family, STAGES, tmp_path)
+
+
+async def test_ranks_that_hold_the_same_head_and_one_that_holds_it_alone_hand_over_to_each_other(
+    tmp_path: Path,
+) -> None:
+    """One KV head on two ranks: each of them has all of it."""
+    await _hand_over_to_each_other("llama_one_head", RANKS, tmp_path)
+
+
+async def _hand_over_to_each_other(family: str, split_by: tuple[str, ...], tmp_path: Path) -> None:
+    flags = {"whole": ("0",), "split": split_by}
+    with engines_with(flags, str(checkpoint(family)), tmp_path) as urls:
+        async with HttpEngine("whole", urls["whole"]) as whole, HttpEngine("split", urls["split"]) as split:
             for length in LENGTHS:
                 prompt = prompt_of(length, seed=length)
                 alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
-                own = await complete(urls["stages"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+                own = await complete(urls["split"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
                 assert tokens_of(own) == tokens_of(alone)
-                for source, target in ((whole, stages), (stages, whole)):
+                for source, target in ((whole, split), (split, whole)):
                     tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex)
                     assert (tokens, received) == (tokens_of(alone), length)
             await settled(whole)
-            await settled(stages)
+            await settled(split)
 
 
 async def test_guessed_tokens_are_handed_over_only_once_they_are_accepted(tmp_path: Path) -> None:
