@@ -12,9 +12,10 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.given_names import given_as, require_url
+from tercet.cli.given_names import given_as
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, Role
+from tercet.settings import require_url
 
 Url = Annotated[str, typer.Option(envvar="TERCET_URL", help="The front door's base URL.")]
 ApiKey = Annotated[

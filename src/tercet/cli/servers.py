@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.given_names import PARTS, given_as, require_url
+from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
@@ -35,7 +35,7 @@ from tercet.router import serve
 from tercet.router.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
-from tercet.settings import ReschedulerConfig, RouterConfig, key_values
+from tercet.settings import ReschedulerConfig, RouterConfig, key_values, require_url
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.sim.sim_server import ServerConfig

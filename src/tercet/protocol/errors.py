@@ -58,6 +58,10 @@ class UnknownAdapter(TercetError, status=404):
     """The engine, or every engine of the fleet that answers, lacks the LoRA adapter of that name."""
 
 
+class UnknownModel(TercetError, status=404):
+    """Nothing here serves a model of that name."""
+
+
 class UnknownPath(TercetError, status=404):
     """Nothing is served under this path."""
 

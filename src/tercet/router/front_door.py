@@ -7,6 +7,7 @@ fast path; the routes of our own and all the rest are in vLLM's application.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
-from tercet.protocol import RequestTooLarge, ShuttingDown, TercetError
+from tercet.protocol import EngineUnreachable, RequestTooLarge, ShuttingDown, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
+from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.shutdown import Shutdown
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
@@ -28,8 +30,11 @@ from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 if TYPE_CHECKING:
     from tercet.vllm_plugin.frontend.fast_path import FastPath
 
+logger = logging.getLogger("tercet.router")
 # Where refusals are on their way through the layers around them.
 ERROR = "tercet.error"
+# The same, of answers of pooling servers.
+ANSWER = "tercet.answer"
 # As on a vLLM server, for probes and for those who scrape metrics; they tell nothing of what clients send.
 LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
@@ -45,9 +50,10 @@ GENERATING = frozenset(
 class FrontDoor:
     """Refuses what may not come in, with OpenAI's error JSON, and has the rest served: by ``fast`` or by ``app``.
 
-    ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals need to reach a browser.
+    ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals, and answers
+    of pooling servers, need to reach a browser.
     ``shutdown`` is told of every request, and refuses all once it has begun; without one nobody ends this front door.
-    ``access_log``: have each request logged.
+    ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class FrontDoor:
         around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         shutdown: Shutdown | None = None,
         access_log: bool = False,
+        pooling: PoolingServers | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
@@ -65,7 +72,9 @@ class FrontDoor:
         self._check_program = check_program
         self._max_bytes = max_bytes
         self._access_log = access_log
+        self._pooling = pooling
         self._refusals = around_refusals(_refused)
+        self._answers = around_refusals(_passed_on)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -83,6 +92,7 @@ class FrontDoor:
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
+        pooled: Answer | None = None
         async with AsyncExitStack() as held:
             try:
                 if self._is_counted(context, scope):
@@ -91,12 +101,33 @@ class FrontDoor:
                 if body is not None and context.path in GENERATING and not self._gate.is_open:
                     held.callback(body.close)
                     await held.enter_async_context(self._gate.place(context.asked.priority, body.left))
+                if body is not None and self._pooling is not None and self._pooling.take(context.path):
+                    held.callback(body.close)
+                    pooled = await self._pooled(self._pooling, context, body)
+                    held.callback(pooled.close)
             except TercetError as error:
                 await self._refusals({**scope, ERROR: error}, receive, send)
             except ClientLeft:
                 pass
             else:
+                if pooled is not None:
+                    await self._answers({**scope, ANSWER: pooled}, receive, send)
+                    return
                 await self._serve(context, scope, receive if body is None else body.receive, send)
+
+    async def _pooled(self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody) -> Answer:
+        """Raises :class:`ClientLeft` if nobody waits for it any more."""
+        asking = asyncio.ensure_future(
+            pooling.answer(context.path, context.asked.model, body.content, context.headers, context.began)
+        )
+        try:
+            await asyncio.wait({asking, body.left()}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ClientLeft
+            return asking.result()
+        except BaseException:
+            close_result(asking)
+            raise
 
     async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
         if context.path in READY:
@@ -141,6 +172,7 @@ class ReceivedBody:
     """A body that was read whole, for the application to receive again."""
 
     def __init__(self, content: bytes, receive: Receive) -> None:
+        self.content = content
         self._content: bytes | None = content
         self._receive = receive
         self._next: asyncio.Future[Message] | None = None
@@ -219,3 +251,16 @@ async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[
     length = b"content-length", str(len(body)).encode()
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as a server did; without an end if it broke off, at which the connection to the client is closed."""
+    answer: Answer = scope[ANSWER]
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    try:
+        async for part in answer.parts():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    except EngineUnreachable as error:
+        logger.warning("%s", error.message)
+        return
+    await send({"type": "http.response.body", "body": b""})

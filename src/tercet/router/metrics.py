@@ -75,6 +75,10 @@ class Metrics:
             "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
         )
         self.workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
+        self._pooling = Gauge(
+            "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
+            multiprocess_mode="livemin",
+        )  # fmt: skip
         self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
         self._moves_running = Gauge(
             "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
@@ -146,6 +150,10 @@ class Metrics:
         """So many requests are in, and so many wait."""
         self._admitted.set(in_flight)
         self._queued.set(queued)
+
+    def pooling_server(self, url: str, answers: bool) -> None:
+        """Whether a server of a pooling model answers."""
+        self._pooling.labels(url).set(answers)
 
     def returned(self, program: str, to_version: int) -> None:
         """The front door went back to a version because a program kept failing."""

@@ -24,6 +24,7 @@ from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
 from tercet.router.pod_members import follow_pods
+from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import Service
@@ -55,12 +56,16 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     fleet.without_role = config.without_role
     export(fleet)
     background = TaskSet()
+    metrics = Metrics()
     async with (
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
+        PoolingServers(
+            config.pooling_servers, config.secret, tls, config.request_timeout_s, metrics.pooling_server
+        ) as pooling,
     ):
         service = Service(
-            fleet, config.program, config.program_args, Metrics(), config.return_after, config.retries,
+            fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
             config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
         )  # fmt: skip
         with state_path(config) as path:
@@ -88,7 +93,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
-                await _serve_openai(config, state, promise.max_model_len, shutdown, shared)
+                await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
             finally:
                 await background.close()
                 state.close()
@@ -123,8 +128,9 @@ def _interrupt(*_: object) -> None:
 
 
 async def _serve_openai(
-    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, shared: Shared | None
-) -> None:
+    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, shared: Shared | None,
+    pooling: PoolingServers,
+) -> None:  # fmt: skip
     from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
     from tercet.vllm_plugin.frontend.served_adapters import serve_adapters
@@ -142,7 +148,7 @@ async def _serve_openai(
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
             layers, server.fast, gate, api_keys(args), service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown, config.access_log,
+            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
         )  # fmt: skip
         await state.serving()
         if shared is not None:

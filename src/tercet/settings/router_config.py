@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +22,7 @@ from tercet.settings.declaration import (
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.urls import require_url
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
@@ -43,13 +43,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Mapping[Annotated[str, Meta(min_length=1)], str] = {}
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # brackets that do not match, a port that is no number
-            is_url = False
-        if not is_url:
-            raise BadRequest(f"url: {self.url!r} is not a URL such as http://127.0.0.1:8001", "url")
+        require_url(self.url, "url")
 
 
 def engine_fields(given: Any, index: int) -> Any:
@@ -254,6 +248,13 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
+    pooling_servers: Annotated[
+        tuple[str, ...],
+        Setting(
+            "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
+            flag="--pooling-server", metavar="URL",
+        ),
+    ] = ()  # fmt: skip
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
@@ -271,6 +272,10 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines, self.discovery)
+        for url in self.pooling_servers:
+            require_url(url, "pooling-servers")
+        if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
+            raise BadRequest("pooling-servers: one of them is there twice", "pooling-servers")
         self.require_stream_ports_beside(self.port)
 
 

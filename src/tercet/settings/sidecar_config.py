@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.protocol import BadRequest
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings.declaration import AtLeastOne, Seconds, Setting, Settings
 from tercet.settings.prefill_settings import (
@@ -20,6 +18,7 @@ from tercet.settings.prefill_settings import (
 )
 from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
+from tercet.settings.urls import require_url
 
 Connector = Literal["tercet", "nixl"]
 
@@ -57,9 +56,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = urlsplit(self.engine)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadRequest(f"engine: {self.engine!r} is not a URL such as http://127.0.0.1:8001", "engine")
+        require_url(self.engine, "engine")
         self.allowed_prefillers()
 
     def allowed_prefillers(self) -> AllowedPrefillers:

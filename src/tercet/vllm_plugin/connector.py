@@ -62,6 +62,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_whole_blocks(vllm_config)
         _require_kernels_of_states(kv_cache_config)
         _require_states_to_be_kept(vllm_config, kv_cache_config)
+        _require_generation(vllm_config)
         _require_one_rank(vllm_config)
         _require_drafter_without_kv(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
@@ -248,6 +249,14 @@ def _require_drafter_without_kv(config: VllmConfig) -> None:
             f"--speculative-config: the drafter {speculative.method!r} has KV of its own, of which the last token's "
             f"depends on the token after it, so it is not what a send names. Tercet supports the methods "
             f"{', '.join(DRAFTERS_WITHOUT_KV)}"
+        )
+
+
+def _require_generation(config: VllmConfig) -> None:
+    if config.model_config.runner_type != "generate":
+        raise UnsupportedVLLM(
+            f"this engine's runner is {config.model_config.runner_type!r}, and there is no KV of it to be moved: start "
+            "it with `vllm serve`, and name it to `tercet router` by --pooling-server"
         )
 
 

@@ -51,6 +51,7 @@ ENGINE_HOOKS = (
             Says("vllm.config.parallel:ParallelConfig", "_api_process_count: int"),
             Has("vllm.config.parallel:ParallelConfig", "use_ubatching"),
             Says("vllm.config.parallel:ParallelConfig", "data_parallel_external_lb: bool"),
+            Says("vllm.config:ModelConfig.__post_init__", "self.runner_type = "),
         ),
     ),
     Hook(
@@ -60,7 +61,7 @@ ENGINE_HOOKS = (
         until="a KV connector is told all stages' layers",
         relies_on=(
             Takes(f"{CONNECTOR}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", "metadata"),
-            Says(f"{CORE}.__init__", "set_xfer_handshake_metadata_pp_aware(content)"),
+            Says(CORE, "set_xfer_handshake_metadata_pp_aware(content)"),
             Takes("vllm.distributed.parallel_state:get_pp_group"),
             Says("vllm.distributed.parallel_state:GroupCoordinator", "cpu_group: ProcessGroup", "rank_in_group"),
             Has("vllm.config:ParallelConfig", "decode_context_parallel_size", "prefill_context_parallel_size"),

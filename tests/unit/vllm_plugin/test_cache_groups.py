@@ -33,7 +33,12 @@ from vllm.v1.request import Request
 from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease, Push
 from tercet.vllm_plugin import connector
-from tercet.vllm_plugin.connector import _require_drafter_without_kv, _require_one_rank, _require_prefill_behind_kv
+from tercet.vllm_plugin.connector import (
+    _require_drafter_without_kv,
+    _require_generation,
+    _require_one_rank,
+    _require_prefill_behind_kv,
+)
 from tercet.vllm_plugin.engine import core_methods
 from tercet.vllm_plugin.engine.cache_groups import (
     NO_BLOCK,
@@ -550,6 +555,15 @@ def test_tokens_of_a_block_spread_over_ranks_are_refused(size: str) -> None:
     _require_one_rank(parallel())
     with pytest.raises(UnsupportedVLLM, match="context parallelism"):
         _require_one_rank(parallel(**{size: 2}))
+
+
+def test_pooling_models_have_nothing_to_be_moved() -> None:
+    def config(runner: str) -> VllmConfig:
+        return cast("VllmConfig", SimpleNamespace(model_config=SimpleNamespace(runner_type=runner)))
+
+    _require_generation(config("generate"))
+    with pytest.raises(UnsupportedVLLM, match="--pooling-server"):
+        _require_generation(config("pooling"))
 
 
 def test_a_server_has_one_data_parallel_rank() -> None:

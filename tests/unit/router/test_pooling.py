@@ -1,0 +1,278 @@
+"""Embeddings and their like through the front door, to servers that are simple ones here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from aiohttp import web
+from starlette.types import Receive, Scope, Send
+
+from tercet.fleet.admission import Gate
+from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
+from tercet.router import pooling as module
+from tercet.router.front_door import FrontDoor
+from tercet.router.metrics import Metrics
+from tercet.router.pooling import PATHS, PoolingServers
+from tercet.settings import EngineAddress, Limits, RouterConfig
+
+from .conftest import Door
+
+SECRET = "the fleet's"
+
+
+class Server:
+    """Serves one model at a port; ``go`` lets it answer, and ``breaks`` has it hang up instead."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.bodies: list[Any] = []
+        self.keys: set[str | None] = set()
+        self.go = asyncio.Event()
+        self.go.set()
+        self.breaks = self.breaks_within = False
+        self.silent = False
+        self.says: dict[str, str] = {}
+        self.status = 200
+        self.runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{path:.*}", self._post)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
+        await site.start()
+        (self.port,) = {address[1] for address in self.runner.addresses}
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.keys.add(request.headers.get("authorization"))
+        if self.silent:
+            await self.go.wait()
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        self.keys.add(request.headers.get("authorization"))
+        self.bodies.append((request.path, await request.json()))
+        await self.go.wait()
+        if self.breaks and request.transport is not None:
+            request.transport.close()
+        answer = web.StreamResponse(status=self.status, headers={"content-type": "application/json", **self.says})
+        await answer.prepare(request)
+        await answer.write(json.dumps({"from": self.port, "object": "list"}).encode())
+        if self.breaks_within and request.transport is not None:
+            request.transport.close()
+        return answer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def looks(pooling: PoolingServers, times: int) -> None:
+    for _ in range(times):
+        await pooling.look_at(pooling.servers[0])
+
+
+async def nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b"vLLM's own"})
+
+
+@pytest.fixture
+async def embedders() -> AsyncIterator[list[Server]]:
+    """Two of one model, and one of another."""
+    servers = [Server("embedder"), Server("embedder"), Server("reranker")]
+    for each in servers:
+        await each.start()
+    yield servers
+    for each in servers:
+        each.go.set()
+        await each.stop()
+
+
+@pytest.fixture
+async def pooling(embedders: list[Server]) -> AsyncIterator[PoolingServers]:
+    async with PoolingServers([each.url for each in embedders], SECRET, timeout_s=30.0) as found:
+        yield found
+
+
+@pytest.fixture
+async def client(door: Door, metrics: Metrics, pooling: PoolingServers) -> AsyncIterator[httpx.AsyncClient]:
+    gate = Gate(Limits(), door.fleet, metrics)
+    front = FrontDoor(nothing_here, None, gate, ("key",), door.service.program_called, 10_000, pooling=pooling)
+    transport = httpx.ASGITransport(front)
+    headers = {"authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+async def test_the_body_goes_to_a_server_of_the_model_and_its_answer_back(
+    client: httpx.AsyncClient, embedders: list[Server], path: str
+) -> None:
+    answer = await client.post(path, json={"model": "reranker", "input": "x"})
+    assert (answer.status_code, answer.json()["from"]) == (200, embedders[2].port)
+    assert answer.headers["content-type"].startswith("application/json")
+    assert embedders[2].bodies == [(path, {"model": "reranker", "input": "x"})]
+    assert embedders[2].keys == {f"Bearer {SECRET}"}  # the client's own key is not theirs
+
+
+async def test_who_has_least_to_do_is_asked(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    for each in embedders:
+        each.go.clear()
+    asking = [asyncio.create_task(client.post("/v1/embeddings", json={"model": "embedder"})) for _ in range(6)]
+    await until(lambda: sum(len(each.bodies) for each in embedders) == 6)
+    assert [len(each.bodies) for each in embedders] == [3, 3, 0]
+    for each in embedders:
+        each.go.set()
+    assert {(await each).status_code for each in asking} == {200}
+
+
+async def test_one_that_breaks_off_is_left_for_another(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    embedders[0].breaks = True
+    answers = [await client.post("/v1/embeddings", json={"model": "embedder"}) for _ in range(4)]
+    assert {(each.status_code, each.json()["from"]) for each in answers} == {(200, embedders[1].port)}
+
+
+async def test_one_that_is_silent_is_left_for_another_even_by_those_who_wait_for_it(
+    client: httpx.AsyncClient, embedders: list[Server], pooling: PoolingServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pooling.look()
+    silent = embedders[0]
+    silent.silent = True
+    silent.go.clear()
+    monkeypatch.setattr(module, "LOOK_TIMEOUT", aiohttp.ClientTimeout(total=0.02))
+    pooling.servers[1].asked = 1  # so the silent one is first
+    asking = asyncio.create_task(client.post("/v1/embeddings", json={"model": "embedder"}))
+    await until(lambda: len(silent.bodies) == 1)
+    looked_at = pooling.servers[0]
+    looked_at.silent = 0
+    await looks(pooling, 1)
+    assert looked_at.models is not None  # it may be busy
+    await looks(pooling, module.SILENT_LOOKS)
+    answer = await asyncio.wait_for(asking, 10)
+    assert (answer.status_code, answer.json()["from"]) == (200, embedders[1].port)
+    assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
+
+
+async def test_an_answer_that_breaks_off_has_no_end(embedders: list[Server], pooling: PoolingServers) -> None:
+    embedders[2].breaks_within = True
+    answer = await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+    with pytest.raises(EngineUnreachable, match="broke off"):
+        async for _ in answer.parts():
+            pass
+    answer.close()
+    assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
+
+
+async def test_whose_bytes_are_whose_is_said_in_a_header(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    embedders[2].says = {"metadata": "x" * 100_000, "server": "theirs"}
+    answer = await client.post("/pooling", json={"model": "reranker"})
+    assert answer.headers["metadata"] == "x" * 100_000
+    assert "server" not in answer.headers
+
+
+async def test_what_a_server_refuses_is_its_clients(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    embedders[2].status = 400
+    answer = await client.post("/rerank", json={"model": "reranker"})
+    assert (answer.status_code, answer.json()["from"]) == (400, embedders[2].port)
+    assert len(embedders[2].bodies) == 1
+
+
+async def test_a_server_that_is_back_is_asked_again(
+    client: httpx.AsyncClient, embedders: list[Server], pooling: PoolingServers
+) -> None:
+    await embedders[2].stop()
+    answer = await client.post("/rerank", json={"model": "reranker"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unreachable")
+    await embedders[2].start()
+    await pooling.look()
+    assert (await client.post("/rerank", json={"model": "reranker"})).status_code == 200
+
+
+async def test_a_model_that_nobody_serves_is_not_there(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/embeddings", json={"model": "other", "input": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "unknown_model", "model")
+    assert "embedder, reranker" in error["message"]
+
+
+async def test_without_a_name_any_server_will_do(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 200
+
+
+async def test_the_front_doors_key_and_size_hold(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    assert (await client.post("/pooling", json={}, headers={"authorization": "Bearer no"})).status_code == 401
+    assert (await client.post("/pooling", content=b" " * 10_001)).status_code == 413
+    assert not any(each.bodies for each in embedders)
+
+
+async def test_a_client_that_leaves_ends_its_request(embedders: list[Server], pooling: PoolingServers) -> None:
+    embedders[2].go.clear()
+    asking = asyncio.create_task(pooling.answer("/score", "reranker", b"{}", {}, 1e9))
+    await until(lambda: len(embedders[2].bodies) == 1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
+
+
+async def test_without_such_servers_vllm_answers(door: Door, metrics: Metrics) -> None:
+    async with PoolingServers(()) as none:
+        front = FrontDoor(
+            nothing_here, None, Gate(Limits(), door.fleet, metrics), (), door.service.program_called, 1000, pooling=none
+        )
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
+            assert (await client.post("/v1/embeddings", json={})).content == b"vLLM's own"
+
+
+async def test_nobody_listens_and_others_say_no_models() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with PoolingServers([url]) as pooling:
+            with pytest.raises(EngineUnreachable):
+                await pooling.answer("/score", "m", b"{}", {}, 0.0)
+
+
+async def test_a_model_is_unknown_only_once_all_have_told_theirs(embedders: list[Server]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        silent = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with PoolingServers([silent, embedders[0].url]) as pooling:
+            with pytest.raises(EngineUnreachable):
+                await pooling.answer("/score", "perhaps", json.dumps({}).encode(), {}, 0.0)
+        async with PoolingServers([embedders[0].url]) as pooling:
+            with pytest.raises(UnknownModel):
+                await pooling.answer("/score", "perhaps", json.dumps({}).encode(), {}, 0.0)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://here", "http://", "http://here:0", "http://[", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(BadRequest, match="pooling-servers"):
+        RouterConfig(engines=(EngineAddress("a", "http://a"),), pooling_servers=(url,))
+
+
+def test_a_server_is_named_once() -> None:
+    with pytest.raises(BadRequest, match="pooling-servers"):
+        RouterConfig(engines=(EngineAddress("a", "http://a"),), pooling_servers=("http://b", "http://b/"))
