@@ -5,13 +5,16 @@ The watch on the API server is :class:`~tercet.discovery.watching.Watch`; what a
 """
 
 from tercet.discovery.members import follow_pods, roles_of, until_known, with_pods
-from tercet.discovery.pod_discovery import PodDiscovery, discovery_of
+from tercet.discovery.objectives import follow_objectives
+from tercet.discovery.pod_discovery import PodDiscovery, access_of, discovery_of
 from tercet.discovery.pods import PodEngine
 
 __all__ = [
     "PodDiscovery",
     "PodEngine",
+    "access_of",
     "discovery_of",
+    "follow_objectives",
     "follow_pods",
     "roles_of",
     "until_known",

@@ -68,6 +68,27 @@ class InferencePool(msgspec.Struct, frozen=True):
     spec: PoolSpec = PoolSpec()
 
 
+class PoolReference(msgspec.Struct, frozen=True):
+    """The pool that something is about, in its own namespace."""
+
+    name: str = ""
+    kind: str = "InferencePool"
+
+
+class ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
+    """How much requests that name an objective matter; higher is more."""
+
+    priority: int | None = None
+    pool_ref: PoolReference = PoolReference()
+
+
+class InferenceObjective(msgspec.Struct, frozen=True):
+    """``inference.networking.x-k8s.io/v1alpha2`` InferenceObjective."""
+
+    metadata: Metadata
+    spec: ObjectiveSpec = ObjectiveSpec()
+
+
 class ListMetadata(msgspec.Struct, frozen=True):
     """Of a list: where a watch goes on from, and how to get the next page."""
 

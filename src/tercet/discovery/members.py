@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 
 import msgspec
 
@@ -70,14 +71,15 @@ async def follow_pods(
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
     told: dict[str, Role] = {}
-    async for found in discovery.changes():
-        after = with_pods(members, found, told)
-        told = roles_of(found)
-        await membership.become(after)
-        for event, fields, reason in member_changes(members, after):
-            event.tell(**fields, reason=reason or f"{discovery.source} say so")
-        members = after
-        known.set()
+    async with aclosing(discovery.changes()) as changes:
+        async for found in changes:
+            after = with_pods(members, found, told)
+            told = roles_of(found)
+            await membership.become(after)
+            for event, fields, reason in member_changes(members, after):
+                event.tell(**fields, reason=reason or f"{discovery.source} say so")
+            members = after
+            known.set()
 
 
 async def until_known(known: asyncio.Event, seconds: float = KNOWN_SECONDS) -> None:

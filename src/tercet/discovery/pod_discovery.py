@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +26,14 @@ Wanted = tuple[str, Sequence[int]]
 
 def discovery_of(settings: DiscoverySettings) -> PodDiscovery:
     """What follows the pods that ``settings`` name; raises :class:`~tercet.protocol.BadRequest` if there is no API."""
+    return PodDiscovery(settings, access_of(settings))
+
+
+def access_of(settings: DiscoverySettings) -> ApiAccess:
+    """The API server that ``settings`` name; raises :class:`~tercet.protocol.BadRequest` if there is none."""
     if settings.kubeconfig is None:
-        return PodDiscovery(settings, in_cluster())
-    return PodDiscovery(settings, from_kubeconfig(Path(settings.kubeconfig).expanduser()))
+        return in_cluster()
+    return from_kubeconfig(Path(settings.kubeconfig).expanduser())
 
 
 class PodDiscovery:
@@ -53,10 +58,10 @@ class PodDiscovery:
             return f"the pods of the InferencePool {self._namespace}/{self._settings.pool_name}"
         return f"the pods of {self._namespace} with {self._settings.endpoint_selector}"
 
-    async def changes(self) -> AsyncIterator[Sequence[PodEngine]]:
+    async def changes(self) -> AsyncGenerator[Sequence[PodEngine]]:
         """The engines once the pods are known, and again whenever they change; of what comes fast, the newest.
 
-        It ends with whoever iterates.
+        Whoever iterates closes it (``aclosing``): its watches end then, and not when it is collected.
         """
         if self._settings.pool_name is not None:
             self._tasks.spawn(self._pool_watch().run(), "watch on the pool")

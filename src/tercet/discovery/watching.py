@@ -30,7 +30,11 @@ from tercet.settings import log_events
 logger = logging.getLogger("tercet.discovery")
 T = TypeVar("T", bound=HasMetadata)
 PAGE = 500
-HINTS = {401: "; is the token still good?", 403: "; its Role must allow get, list and watch"}
+HINTS = {
+    401: "; is the token still good?",
+    403: "; its Role must allow get, list and watch",
+    404: "; is its resource definition (CRD) there?",
+}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -43,7 +43,7 @@ class Endpoints:
 
 
 class EndpointPicker:
-    """Decides for one fleet. ``clock`` gives seconds that never go back."""
+    """Decides for one fleet. ``objectives`` are priorities by name; ``clock`` gives seconds that never go back."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class EndpointPicker:
         self._renderer = renderer
         self._metrics = metrics
         self._most = 1 + config.fallbacks
-        self._objectives = {name: int(priority) for name, priority in config.objectives.items()}
+        self._told_priorities = {name: int(priority) for name, priority in config.objectives.items()}
+        self.objectives: Mapping[str, int] = self._told_priorities
         told = fleet.scheduling.saturation
         self._max_waiting = config.max_waiting_per_engine if told is None else told.queue_depth_threshold
         self._max_kv_usage = config.max_kv_usage if told is None else told.kv_cache_util_threshold
@@ -68,6 +69,10 @@ class EndpointPicker:
         self._load.on_news = self._heard
         self._costs = SplitCost(fleet, clock) if config.split_by == "cost" else None
         self._addresses: dict[str, str] = {}
+
+    def set_objectives(self, priorities: Mapping[str, int]) -> None:
+        """The priorities of objectives from now on; those that the configuration names keep theirs."""
+        self.objectives = {**priorities, **self._told_priorities}
 
     def close(self, error: TercetError) -> None:
         """What waits is refused with ``error``."""
@@ -97,7 +102,7 @@ class EndpointPicker:
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:
         """Lower comes in first; and whether the request is dropped rather than kept waiting."""
         objective = call.objective
-        importance = self._objectives.get(objective, 0) if objective is not None else 0
+        importance = self.objectives.get(objective, 0) if objective is not None else 0
         return call.body.priority - importance, importance < 0
 
     # ---- deciding --------------------------------------------------------------------------------------------

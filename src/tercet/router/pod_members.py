@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import aclosing
 
 from tercet.discovery import PodDiscovery, roles_of
 from tercet.protocol import Role, TercetError
@@ -17,14 +18,15 @@ async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
     """Have the state's members be the pods, beside those that somebody has named, until cancelled."""
     told: dict[str, Role] = {}
     logger.info("engines are %s", discovery.source)
-    async for found in discovery.changes():
-        while True:
-            try:
-                await state.change(
-                    lambda now, found=found, told=told: now.with_pods(found, told), f"{discovery.source} say so"
-                )
-                break
-            except TercetError as error:  # the file of the state cannot be written, or somebody holds it
-                logger.error("the engines stay as they are: %s", error.message)
-                await asyncio.sleep(AGAIN_SECONDS)
-        told = roles_of(found)
+    async with aclosing(discovery.changes()) as changes:
+        async for found in changes:
+            while True:
+                try:
+                    await state.change(
+                        lambda now, found=found, told=told: now.with_pods(found, told), f"{discovery.source} say so"
+                    )
+                    break
+                except TercetError as error:  # the file of the state cannot be written, or somebody holds it
+                    logger.error("the engines stay as they are: %s", error.message)
+                    await asyncio.sleep(AGAIN_SECONDS)
+            told = roles_of(found)

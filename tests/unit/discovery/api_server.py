@@ -22,7 +22,9 @@ from tercet.discovery.watching import Waits
 NAMESPACE = "models"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 POOLS = f"/apis/inference.networking.k8s.io/v1/namespaces/{NAMESPACE}/inferencepools"
+OBJECTIVES = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives"
 FAST = Waits(list_s=2.0, watch_s=1.0, grace_s=0.2, first_pause_s=0.005, longest_pause_s=0.05)
+PATHS = PODS, POOLS, OBJECTIVES
 Object = dict[str, Any]
 
 
@@ -43,6 +45,11 @@ def pod(
 
 def pool(name: str, match: dict[str, str], *ports: int) -> Object:
     spec = {"selector": {"matchLabels": match}, "targetPorts": [{"number": port} for port in ports]}
+    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
+
+
+def objective(name: str, priority: int | None = None, pool: str = "pool") -> Object:
+    spec: Object = {"poolRef": {"name": pool}, **({} if priority is None else {"priority": priority})}
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
 
 
@@ -68,7 +75,7 @@ class ApiServer:
     tokens: list[str] = field(default_factory=list[str])
     queries: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     url: str = ""
-    _collections: dict[str, Collection] = field(default_factory=lambda: {PODS: Collection(), POOLS: Collection()})
+    _collections: dict[str, Collection] = field(default_factory=lambda: {each: Collection() for each in PATHS})
     _open: set[web.StreamResponse] = field(default_factory=set[web.StreamResponse])
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -211,7 +218,7 @@ class ApiServer:
 async def api_server(tls: ssl.SSLContext | None = None) -> AsyncGenerator[ApiServer]:
     made = ApiServer()
     app = web.Application()
-    app.add_routes([web.get(path, made._answer) for path in (PODS, POOLS)])
+    app.add_routes([web.get(path, made._answer) for path in PATHS])
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -148,3 +148,27 @@ def test_settings_that_cannot_be(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         DiscoverySettings(**settings)
     assert refused.value.param == param
+
+
+async def test_watches_end_when_who_follows_them_ends(world: World) -> None:
+    world.server.put(pod("a"))
+    discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), world.server.api, FAST)
+    async with aclosing(discovery.changes()) as changes:
+        async with asyncio.timeout(10):
+            await anext(changes)
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]
+
+
+async def test_who_follows_pods_and_fails_leaves_no_watch(world: World) -> None:
+    world.server.put(pod("a"))
+    discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), world.server.api, FAST)
+
+    class Broken(Membership):
+        async def become(self, wanted: Any) -> Any:
+            raise BadRequest("as it happens")
+
+    async with Broken(world.fleet, connect) as membership, asyncio.timeout(10):
+        with pytest.raises(BadRequest):
+            await follow_pods(discovery, membership, (), asyncio.Event())
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from tercet.gateway.server import fleet_of
+from tercet.gateway.server import fleet_of, picking
 from tercet.settings import DiscoverySettings, PickerConfig
 
-from ..discovery.api_server import NAMESPACE, api_server, pod
+from ..discovery.api_server import NAMESPACE, OBJECTIVES, POOLS, api_server, objective, pod, pool
 
 
 def kubeconfig(file: Path, url: str) -> Path:
@@ -34,3 +34,21 @@ async def test_its_fleet_is_known_before_it_serves(tmp_path: Path) -> None:
             async with asyncio.timeout(10):
                 while fleet.members:
                     await asyncio.sleep(0.01)
+
+
+async def test_priorities_are_those_of_the_pools_objectives_and_its_own_flags(tmp_path: Path) -> None:
+    async with api_server() as server:
+        server.put(pod("a", "127.0.0.1"))
+        server.put(pool("pool", {"app": "engine"}, 1), POOLS)
+        server.put(objective("chat", 10), OBJECTIVES)
+        server.put(objective("batch", -1), OBJECTIVES)
+        file = kubeconfig(tmp_path / "config", server.url)
+        found = DiscoverySettings(pool_name="pool", kubeconfig=str(file))
+        config = PickerConfig(discovery=found, port=0, metrics_port=0, objectives={"chat": "3", "own": "4"})
+        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(10):
+            while made.picker.objectives != {"chat": 3, "own": 4, "batch": -1}:
+                await asyncio.sleep(0.01)
+            server.delete("batch", OBJECTIVES)
+            server.delete("chat", OBJECTIVES)
+            while made.picker.objectives != {"chat": 3, "own": 4}:
+                await asyncio.sleep(0.01)

@@ -82,6 +82,29 @@ async def test_a_body_that_is_too_large(mode: int) -> None:
         assert announced.status == 413
 
 
+async def test_others_are_picked_for_between_the_pieces_of_a_long_body() -> None:
+    pieces, piece = 1024, b"x" * 65_000
+    async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as long, asyncio.timeout(60):
+        await long.send_headers("/v1/completions", {})
+        during = list[int]()
+        given_back = came = 0
+
+        async def others() -> None:
+            while given_back < pieces * len(piece):
+                assert (await envoy.request(BODY)).endpoints[0]
+                during.append(given_back or came - pieces)
+
+        beside = asyncio.create_task(others())
+        for came in range(1, pieces + 1):
+            await long.send(request_body=HttpBody(body=piece, end_of_stream=came == pieces))
+        assert (await long.reply()).WhichOneof("response") == "request_headers"
+        while given_back < pieces * len(piece):
+            given_back += len((await long.reply()).request_body.response.body_mutation.streamed_response.body)
+        await beside
+        assert any(when < 0 for when in during), "while it came"
+        assert any(0 < when < pieces * len(piece) for when in during), "while it was given back"
+
+
 async def test_what_is_dropped_says_why() -> None:
     async with asked("both", max_queued=0) as (envoy, served):
         served.fleet.report("e0", BUSY)

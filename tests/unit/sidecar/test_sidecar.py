@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,10 @@ from aiohttp import web
 
 from tercet.client import HttpEngine
 from tercet.client.prefill_attempts import PrefillAttempts
-from tercet.gateway.sidecar.prefill_legs import NixlLeg, SplitCall
+from tercet.gateway.sidecar.prefill_legs import NixlLeg
 from tercet.gateway.sidecar.server import SidecarServer, sidecar
-from tercet.protocol import LeaseEnded
+from tercet.gateway.sidecar.split_call import SplitCall, messages_of
+from tercet.protocol import BadRequest, LeaseEnded
 from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
 from tercet.sim import EngineOptions, SimEngine
@@ -148,6 +149,31 @@ async def test_both_legs_field_by_field() -> None:
         assert events[4] == "data: [DONE]"
 
 
+async def test_both_legs_of_a_response() -> None:
+    fields = {
+        "model": "m", "input": "hello", "instructions": "be brief", "max_output_tokens": 50, "stream": True,
+        "store": True, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0.5,
+    }  # fmt: skip
+    async with house() as found:
+        assert (await found.ask(fields, path="/v1/responses"))[0] == 200
+        first, second = found.prefill.bodies[0], found.decode.bodies[0]
+        kept = {name: fields[name] for name in ("model", "input", "instructions", "temperature")}
+        limits = {"max_output_tokens": 1, "store": False, "stream": False}
+        assert first == {**kept, **limits, "kv_transfer_params": NO_PARAMS}
+        assert second == {**fields, "kv_transfer_params": PARAMS}
+
+
+async def test_two_clients_with_one_id_are_two_on_engines() -> None:
+    async with house() as found:
+        for _ in range(2):
+            await found.ask(**{"x-request-id": "mine"})
+        first, second = (headers["x-request-id"] for headers in found.prefill.headers)
+        assert first != second
+        assert first.startswith("mine-")
+        assert second.startswith("mine-")
+        assert [headers["x-request-id"] for headers in found.decode.headers] == ["mine", "mine"]
+
+
 async def test_a_request_without_the_header_is_the_engines_alone() -> None:
     async with house() as found, found.session.post(f"{found.url}/v1/completions", json={"prompt": "x"}) as answer:
         assert (answer.status, found.decode.bodies, found.prefill.bodies) == (200, [{"prompt": "x"}], [])
@@ -193,7 +219,7 @@ async def test_kv_that_nobody_waits_for_is_fetched_all_the_same() -> None:
         found.decode.answer = found.decode.prefilled
         url = f"http://{found.decode.address}"
         leg = NixlLeg(url, found.session, PrefillAttempts(BUDGET), https=False)
-        call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r")
+        call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r", "r-1")
         async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
             prepared.sent = True
         assert await leg.draining.wait(10)
@@ -242,7 +268,9 @@ async def test_nor_in_what_only_the_engine_can_read(path: str, body: bytes, kind
     ("path", "fields"),
     [("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/completions", {"prompt": "a", "echo": True}),
      ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}),
-     ("/v1/completions", {"prompt": "a", "use_beam_search": True})],
+     ("/v1/completions", {"prompt": "a", "use_beam_search": True}),
+     ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
+     ("/v1/responses", {"input": "a", "background": True})],
 )  # fmt: skip
 async def test_what_takes_one_engine_is_one_engines(path: str, fields: Any) -> None:
     async with house() as found:
@@ -424,11 +452,12 @@ async def by_the_verbs(
     decode, prefill = [await stack.enter_async_context(serving(config)) for config in configs]
     outside = SidecarConfig(engine=configs[0].url, port=0, prefill_hosts=LOOPBACK)
     port = (await stack.enter_async_context(sidecar(outside))).port
-    headers = {PREFILLER: configs[1].url.removeprefix("http://"), "x-tercet-trace": "true"}
+    split = {PREFILLER: configs[1].url.removeprefix("http://"), "x-tercet-trace": "true"}
 
-    async def ask(**fields: Any) -> Any:
+    async def ask(headers: Mapping[str, str] = {}, **fields: Any) -> Any:
         body = {"model": "m", "prompt": prompt_of(1), "max_tokens": 3, **fields}
-        async with session.post(f"http://{HOST}:{port}/v1/completions", json=body, headers=headers) as answer:
+        url, told = f"http://{HOST}:{port}/v1/completions", {**split, **headers}
+        async with session.post(url, json=body, headers=told) as answer:
             return await answer.json()
 
     async def is_empty() -> bool:
@@ -446,6 +475,14 @@ async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None
         assert decode.counters.prefill_tokens == 200 - 199 // block * block
 
 
+async def test_by_the_verbs_clients_with_one_id_do_each_other_no_harm() -> None:
+    async with AsyncExitStack() as stack, by_the_verbs(stack) as (_, prefill, ask):
+        prompts = [prompt_of(number) for number in range(6)]
+        answers = await asyncio.gather(*(ask(prompt=prompt, headers={"x-request-id": "one"}) for prompt in prompts))
+        assert all(answer["choices"] for answer in answers)
+        assert prefill.counters.prefill_tokens == 6 * 199
+
+
 async def test_kv_that_the_engine_does_not_book_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ended(*_: Any) -> Any:
         raise LeaseEnded("over")
@@ -461,3 +498,30 @@ async def test_a_prompt_with_an_adapter_is_prefilled_where_it_decodes() -> None:
         said = await ask(model="sql")  # whom a simulated engine does not serve by its OpenAI API
         assert "LoRA" in said["tercet"]["events"][-1]["reason"]
         assert (decode.counters.prefill_tokens, prefill.counters.prefill_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [({"input": "hi"}, [{"role": "user", "content": "hi"}]),
+     ({"input": "hi", "instructions": "be brief"},
+      [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]),
+     ({"input": [{"role": "user",
+                  "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+                 {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+                 {"role": "user", "content": "d"}]},
+      [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+       {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}])],
+)  # fmt: skip
+def test_the_messages_of_a_response(fields: Any, messages: Any) -> None:
+    assert messages_of(fields) == messages
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"input": 3}, {"input": ["a"]}, {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+     {"input": "a", "tools": [{"type": "function", "name": "f"}]}, {"input": "a", "reasoning": {"effort": "low"}}],
+)  # fmt: skip
+def test_responses_of_more_than_text_are_prefilled_where_they_decode(fields: Any) -> None:
+    with pytest.raises(BadRequest):
+        messages_of(fields)

@@ -19,54 +19,16 @@ from tercet.client import HttpEngine, prefill_metrics
 from tercet.client.connection_errors import reason_of
 from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 from tercet.client.remote_prefill import RemotePrefill
+from tercet.gateway.sidecar.split_call import COMPLETIONS, KV_PARAMS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.gateway")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SPLIT_PATHS = frozenset({CHAT, COMPLETIONS})
-KV_PARAMS = "kv_transfer_params"
 QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 LEG = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 DRAIN = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
-# What vLLM's /tokenize takes of a chat request: that of which the prompt is made.
-OF_THE_PROMPT = (
-    "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens",
-)  # fmt: skip
-# What the first leg, which is asked for one token that nobody reads, must not ask for.
-OF_THE_ANSWER = (
-    "stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
-    "suffix", "n", "best_of", "stop", "stop_token_ids",
-)  # fmt: skip
 _COMMIT_TRIES = 50
-
-
-@dataclass(frozen=True)
-class SplitCall:
-    """One OpenAI request that may be split: its ``body``, its ``fields``, and what its client shows to engines."""
-
-    path: str
-    body: bytes
-    fields: Mapping[str, Any]
-    headers: Mapping[str, str]
-    request_id: str
-
-    def require_whole(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` for what only one engine as a whole can serve."""
-        fields = self.fields
-        prompt = fields.get("prompt")
-        reasons = {
-            "several prompts": isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt),
-            "beam search": bool(fields.get("use_beam_search")),
-            "log probabilities of the prompt": fields.get("prompt_logprobs") is not None,
-            "echo": bool(fields.get("echo")),
-            "prompt embeddings": fields.get("prompt_embeds") is not None,
-        }
-        for what, holds in reasons.items():
-            if holds:
-                raise BadRequest(f"{what}: cannot be prefilled elsewhere")
 
 
 class PrefillLeg(Protocol):
@@ -126,7 +88,7 @@ class TercetLeg:
             call.require_whole()
             await self._require_base_model(call)
             salt = call.fields.get("cache_salt")
-            request = Request(seq_id=call.request_id, prompt=await self._tokens(call), cache_salt=salt)
+            request = Request(seq_id=call.seq_id, prompt=await self._tokens(call), cache_salt=salt)
         except TercetError as error:
             prefill_here(self._engine.name, call.request_id, error, trace)
             yield DecodeLeg(call.body)
@@ -166,12 +128,7 @@ class TercetLeg:
         fields = call.fields
         if call.path == COMPLETIONS and isinstance(fields.get("prompt"), list):
             return tuple(fields["prompt"])
-        if call.path == CHAT:
-            _require_text(fields.get("messages"))
-            asked = {name: fields[name] for name in OF_THE_PROMPT if name in fields}
-        else:
-            asked = {name: fields[name] for name in ("model", "prompt", "add_special_tokens") if name in fields}
-        body = msgspec.json.encode(asked)
+        body = msgspec.json.encode(call.to_tokenize())
         url = f"{self._engine.url}/tokenize"
         answer = await _posted(self._session, url, body, call.headers, QUICK, _Tokens, self._engine.name)
         return answer.tokens
@@ -179,17 +136,6 @@ class TercetLeg:
 
 class _Tokens(msgspec.Struct):
     tokens: tuple[int, ...]
-
-
-def _require_text(messages: Any) -> None:
-    for message in messages if isinstance(messages, list) else ():  # pyright: ignore[reportUnknownVariableType]
-        content: Any = message.get("content") if isinstance(message, dict) else None  # pyright: ignore
-        if isinstance(content, list) and any(_kind(part) != "text" for part in content):  # pyright: ignore
-            raise BadRequest("messages: content that is not text cannot be prefilled elsewhere", "messages")
-
-
-def _kind(part: Any) -> Any:
-    return part.get("type") if isinstance(part, dict) else "text"  # pyright: ignore
 
 
 # ---- vLLM's own protocol -------------------------------------------------------------------------------------
@@ -255,7 +201,7 @@ class NixlLeg:
         started = time.monotonic()
 
         async def leg() -> dict[str, Any]:
-            body = first_leg(call)
+            body = call.first_leg()
             answer = await _posted(self._session, url + call.path, body, call.headers, LEG, _Prefilled, host)
             return checked_params(answer.kv_transfer_params, host)
 
@@ -272,22 +218,11 @@ class NixlLeg:
             raise EngineUnreachable(f"{url} does not answer: {reason_of(error)}") from error
 
     async def _drain(self, call: SplitCall, params: dict[str, Any]) -> None:
-        body = msgspec.json.encode({**msgspec.json.decode(first_leg(call), type=dict[str, Any]), KV_PARAMS: params})
+        body = msgspec.json.encode({**msgspec.json.decode(call.first_leg(), type=dict[str, Any]), KV_PARAMS: params})
         try:
             await _posted(self._session, self._url + call.path, body, call.headers, DRAIN, _Prefilled, self._url)
         except TercetError:
             return  # then its time on the engine that has it ends it
-
-
-def first_leg(call: SplitCall) -> bytes:
-    """The body that an engine is asked with to prefill: the same request, for one token and no stream."""
-    fields = {name: value for name, value in call.fields.items() if name not in OF_THE_ANSWER}
-    keep = {
-        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-        "remote_host": None, "remote_port": None,
-    }  # fmt: skip
-    limit = {"max_completion_tokens": 1} if call.path == CHAT else {}
-    return msgspec.json.encode({**fields, **limit, "max_tokens": 1, "stream": False, KV_PARAMS: keep})
 
 
 def checked_params(params: dict[str, Any] | None, host: str) -> dict[str, Any]:

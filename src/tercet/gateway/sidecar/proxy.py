@@ -18,7 +18,8 @@ from yarl import URL
 
 from tercet.client.connection_errors import reason_of
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
-from tercet.gateway.sidecar.prefill_legs import KV_PARAMS, SPLIT_PATHS, DecodeLeg, PrefillLeg, SplitCall
+from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
+from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import WholeEvents, last_event
 from tercet.protocol import BadRequest, EngineUnreachable, RequestTooLarge, TercetError
 from tercet.protocol.bearer import BearerKeys
@@ -39,6 +40,8 @@ DROPPED = HOP_BY_HOP | {*CONTROL_HEADERS, TRACE_HEADER}
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 EVENTS = "text/event-stream"
+LONGEST_ID = 64
+"""Of a client's request id, characters that names on engines begin with."""
 
 
 class Proxy:
@@ -115,8 +118,10 @@ class Proxy:
         if wants_trace({name.lower(): value for name, value in http.headers.items()}):
             answer.traces = traces
         request_id = http.headers.get("x-request-id") or uuid.uuid4().hex
-        shown = {name: http.headers[name] for name in SHOWN if name in http.headers} | {"x-request-id": request_id}
-        call = SplitCall(http.path, body, fields, shown, request_id)
+        # Clients may choose the same id: what engines pin and free by name has one that nobody else has.
+        seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
+        shown = {name: http.headers[name] for name in SHOWN if name in http.headers} | {"x-request-id": seq_id}
+        call = SplitCall(http.path, body, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
             prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)

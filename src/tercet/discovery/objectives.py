@@ -1,0 +1,34 @@
+"""Follows the InferenceObjectives of a pool: names that requests give, and their priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tercet.discovery.api_access import ApiAccess
+from tercet.discovery.api_objects import InferenceObjective
+from tercet.discovery.watching import WAITS, Waits, Watch
+
+OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
+
+
+async def follow_objectives(
+    api: ApiAccess, namespace: str, pool: str, tell: Callable[[Mapping[str, int]], object], waits: Waits = WAITS
+) -> None:
+    """Until cancelled, ``tell`` the priorities of all objectives of the ``pool``, by name, whenever they may be others.
+
+    While the API server does not answer, those that were told hold.
+    """
+
+    def changed(found: Sequence[InferenceObjective]) -> None:
+        tell(priorities_of(found, pool))
+
+    await Watch(api, OBJECTIVES.format(namespace), InferenceObjective, {}, changed, waits).run()
+
+
+def priorities_of(found: Sequence[InferenceObjective], pool: str) -> dict[str, int]:
+    """Of those that are for the pool; 0 for one without a priority."""
+    return {
+        each.metadata.name: each.spec.priority or 0
+        for each in found
+        if (each.spec.pool_ref.name, each.spec.pool_ref.kind) == (pool, "InferencePool")
+    }

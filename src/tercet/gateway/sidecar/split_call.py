@@ -1,0 +1,135 @@
+"""A request that may be split: what of it takes one engine as a whole, its first leg, and the way to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from tercet.gateway.sidecar.sse import RESPONSES
+from tercet.protocol import BadRequest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})
+KV_PARAMS = "kv_transfer_params"
+# What vLLM's /tokenize takes of a chat request: that of which the prompt is made.
+OF_THE_PROMPT = (
+    "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens",
+)  # fmt: skip
+# What the first leg, which is asked for one token that nobody reads, must not ask for.
+OF_THE_ANSWER = (
+    "stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
+    "suffix", "n", "best_of", "stop", "stop_token_ids", "include", "store", "request_id",
+)  # fmt: skip
+LIMITS: Mapping[str, Mapping[str, Any]] = {
+    COMPLETIONS: {"max_tokens": 1},
+    CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
+    RESPONSES: {"max_output_tokens": 1, "store": False},
+}
+TEXTS = frozenset({"text", "input_text", "output_text"})
+
+
+@dataclass(frozen=True)
+class SplitCall:
+    """One OpenAI request that may be split: its ``body``, its ``fields``, and what its client shows to engines.
+
+    ``request_id`` is its name in logs, which clients choose; ``seq_id`` names it on engines, and nothing else there.
+    """
+
+    path: str
+    body: bytes
+    fields: Mapping[str, Any]
+    headers: Mapping[str, str]
+    request_id: str
+    seq_id: str
+
+    def require_whole(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` for what only one engine as a whole can serve."""
+        fields = self.fields
+        prompt = fields.get("prompt")
+        reasons = {
+            "several prompts": isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt),
+            "beam search": bool(fields.get("use_beam_search")),
+            "log probabilities of the prompt": fields.get("prompt_logprobs") is not None,
+            "echo": bool(fields.get("echo")),
+            "prompt embeddings": fields.get("prompt_embeds") is not None,
+            "what follows an answer that the engine keeps": fields.get("previous_response_id") is not None,
+            "a response in the background": bool(fields.get("background")),
+        }
+        for what, holds in reasons.items():
+            if holds:
+                raise BadRequest(f"{what}: cannot be prefilled elsewhere")
+
+    def first_leg(self) -> bytes:
+        """The body that an engine is asked with to prefill: the same request, for one token and no stream."""
+        fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
+        keep = {
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+            "remote_host": None, "remote_port": None,
+        }  # fmt: skip
+        return msgspec.json.encode({**fields, **LIMITS[self.path], "stream": False, KV_PARAMS: keep})
+
+    def to_tokenize(self) -> Mapping[str, Any]:
+        """What vLLM's ``/tokenize`` is asked with for the prompt's tokens.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a prompt that is more than text.
+        """
+        fields = self.fields
+        if self.path == COMPLETIONS:
+            return {name: fields[name] for name in ("model", "prompt", "add_special_tokens") if name in fields}
+        if self.path == RESPONSES:
+            fields = {"model": fields.get("model"), "messages": messages_of(fields)}
+            if "chat_template_kwargs" in self.fields:
+                fields["chat_template_kwargs"] = self.fields["chat_template_kwargs"]
+        _require_text(fields.get("messages"))
+        return {name: fields[name] for name in OF_THE_PROMPT if name in fields}
+
+
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages that vLLM makes of a request to ``/v1/responses``.
+
+    Raises :class:`~tercet.protocol.BadRequest` for more than messages of text, of which it makes more than that.
+    """
+    for name in ("tools", "reasoning", "prompt"):
+        if fields.get(name):
+            raise BadRequest(f"{name}: responses with it cannot be prefilled elsewhere", name)
+    given: Any = fields.get("input")
+    if not isinstance(given, (str, list)):
+        raise BadRequest("input: is neither a text nor a list", "input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Any]", given)
+    instructions = fields.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return [*system, *(_message(item) for item in items)]
+
+
+def _message(item: Any) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+    content = fields.get("content")
+    if fields.get("type", "message") != "message" or "role" not in fields:
+        raise BadRequest("input: more than messages cannot be prefilled elsewhere", "input")
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        _require_text([{"content": parts}])
+        if fields["role"] == "assistant":  # of which vLLM takes the first
+            content = parts[0]["text"] if parts else ""
+        else:
+            content = [{"type": "text", "text": _text(part)} for part in parts]
+    return {"role": fields["role"], "content": content}
+
+
+def _text(part: Any) -> Any:
+    return part.get("text") if isinstance(part, dict) else part  # pyright: ignore
+
+
+def _require_text(messages: Any) -> None:
+    for message in messages if isinstance(messages, list) else ():  # pyright: ignore[reportUnknownVariableType]
+        content: Any = message.get("content") if isinstance(message, dict) else None  # pyright: ignore
+        if isinstance(content, list) and any(_kind(part) not in TEXTS for part in content):  # pyright: ignore
+            raise BadRequest("messages: content that is not text cannot be prefilled elsewhere", "messages")
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else "text"  # pyright: ignore

@@ -1,0 +1,78 @@
+"""InferenceObjectives of a pool, as an endpoint picker follows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from tercet.discovery import follow_objectives
+
+from .api_server import FAST, NAMESPACE, OBJECTIVES, ApiServer, api_server, objective
+
+
+class Told:
+    def __init__(self) -> None:
+        self.all = list[Mapping[str, int]]()
+
+    async def until(self, wanted: Callable[[Mapping[str, int]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not self.all or not wanted(self.all[-1]):
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def following(server: ApiServer) -> AsyncGenerator[Told]:
+    told = Told()
+    task = asyncio.create_task(follow_objectives(server.api, NAMESPACE, "pool", told.all.append, FAST))
+    try:
+        yield told
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_objectives_of_the_pool_come_change_and_go() -> None:
+    async with api_server() as server:
+        server.put(objective("chat", 10), OBJECTIVES)
+        server.put(objective("plain"), OBJECTIVES)
+        server.put(objective("theirs", 5, pool="another"), OBJECTIVES)
+        async with following(server) as told:
+            await told.until(lambda found: found == {"chat": 10, "plain": 0})
+            server.put(objective("batch", -1), OBJECTIVES)
+            await told.until(lambda found: found == {"chat": 10, "plain": 0, "batch": -1})
+            server.put(objective("chat", 2), OBJECTIVES)
+            server.delete("plain", OBJECTIVES)
+            await told.until(lambda found: found == {"chat": 2, "batch": -1})
+
+
+async def test_objectives_stay_while_the_server_does_not_answer_and_follow_after_410() -> None:
+    async with api_server() as server:
+        server.put(objective("chat", 10), OBJECTIVES)
+        async with following(server) as told:
+            await told.until(lambda found: found == {"chat": 10})
+            server.refuse = 503, {}
+            server.drop()
+            server.put(objective("chat", 3), OBJECTIVES)
+            server.elsewhere()
+            server.compact()
+            refused = len(server.queries) + 2
+            async with asyncio.timeout(10):
+                while len(server.queries) < refused:
+                    await asyncio.sleep(0.002)
+            assert told.all[-1] == {"chat": 10}
+            server.refuse = None
+            await told.until(lambda found: found == {"chat": 3})
+
+
+async def test_a_cluster_without_the_resource_is_asked_again() -> None:
+    async with api_server() as server:
+        server.refuse = 404, {}
+        async with following(server) as told:
+            async with asyncio.timeout(10):
+                while len(server.queries) < 3:
+                    await asyncio.sleep(0.002)
+            assert not told.all
+            server.put(objective("chat", 1), OBJECTIVES)
+            server.refuse = None
+            await told.until(lambda found: found == {"chat": 1})
