@@ -22,7 +22,7 @@ Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the front door](../fr
 served of it.
 """
 ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. vLLM's own
-errors, such as those of its validation, have the same form and codes of vLLM's.
+errors, such as those of its validation, have the same form, with the HTTP status, a number, as code.
 """
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from tercet.bench.results import Failure, RequestRecord
 from tercet.bench.stream_reader import Reading, StreamFailed, StreamReader
+from tercet.client.connection_errors import reason_of
 
 Endpoint = Literal["completions", "chat"]
 PromptAs = Literal["tokens", "text"]
@@ -142,10 +143,9 @@ class Client:
             status = failed.status if isinstance(failed, _HTTPFailed) else status
         except TimeoutError:
             failure, error = "timeout", f"no end after {self._timeout:g} s"
-        except aiohttp.ClientConnectorError as problem:
-            failure, error = "refused", str(problem)
         except (aiohttp.ClientError, OSError) as problem:
-            failure, error = "disconnected", f"{type(problem).__name__}: {problem}".rstrip(": ")
+            failure = "refused" if isinstance(problem, aiohttp.ClientConnectorError) else "disconnected"
+            error = reason_of(problem)
         except asyncio.CancelledError:
             failure, error = "interrupted", "the run was interrupted"
         record = self._record(call, scheduled, sent, reader.reading, failure, _one_line(error), status)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import aiohttp
 
 from tercet.bench.workloads import Vocabulary
+from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
 
@@ -49,7 +50,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         try:
             listed = await _models(session, f"{url}/v1/models")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            reason = str(error) or f"no answer within {ASK_SECONDS:.0f} s"
+            reason = f"no answer within {ASK_SECONDS:.0f} s" if isinstance(error, TimeoutError) else reason_of(error)
             raise EngineUnreachable(f"{url} does not answer as an OpenAI server: {reason}", "base-url") from error
         names = [str(entry.get("id")) for entry in listed]
         if model is None and not names:
@@ -79,7 +80,9 @@ async def require_programs(base_url: str, programs: Sequence[str], headers: Mapp
                 async with session.get(url, headers={PROGRAM_HEADER: program}) as response:
                     refusal = (await response.json(content_type=None))["error"] if response.status == 400 else None
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-                raise EngineUnreachable(f"{url} does not say whether it has program {program}: {error}") from error
+                raise EngineUnreachable(
+                    f"{url} does not say whether it has program {program}: {reason_of(error)}"
+                ) from error
             if refusal is not None:
                 why = str(refusal.get("message")).removeprefix(f"{PROGRAM_HEADER}: ")
                 raise BadRequest(f"--program: {why}", "program")

@@ -11,6 +11,7 @@ import typer
 
 from tercet.cli.terminal import console, say
 from tercet.cli.up import run_fleet
+from tercet.client.connection_errors import reason_of
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
@@ -76,7 +77,7 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
             trace = await show_answer(response.content)
     except (aiohttp.ClientError, TimeoutError) as error:
         console.print()
-        raise EngineError(f"the front door's answer broke off: {error or type(error).__name__}") from error
+        raise EngineError(f"the front door's answer broke off: {reason_of(error)}") from error
     console.print("\n")
     return trace
 

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
-from tercet.protocol import EngineUnreachable, RequestTooLarge, ShuttingDown, TercetError
+from tercet.protocol import EngineUnreachable, RequestTooLarge, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
@@ -24,6 +24,7 @@ from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.shutdown import Shutdown
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
+from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_body, error_headers
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
@@ -155,7 +156,7 @@ class FrontDoor:
             context.fields = None  # vLLM reads the body by itself
             if context.wants_trace:
                 send = TracingSend(send, context.traces)
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, ErrorSend(send, context))
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -238,13 +239,7 @@ def _too_large(limit: int) -> RequestTooLarge:
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error."""
     error: TercetError = scope[ERROR]
-    body = msgspec.json.encode(error.to_wire())
-    headers = [(b"content-type", b"application/json")]
-    if error.retry_after is not None:
-        headers.append((b"retry-after", str(error.retry_after).encode()))
-    if isinstance(error, ShuttingDown):
-        headers.append((b"connection", b"close"))  # the next request shall find another front door
-    await _answer(send, error.status, body, headers)
+    await _answer(send, error.status, error_body(error), error_headers(error))
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -175,8 +175,24 @@ def complaint(name: str, kind: Any, value: Any, error: msgspec.ValidationError, 
     """msgspec's error about a value, in plain English: ``queue-timeout: must be greater than 0, is -1``."""
     reason, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`")
-    said = "" if path or not isinstance(value, str | int | float | bool) else f", is {_shown(value)}"
-    return BadRequest(f"{name}{path}: {_in_words(reason, kind, path)}{said}", param or name)
+    given = _given(value, path)
+    words = _in_words(reason, kind, path)
+    if not isinstance(given, str | int | float | bool):
+        return BadRequest(f"{name}{path}: {words}", param or name)
+    is_alone = isinstance(value, list) and len(cast("list[Any]", value)) == 1 and path == "[0]"
+    return BadRequest(f"{name}{'' if is_alone else path}: {words}, is {_shown(given)}", param or name)
+
+
+def _given(value: Any, path: str) -> Any:
+    """What is at a path such as ``.plugins[0]``; nothing where the path does not say which one."""
+    if "[...]" in path:
+        return None
+    for name, index in re.findall(r"\.([\w-]+)|\[(\d+)\]", path):
+        try:
+            value = value[int(index)] if index else value[name]
+        except (LookupError, TypeError):
+            return None
+    return value
 
 
 def _shown(value: str | float | bool) -> str:

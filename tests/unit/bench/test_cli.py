@@ -11,6 +11,7 @@ import pytest
 
 from tercet.bench.results import BenchResult, load_result, save_result
 from tercet.cli import main
+from tercet.cluster.ports import free_ports
 from tests.unit.bench.openai_server import FakeServer
 from tests.unit.bench.test_report import sweep
 
@@ -118,6 +119,26 @@ async def test_a_program_that_does_not_exist_ends_a_comparison_before_it_starts(
     assert not file.exists()
 
 
+async def test_a_server_that_is_not_there_is_no_matter_of_a_librarys_words(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+    file = str(tmp_path / "run.json")
+    flags = (
+        "serve",
+        "--base-url",
+        url,
+        "--request-rate",
+        "1",
+        "--num-prompts",
+        "1",
+        "--workload",
+        SMALL,
+        "--result-filename",
+        file,
+    )
+    code, text = await run(*flags)
+    assert (code, text) == (1, f"tercet: {url} does not answer as an OpenAI server: Connection refused\n")
+
+
 @pytest.mark.parametrize(("rate", "number"), [("inf", signal.SIGINT), ("30", signal.SIGTERM)])
 async def test_told_to_stop_it_writes_what_is_there(
     server: FakeServer, tmp_path: Path, rate: str, number: signal.Signals
@@ -180,7 +201,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
     ("flags", "why"),
     [
         ("serve", "request-rate: is missing"),
-        ("serve --request-rate 0", "request-rate[0]: must be greater than 0"),
+        ("serve --request-rate 0", "request-rate: must be greater than 0, is 0"),
         ("serve --request-rate fast", "request-rate"),
         (
             "serve --request-rate 1 --arrival never",

@@ -60,7 +60,7 @@ async def house(door: Door, metrics: Metrics) -> AsyncIterator[House]:
 
 async def test_what_runs_is_finished_and_nothing_new_is_taken(house: House) -> None:
     first = await house.post()
-    house.shutdown.ask()
+    house.shutdown.begin()
     await house.settle()
     refused = await house.client.post(PATH, json={})
     assert (refused.status_code, refused.headers["retry-after"], refused.headers["connection"]) == (503, "5", "close")
@@ -96,9 +96,9 @@ async def test_an_idle_front_door_ends_at_once(house: House) -> None:
 
 async def test_the_second_time_nothing_is_waited_for(house: House) -> None:
     running = await house.post()
-    house.shutdown.ask()
+    house.shutdown.begin()
     await house.settle()
-    house.shutdown.ask()
+    house.shutdown.hurry()
     assert (await running).status_code == 200
     await asyncio.wait_for(house.running, 5)
     assert [error.message[-18:] for error in house.given_up] == ["was not waited for"]

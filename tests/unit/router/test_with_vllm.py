@@ -16,7 +16,7 @@ from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
-from tercet.protocol import EngineUnreachable, NoSpace, Request
+from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
 from tercet.router import admin
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
@@ -137,7 +137,19 @@ async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: Hous
         engine.failures["start_generate"] = NoSpace("full")
     house.engines["d"].failures["prep_recv"] = NoSpace("full")
     answer = await house.complete()
-    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "full")
+    expected = {"message": "full", "type": "NoSpace", "param": None, "code": "no_space"}
+    assert (answer.status_code, answer.json()["error"]) == (503, expected)
+    for fields in ({}, {"logprobs": 1}):  # by the fast path, and by vLLM's own stream
+        *_, last = await house.events(**fields)
+        assert last["error"] == expected
+
+
+async def test_what_a_program_refuses_names_the_field(house: House) -> None:
+    for engine in house.engines.values():
+        engine.failures["start_generate"] = BadRequest("max_tokens: too many", "max_tokens")
+    answer = await house.complete()
+    expected = {"message": "max_tokens: too many", "type": "BadRequest", "param": "max_tokens", "code": "bad_request"}
+    assert (answer.status_code, answer.json()["error"]) == (400, expected)
 
 
 async def test_a_request_that_takes_too_long(house: House) -> None:
@@ -146,7 +158,7 @@ async def test_a_request_that_takes_too_long(house: House) -> None:
     assert answer.status_code == 504
     assert "0.5 s" in answer.json()["error"]["message"]
     *_, last = await house.events()
-    assert last["error"]["code"] == 504
+    assert last["error"]["code"] == answer.json()["error"]["code"] == "deadline_exceeded"
 
 
 async def test_a_saturated_fleet(house: House) -> None:

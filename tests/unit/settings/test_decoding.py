@@ -37,6 +37,7 @@ class House(Settings, frozen=True):
         default=3.0, name="height"
     )
     colour: Annotated[Literal["red", "blue"], Setting("Of its walls.")] = "red"
+    rates: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Setting("How often.", flag="--rate")] = ()
     rooms: Annotated[tuple[str, ...], Setting("One room; repeatable.", flag="--room")] = ()
     paint: Annotated[Mapping[str, str], Setting("What is painted how.")] = {}
     lit: Annotated[bool, Setting("Whether there is light.")] = False
@@ -66,6 +67,8 @@ def flags(**values: Any) -> Source:
         ("lit", "maybe", "--lit: must be true or false, is 'maybe'"),
         ("paint", 3, "--paint: must be a mapping of keys to values, is 3"),
         ("name", ["a"], "--name: must be text"),
+        ("rates", ["-1"], "--rate: must be greater than 0, is -1"),
+        ("rates", ["2", "-1"], "--rate[1]: must be greater than 0, is -1"),
     ],
 )
 def test_every_complaint_names_the_setting_the_bound_and_the_value(key: str, value: Any, told: str) -> None:
@@ -119,7 +122,7 @@ def test_the_nearest_key_is_offered() -> None:
     with pytest.raises(BadRequest, match=r"unknown key height_m; did you mean height?"):
         decode_settings(House, Source({"name": "n", "height_m": 1}))
     with pytest.raises(
-        BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rooms, paint, lit, doors"
+        BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rates, rooms, paint, lit, doors"
     ):
         decode_settings(House, Source({"name": "n", "zzz": 1}))
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from tercet.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
+from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.sim.step_times import HostSharing
@@ -116,7 +117,7 @@ async def _model_of(url: str) -> str:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
             return msgspec.json.decode(await response.read())["data"][0]["id"]
     except (aiohttp.ClientError, msgspec.MsgspecError, LookupError, TypeError) as error:
-        raise BadRequest(f"--front-door: no front door answers at {url}: {error}", "--front-door") from error
+        raise BadRequest(f"--front-door: no front door answers at {url}: {reason_of(error)}", "--front-door") from error
 
 
 async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from tercet.bench.transfer.cases import MIB
+from tercet.client.connection_errors import reason_of
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.pacing import Turn
@@ -63,7 +64,7 @@ def measure_interference(engine: str, rounds: int, tokens: int, settings: Transp
     try:
         return asyncio.run(_measure(engine, rounds, tokens, begin))
     except aiohttp.ClientError as error:
-        raise EngineError(f"{engine} does not answer: {error}") from error
+        raise EngineError(f"{engine} does not answer: {reason_of(error)}") from error
 
 
 async def _measure(engine: str, rounds: int, tokens: int, begin: Begin) -> Interference:

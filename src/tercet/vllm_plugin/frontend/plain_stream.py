@@ -24,7 +24,8 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
 from tercet.vllm_plugin.frontend.client_connection import ClientConnection
-from tercet.vllm_plugin.frontend.program_client import SequenceOutputs
+from tercet.vllm_plugin.frontend.error_answers import error_body
+from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
 from tercet.vllm_plugin.frontend.sse_chunks import DONE, ChunkWriter
 from tercet.vllm_plugin.frontend.stream_metrics import StreamStats
 from tercet.vllm_plugin.frontend.token_texts import TokenTexts, look_up
@@ -88,11 +89,13 @@ class PlainStream:
             await self._stream()
             end = self._end + self._usage()
         except GenerationError as error:
-            end = _error_event(self._plan.serving._convert_generation_error_to_streaming_response(error))
+            end = _error_event(self._plan.serving._convert_generation_error_to_streaming_response(error).encode())
+        except SequenceFailed as failed:
+            end = _error_event(error_body(failed.error))
         except Exception as error:
             if not isinstance(error, (VLLMClientError, GracefulHTTPError)):
                 logger.exception("a stream failed")
-            end = _error_event(self._plan.serving.create_streaming_error_response(error))
+            end = _error_event(self._plan.serving.create_streaming_error_response(error).encode())
         return end + DONE
 
     def begin(self, outputs: SequenceOutputs) -> None:
@@ -216,5 +219,5 @@ def _prompt_details(first: RequestOutput, plan: StreamPlan) -> dict[str, int] | 
     return {name: count for name, count in counts.items() if count is not None} or None
 
 
-def _error_event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _error_event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % data

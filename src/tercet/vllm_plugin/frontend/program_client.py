@@ -75,6 +75,7 @@ class SequenceOutputs:
         self.seq_id = request.seq_id
         self._num_prompt_tokens = request.num_tokens
         self._programs = programs
+        self._context = context
         self._run = programs.run(request, context)
         self.stream = self._run.stream
         self._is_first = True
@@ -107,19 +108,24 @@ class SequenceOutputs:
         except GenerationError:  # vLLM's own
             raise
         except TercetError as error:
-            self._programs.failed(self.seq_id, error)
-            raise _http_error(error) from error
+            raise self._failed(error) from error
         except Exception as error:  # it fails its own request only
             logger.exception("request %s failed", self.seq_id)
             failure = FrontDoorFailed("the front door failed while it served this request; its log says how")
-            self._programs.failed(self.seq_id, failure)
-            raise _http_error(failure) from error
+            raise self._failed(failure) from error
+
+    def _failed(self, error: TercetError) -> SequenceFailed:
+        self._programs.failed(self.seq_id, error)
+        self._context.failed = self._context.failed or error
+        return SequenceFailed(error)
 
 
-def _http_error(error: TercetError) -> Exception:
-    if error.status == HTTPStatus.BAD_REQUEST:
-        return VLLMValidationError(error.message, parameter=error.param)
-    return GracefulHTTPError(error.message, HTTPStatus(error.status))
+class SequenceFailed(GracefulHTTPError):
+    """One of our errors, as an exception from which vLLM makes an answer with its status."""
+
+    def __init__(self, error: TercetError) -> None:
+        super().__init__(error.message, HTTPStatus(error.status))
+        self.error = error
 
 
 def _size(choice: CompletionOutput) -> int:

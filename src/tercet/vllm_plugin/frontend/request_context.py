@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
+    from tercet.protocol import TercetError
     from tercet.vllm_plugin.frontend.client_connection import ClientConnection
     from tercet.vllm_plugin.frontend.plain_stream import PlainStream
 
@@ -37,7 +38,8 @@ class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
     ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
-    started (``n``, or several prompts); ``wants_trace``: its client gets them.
+    started (``n``, or several prompts); ``wants_trace``: its client gets them. ``failed`` is the error that has
+    ended the first of them that failed.
     """
 
     path: str = ""
@@ -48,6 +50,7 @@ class RequestContext:
     connection: ClientConnection | None = None
     traces: list[Any] = field(default_factory=list[Any])
     wants_trace: bool = False
+    failed: TercetError | None = None
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: PlainStream | None = None
