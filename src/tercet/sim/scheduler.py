@@ -7,7 +7,6 @@ under way. All that touches blocks happens between steps, as on a real engine.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from tercet.sim.sequence_work import DecodeRun, DecodingBatch, Work
 from tercet.sim.step_times import StepModel, pairs_of
 
 Chunk = tuple[Work, int]
-REPORT_SECONDS = 0.1
-"""Between two reports of load, as real engines' token streams have it."""
 
 
 @dataclass(slots=True)
@@ -443,30 +440,3 @@ class SimScheduler:
         self.pool.give_back(work.holding)
         self.slots.leave(id(work))
         work.state = "left"
-
-
-class LoadReports:
-    """Tells ``tell`` the load after changes, once in :data:`REPORT_SECONDS` at most; an engine at rest costs nothing.
-
-    So the last report is never older than the load by more than that, however long ago it came.
-    """
-
-    def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
-        self._load = load
-        self._tell = tell
-        self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def changed(self) -> None:
-        """Something changed."""
-        if self._timer is None:
-            if self._loop.time() >= self._due:
-                self._report()
-            else:
-                self._timer = self._loop.call_at(self._due, self._report)
-
-    def _report(self) -> None:
-        self._timer = None
-        self._due = self._loop.time() + REPORT_SECONDS
-        self._tell(self._load())

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from tercet import __version__
@@ -19,10 +20,8 @@ from tercet.protocol import (
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
-    KVAddrInfo,
     Output,
     OutputStream,
-    RankAddress,
     Request,
     Reservation,
     Sent,
@@ -45,9 +44,11 @@ from tercet.sim.engine_options import (
 )
 from tercet.sim.hosts import Host, time_on
 from tercet.sim.leases import Lease, Leases
+from tercet.sim.living_leases import Address, LivingLeases
+from tercet.sim.load_reports import LoadReports
 from tercet.sim.network import Network, Send
 from tercet.sim.prompts import Prompt
-from tercet.sim.scheduler import Counters, LoadReports, SimScheduler
+from tercet.sim.scheduler import Counters, SimScheduler
 from tercet.sim.sequence_work import Work
 from tercet.sim.step_times import Profile, StepModel
 
@@ -74,7 +75,6 @@ class SimEngine:
     ) -> None:
         self.name = name
         self.transfer = profile.transfer
-        self._address = address or f"sim://{name}"
         self.profile = profile
         self.network = network
         self.options = options or EngineOptions()
@@ -84,7 +84,8 @@ class SimEngine:
         self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
-        self._count = 0
+        self._lease_numbers = count(1)  # goes on after a failure: what is late for a lease of before meets none
+        self._told_by = Address(name, address or f"sim://{name}", self._layout)
         self._down = False
         self._observer: SimObserver | None = None
         self._block_observer: SimObserver | None = None
@@ -101,6 +102,7 @@ class SimEngine:
         self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = Leases(self.pool, self.profile.block_size, limit)
+        self._living_leases = LivingLeases(self._told_by, self._leases, self._scheduler, self._lease_numbers)
         if self._observer is not None:
             self._observer.cleared()
             self.observe(self._observer)
@@ -124,14 +126,14 @@ class SimEngine:
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         lease = await self._lease(request, end, self.options.lease_ttl)
         try:
-            yield self._told(lease, lease.matched)
+            yield self._living_leases.told(lease, lease.matched)
         finally:
-            self._end_lease(lease)
+            self._living_leases.end(lease)
 
     async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
         """``prep_recv`` whose lease ends by itself after ``ttl`` seconds, or by :meth:`release`."""
         lease = await self._lease(request, end, ttl)
-        return self._told(lease, lease.matched)
+        return self._living_leases.told(lease, lease.matched)
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
         extended, _ = await self.extend(reservation.lease, request, end)
@@ -141,48 +143,23 @@ class SimEngine:
         """As :meth:`extend_recv`, by the lease's name; its time to live (seconds), too."""
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
-        extended = await self._between_steps(lambda: self._extend(lease, request, resolved))
-        there = extended.valid_end // self.profile.block_size * self.profile.block_size
-        return self._told(extended, there), extended.ttl
-
-    def _extend(self, name: str, request: Request, end: int) -> Lease:
-        lease = self._leases.find(name)
-        if lease is None or lease.seq_id != request.seq_id:
-            raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
-        check_same(lease, request, (), end)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        self._leases.extend(lease, prompt, end, self._scheduler.running)
-        self._renew(lease)
-        return lease
+        extended = await self._between_steps(lambda: self._living_leases.extend(lease, request, prompt, resolved))
+        there = extended.valid_end // self.profile.block_size * self.profile.block_size
+        return self._living_leases.told(extended, there), extended.ttl
 
     async def _lease(self, request: Request, end: int | None, ttl: float) -> Lease:
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         if resolved == 0:
             raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
-        return await self._between_steps(lambda: self._reserve(request, resolved, ttl), self._end_lease)
-
-    def _told(self, lease: Lease, matched: int) -> Reservation:
-        address = RankAddress(0, (self._address,))
-        said = (lease.name, self.name, lease.matched, lease.end, "sim", (address,), self._layout)
-        info = KVAddrInfo(*said, adapter=lease.prompt.adapter or "")
-        return Reservation(info, matched)
+        return await self._between_steps(lambda: self._reserve(request, resolved, ttl), self._living_leases.end)
 
     def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
-        self._count += 1
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        lease = self._leases.reserve(f"{self.name}:{self._count}", request.seq_id, prompt, end, self._scheduler.running)
-        lease.ttl = ttl
-        self._renew(lease)
-        return lease
-
-    def _end_lease(self, lease: Lease) -> None:
-        """End a lease now, if it is still open, and free its blocks between steps."""
-        if self._leases.find(lease.name) is lease:
-            self._leases.end(lease)
-            self._scheduler.between_steps(partial(self._leases.give_back, lease))
+        return self._living_leases.reserve(request.seq_id, prompt, end, ttl)
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
@@ -255,7 +232,7 @@ class SimEngine:
         await self._reach()
         lease = self._leases.of(seq_id)
         if lease is not None:
-            self._end_lease(lease)
+            self._living_leases.end(lease)
         for send in [send for send, busy in self._sends.items() if busy == seq_id]:
             send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
         work = self._generating.get(seq_id)
@@ -270,7 +247,7 @@ class SimEngine:
         found = self._leases.find(lease)
         if found is None:
             raise UnknownSequence(f"lease: {lease} is not held here", "lease")
-        self._end_lease(found)
+        self._living_leases.end(found)
         return found.valid_end
 
     @property
@@ -327,21 +304,16 @@ class SimEngine:
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet.sim.network.SendTarget.refuses`."""
-        found = self._leases.find(lease)
-        return self._refusal(found, found is not None and found.prompt.begins_like(prompt, end))
+        found = self._open_lease(lease)
+        return self._living_leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
         """As :meth:`refuses`, by what a sender in another process says of its tokens."""
-        found = self._leases.find(lease)
-        return self._refusal(found, found is not None and found.prompt.content(content.end) == content)
+        found = self._open_lease(lease)
+        return self._living_leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
 
-    def _refusal(self, found: Lease | None, same: bool) -> str | None:
-        if found is None or self._down:
-            return "the lease has ended"
-        if not same:
-            return f"the KV is of other tokens, or under another cache salt, than lease {found.name} was taken for"
-        self._renew(found)
-        return None
+    def _open_lease(self, name: str) -> Lease | None:
+        return None if self._down else self._leases.find(name)
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
         """See :meth:`tercet.sim.network.SendTarget.receive`."""
@@ -349,20 +321,7 @@ class SimEngine:
 
     def take_in(self, lease: str, begin: int, end: int) -> None:
         """KV of ``[begin, end)``, which the lease does not refuse, is there."""
-        found = self._leases.find(lease)
-        if found is not None:
-            found.received.append((begin, end))
-            self._scheduler.between_steps(partial(self._publish, found))
-
-    def _renew(self, lease: Lease) -> None:
-        """Its time to live counts from the last sign of life."""
-        if lease.timer is not None:
-            lease.timer.cancel()
-        lease.timer = self._loop.call_later(lease.ttl, self._end_lease, lease)
-
-    def _publish(self, lease: Lease) -> None:
-        if self._leases.find(lease.name) is lease:
-            self._leases.publish(lease)
+        self._living_leases.take_in(lease, begin, end)
 
     def loses_a_transfer(self) -> bool:
         """Whether chance has it that this engine's transfer is lost."""

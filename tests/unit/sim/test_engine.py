@@ -432,8 +432,8 @@ def test_layouts_must_agree() -> None:
     async def main() -> None:
         profile = profile_of()
         sender = engines_of("p", profile=profile)[0]
-        receiver = engines_of("d")[0]
-        receiver._layout = structs.replace(receiver._layout, model="another")
+        other = structs.replace(profile.model, name="another")
+        receiver = engines_of("d", profile=structs.replace(profile, model=other))[0]
         sender.network.add(receiver)
         request = request_of("s")
         async with receiver.prep_recv(request) as space:

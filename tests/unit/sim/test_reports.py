@@ -11,7 +11,7 @@ from tercet.scheduling import Scheduling, SchedulingProfile
 from tercet.scheduling.pickers import MaxScorePicker
 from tercet.sim import Network, SimEngine, run_virtual
 from tercet.sim.engine_options import EngineOptions
-from tercet.sim.scheduler import REPORT_SECONDS
+from tercet.sim.load_reports import REPORT_SECONDS
 
 from .models import BLOCK, profile_of, request_of, tokens_of
 

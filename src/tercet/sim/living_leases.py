@@ -1,0 +1,93 @@
+"""A simulated engine's leases as time passes: each ends by itself, and what arrives under it is found between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from tercet.protocol import KVAddrInfo, KVLayout, RankAddress, Request, Reservation, UnknownSequence
+from tercet.sim.engine_options import check_same
+from tercet.sim.leases import Lease, Leases
+from tercet.sim.prompts import Prompt
+from tercet.sim.scheduler import SimScheduler
+
+
+class Address(NamedTuple):
+    """What senders are told of an engine: its name, where it is reached, and how its KV lies."""
+
+    engine: str
+    url: str
+    layout: KVLayout
+
+
+class LivingLeases:
+    """Takes leases, keeps them alive and ends them. ``numbers`` make their names, each of which is used once."""
+
+    def __init__(self, address: Address, leases: Leases, scheduler: SimScheduler, numbers: Iterator[int]) -> None:
+        self._address = address
+        self._leases = leases
+        self._scheduler = scheduler
+        self._numbers = numbers
+        self._loop = asyncio.get_running_loop()
+
+    def told(self, lease: Lease, matched: int) -> Reservation:
+        """A lease, as ``prep_recv`` returns it."""
+        engine, url, layout = self._address
+        ranks = (RankAddress(0, (url,)),)
+        said = (lease.name, engine, lease.matched, lease.end, "sim", ranks, layout)
+        return Reservation(KVAddrInfo(*said, adapter=lease.prompt.adapter or ""), matched)
+
+    def reserve(self, seq_id: str, prompt: Prompt, end: int, ttl: float) -> Lease:
+        """A lease that ends ``ttl`` seconds after the last sign of life. Raises ``NoSpace`` or ``Conflict``."""
+        name = f"{self._address.engine}:{next(self._numbers)}"
+        lease = self._leases.reserve(name, seq_id, prompt, end, self._scheduler.running)
+        lease.ttl = ttl
+        self._renew(lease)
+        return lease
+
+    def extend(self, name: str, request: Request, prompt: Prompt, end: int) -> Lease:
+        """Have an open lease reach up to ``end`` of ``prompt``, the request's.
+
+        Raises ``NoSpace``, ``UnknownSequence`` and ``BadRequest``, and then takes nothing.
+        """
+        lease = self._leases.find(name)
+        if lease is None or lease.seq_id != request.seq_id:
+            raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
+        check_same(lease, request, (), end)
+        self._leases.extend(lease, prompt, end, self._scheduler.running)
+        self._renew(lease)
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """End a lease now, if it is still open, and free its blocks between steps."""
+        if self._leases.find(lease.name) is lease:
+            self._leases.end(lease)
+            self._scheduler.between_steps(partial(self._leases.give_back, lease))
+
+    def refusal(self, found: Lease | None, same: bool) -> str | None:
+        """Why KV is not taken in under a lease, which has ended if None is ``found``; if it is, a sign of life."""
+        if found is None:
+            return "the lease has ended"
+        if not same:
+            return f"the KV is of other tokens, or under another cache salt, than lease {found.name} was taken for"
+        self._renew(found)
+        return None
+
+    def take_in(self, name: str, begin: int, end: int) -> None:
+        """KV of ``[begin, end)``, which the lease does not refuse, is there."""
+        found = self._leases.find(name)
+        if found is not None:
+            found.received.append((begin, end))
+            self._scheduler.between_steps(partial(self._publish, found))
+
+    def _publish(self, lease: Lease) -> None:
+        if self._leases.find(lease.name) is lease:
+            self._leases.publish(lease)
+
+    def _renew(self, lease: Lease) -> None:
+        """Its time to live counts from the last sign of life."""
+        if lease.timer is not None:
+            lease.timer.cancel()
+        lease.timer = self._loop.call_later(lease.ttl, self.end, lease)
