@@ -37,17 +37,20 @@ class Measured(NamedTuple):
     step_tercet: float
     copy: float
     staged: float
+    nixl: float | str
     devices: int
 
 
 def rows_of(found: Measured) -> list[tuple[str, str, str]]:
     """What was measured, how much it is, and what it ought to be."""
     shared = "one device, shared by both engines" if found.devices == 1 else f"{found.devices} devices"
+    nixl = found.nixl if isinstance(found.nixl, str) else f"{found.nixl / found.copy:.2f}"
     return [
         ("where", shared, ""),
         ("TTFT through two engines / one alone", f"{found.ttft_two / found.ttft_alone:.3f}", "1.05 or less"),
         ("decode step with Tercet / plain vLLM", f"{found.step_tercet / found.step_plain:.3f}", "1.02 or less"),
         ("staged copy / plain copy of the device", f"{found.staged / found.copy:.2f}", "as near 1 as can be"),
+        ("read over NIXL / plain copy of the device", nixl, "without RDMA, what UCX has between processes"),
         ("plain copy, device to host", f"{found.copy / 1e9:.1f} GB/s", ""),
     ]
 
@@ -62,6 +65,7 @@ def main() -> None:
     if not devices:
         sys.exit("no GPU is to be seen here: nvidia-smi -L, CUDA_VISIBLE_DEVICES")
     copy, staged = copy_speeds()
+    nixl = nixl_speed()
     with up(given.model, "--prefill", "0", "--decode", "0", "--both", "1", "--program", "data_parallel") as door:
         name = model_of(door)
         ttft_alone, step_tercet = latencies(door, name, given.input_len)
@@ -69,7 +73,7 @@ def main() -> None:
         _, step_plain = latencies(url, model_of(url), given.input_len)
     with up(given.model, "--program-arg", "min_send=1") as door:
         ttft_two, _ = latencies(door, name, given.input_len)
-    found = Measured(ttft_alone, ttft_two, step_plain, step_tercet, copy, staged, len(devices))
+    found = Measured(ttft_alone, ttft_two, step_plain, step_tercet, copy, staged, nixl, len(devices))
     for row in rows_of(found):
         print(f"{row[0]:42} {row[1]:36} {row[2]}")
 
@@ -102,6 +106,56 @@ def copy_speeds() -> tuple[float, float]:
                 pass
 
     return tuple(COPIED_BYTES / timed(each) for each in (plainly, through_buffers))  # type: ignore[return-value]
+
+
+def nixl_speed(device: str = "cuda", nbytes: int = COPIED_BYTES) -> float | str:
+    """Bytes per second from one rank's memory of a device to another's, as a receiver reads them; or why not."""
+    import numpy as np
+    import torch
+
+    from tercet.protocol import TransferFailed
+    from tercet.transport import KVRegion
+    from tercet.transport.backends.nixl_device import NixlDeviceBackend, RegisteredPlanes
+    from tercet.transport.backends.reading import Batch, SendingPeer
+    from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
+    from tercet.transport.memory.staged import StagedMemory
+    from tercet.transport.memory.torch_blocks import TorchBlocks
+    from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
+
+    block_bytes = 64 * 1024
+    blocks, together = nbytes // block_bytes, MAX_CHUNK_BYTES // block_bytes
+    planes = [torch.zeros(blocks, block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    regions = [KVRegion.create(1, blocks, block_bytes) for _ in planes]
+    try:
+        workers = [
+            RegisteredPlanes(
+                [(each.data_ptr(), each.nbytes)], [(each.data_ptr(), block_bytes)],
+                "DRAM" if device == "cpu" else "VRAM", each.device.index or 0,
+            )
+            for each in planes
+        ]  # fmt: skip
+        memories = [
+            StagedMemory(TorchBlocks([plane], MAX_CHUNK_BYTES, rdma=worker.handles), region.shape, MAX_CHUNK_BYTES)
+            for plane, worker, region in zip(planes, workers, regions, strict=True)
+        ]
+        sender, receiver = (NixlDeviceBackend(*each) for each in zip(regions, memories, strict=True))
+        reader = receiver.connect(sender.offer(), SendingPeer(regions[0].shape))
+        batch = Batch(1, "", memoryview(b""))
+        scattered = np.random.default_rng(1).permutation(blocks)
+        for number, first in enumerate(range(0, blocks, together)):
+            some = scattered[first : first + together]
+            named = some.astype(BLOCK_NUMBER).tobytes()
+            batch.chunks.append(ReadDescriptors(1, "", number, 0, 1, 0, len(some), named, 0, block_bytes))
+            batch.blocks.append(some[::-1])
+        seconds = timed(lambda: reader.read(batch, lambda step: step()))
+        for each in (reader, sender, receiver):
+            each.close()
+    except TransferFailed as error:
+        return error.message
+    finally:
+        for each in regions:
+            each.close()
+    return nbytes / seconds
 
 
 def timed(action: Any) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
 from tercet.transport.backends.mooncake import begin_engine
-from tercet.transport.backends.nixl import NixlAgent, load_bindings
+from tercet.transport.backends.nixl import NixlAgent, Registered, load_bindings
 from tercet.transport.backends.registered import RegisteredRegion
 from tercet.transport.region import RegionShape
 
@@ -51,7 +51,8 @@ class DirectNixl:
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
         self._region, self._ours = region, RegisteredRegion(region)
-        self._agent = NixlAgent(self._nixl, self._ours, answers=True)
+        self._registered = Registered(self._ours.address, self._ours.size)
+        self._agent = NixlAgent(self._nixl, [self._registered], answers=True)
         self._reading: tuple[Any, str, int, int] | None = None
 
     def offer(self) -> Offered:
@@ -60,7 +61,7 @@ class DirectNixl:
 
     def connect(self, offered: Offered) -> None:
         """See :class:`Library`."""
-        self._agent = NixlAgent(self._nixl, self._ours, answers=False)  # what reads needs no thread
+        self._agent = NixlAgent(self._nixl, [self._registered], answers=False)  # what reads needs no thread
         name = self._agent.connect(offered.handle)
         agent, memory = self._agent.bare, self._nixl.DRAM_SEG
         here = agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, memory, _strides(self._ours.address, self._region.shape))

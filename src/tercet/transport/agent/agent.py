@@ -39,7 +39,7 @@ from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import TransportSettings
-from tercet.transport.memory.handles import DeviceHandles
+from tercet.transport.memory.handles import DeviceHandles, RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
@@ -57,7 +57,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
     ``staged``: KV is reached through buffers. It lies on the ``device``, and then the descriptor's file holds nothing
     but generation words; or else in the file, in the device's role. ``mapped``: peers of this machine may map that
-    device's memory as well.
+    device's memory as well. ``rdma``: by what peers of other machines read it.
     """
 
     rank: int
@@ -70,6 +70,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     staged: bool = False
     device: DeviceHandles | None = None
     mapped: bool = False
+    rdma: RdmaHandles | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -206,7 +207,7 @@ def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory,
     shape, device = region.shape, setup.device
     planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
     offer = b"" if device is None or not setup.mapped else msgspec.msgpack.encode(device)
-    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order, offer)
+    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order, offer, rdma=setup.rdma)
     staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
     logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
                 blocks.device_bytes >> 20)  # fmt: skip

@@ -1,8 +1,9 @@
 """Backends: ways to read another rank's KV, chosen per pair of peers.
 
 ``auto`` takes ``host`` for peers on one machine, or ``ipc`` where KV is on devices; for others, where there is an RDMA
-device, the first of :data:`RDMA` that works; and ``tcp`` for what is left: without RDMA that is faster than the
-libraries are. A name instead of ``auto`` insists on that one; what is missing is then an error.
+device, the first of :data:`RDMA` that works, of which ``nixl`` reads devices too; and ``tcp`` for what is left: without
+RDMA that is faster than the libraries are. A name instead of ``auto`` insists on that one; what is missing is then an
+error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.ipc import IpcBackend
 from tercet.transport.backends.mooncake import MooncakeBackend
 from tercet.transport.backends.nixl import NixlBackend
+from tercet.transport.backends.nixl_device import NixlDeviceBackend
 from tercet.transport.backends.reading import Backend, BackendUnavailable
 from tercet.transport.backends.registered import has_rdma
 from tercet.transport.backends.tcp import TcpBackend
@@ -58,24 +60,37 @@ def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Seq
     """
     if name not in TRANSPORTS:
         raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
-    known = (AUTO, TcpBackend.name, *([IpcBackend.name] if memory.device.offer else []))
-    if name not in known:
+    found: dict[str, Callable[[], Backend]] = {}
+    if memory.device.offer:
+        found[IpcBackend.name] = lambda: IpcBackend(region, memory)
+    if memory.device.rdma is not None:
+        found[NixlDeviceBackend.name] = lambda: NixlDeviceBackend(region, memory)
+    found[TcpBackend.name] = TcpBackend
+    if name == AUTO:
+        return [backend for each, make in found.items() for backend in _had(each, make)]
+    if name not in found:
         raise BadRequest(
             f"transport: {name} does not reach this engine's KV, which is not read where it lies; "
-            f"choose {', '.join(known)}",
+            f"choose {', '.join([AUTO, *found])}",
             "transport",
         )
-    found = {IpcBackend.name: lambda: IpcBackend(region, memory), TcpBackend.name: TcpBackend}
-    return tuple(found[each]() for each in known[:0:-1] if name in (AUTO, each))
+    return (found[name](),)
 
 
 def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:
     """The first of these backends that can be had, if any."""
     for name in names:
-        try:
-            return [FACTORIES[name](region, host)]
-        except BackendUnavailable as error:
-            logger.warning("auto goes on without %s", error.message)
-        except OSError as error:
-            logger.warning("auto goes on without %s: %s", name, error)
+        if found := _had(name, lambda name=name: FACTORIES[name](region, host)):
+            return found
+    return []
+
+
+def _had(name: str, make: Callable[[], Backend]) -> list[Backend]:
+    """The backend, or nothing where it cannot be had."""
+    try:
+        return [make()]
+    except BackendUnavailable as error:
+        logger.warning("auto goes on without %s", error.message)
+    except OSError as error:
+        logger.warning("auto goes on without %s: %s", name, error)
     return []

@@ -17,7 +17,8 @@ import importlib
 import os
 import secrets
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from tercet.protocol import TransferFailed
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Copies, SendingPeer
 from tercet.transport.backends.registered import RegisteredReader, RegisteredRegion, understood
+from tercet.transport.memory.handles import MemoryKind
 from tercet.transport.region import KVRegion, RegionShape
 
 REMEDY = "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12"
@@ -37,9 +39,27 @@ READ_SECONDS = 10.0
 SPINS, PAUSE_SECONDS = 2000, 20e-6
 
 
-class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
+class RegionOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a region begins in its owner's memory, and what its agent says of itself."""
+
     address: int
     metadata: bytes
+
+
+class Registered(NamedTuple):
+    """Memory that an agent registers: ``kind`` as NIXL calls it, and the number of the ``device`` that it is on."""
+
+    address: int
+    size: int
+    kind: MemoryKind = "DRAM"
+    device: int = 0
+
+
+class Pieces(NamedTuple):
+    """Rows of address, bytes and device in memory of one kind, as NIXL takes them."""
+
+    rows: NDArray[np.uint64]
+    kind: MemoryKind = "DRAM"
 
 
 class NixlBackend(Backend):
@@ -51,9 +71,10 @@ class NixlBackend(Backend):
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
         self._ours = RegisteredRegion(region)
+        self._whole = Registered(self._ours.address, self._ours.size)
         try:
-            self._agent: NixlAgent | None = NixlAgent(self._nixl, self._ours, answers=True)
-            NixlReader(self._nixl, self._ours, region.shape, self._own_offer()).require_own_word(self.name)
+            self._agent: NixlAgent | None = NixlAgent(self._nixl, [self._whole], answers=True)
+            self._reader(region.shape, self._own_offer()).require_own_word(self.name)
         except TransferFailed as error:
             raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info tells more") from error
         except Exception as error:
@@ -63,33 +84,36 @@ class NixlBackend(Backend):
         return msgspec.msgpack.encode(self._own_offer())
 
     def connect(self, offer: bytes, sender: SendingPeer) -> NixlReader:
-        return NixlReader(self._nixl, self._ours, sender.shape, understood(self.name, offer, _NixlOffer))
+        return self._reader(sender.shape, understood(self.name, offer, RegionOffer))
 
     def close(self) -> None:
         """Drop the agent, and with it its thread and registrations."""
         self._agent = None
 
-    def _own_offer(self) -> _NixlOffer:
+    def _reader(self, theirs: RegionShape, offer: RegionOffer) -> NixlReader:
+        return NixlReader(self._nixl, self._ours, theirs, offer, [self._whole])
+
+    def _own_offer(self) -> RegionOffer:
         if self._agent is None:
             raise BackendUnavailable("nixl: this rank was closed")
-        return _NixlOffer(self._ours.address, self._agent.metadata())
+        return RegionOffer(self._ours.address, self._agent.metadata())
 
 
 class NixlAgent:
-    """One of NIXL's agents, with a region registered; gone with its last reference. ``bare`` is NIXL's own."""
+    """One of NIXL's agents, with memory registered; gone with its last reference. ``bare`` is NIXL's own."""
 
-    def __init__(self, nixl: Any, region: RegisteredRegion, *, answers: bool) -> None:
+    def __init__(self, nixl: Any, memories: Sequence[Registered], *, answers: bool) -> None:
         settings = nixl.nixlAgentConfig()
         settings.useProgThread = answers
         settings.pthrDelay = WAKE_MICROSECONDS
         settings.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         self._nixl = nixl
-        self._region = region
         self.bare = nixl.nixlAgent(f"tercet-{os.getpid()}-{secrets.token_hex(8)}", settings)
         self._ucx = [self.bare.createBackend("UCX", {})]
-        memory = nixl.nixlRegDList(nixl.DRAM_SEG)
-        memory.addDesc((region.address, region.size, 0, ""))
-        self.bare.registerMem(memory, self._ucx)
+        for each in memories:
+            memory = nixl.nixlRegDList(segment(nixl, each.kind))
+            memory.addDesc((each.address, each.size, each.device, ""))
+            self.bare.registerMem(memory, self._ucx)
 
     def metadata(self) -> bytes:
         """What others need to read from here."""
@@ -101,16 +125,15 @@ class NixlAgent:
         self.bare.makeConnection(name, self._ucx)
         return name
 
-    def read(self, copies: NDArray[np.uint64], name: str, base: int) -> None:
-        """Copy each (size, there, here) in from the region at ``base`` of agent ``name``.
+    def read(self, name: str, there: Pieces, here: Pieces) -> None:
+        """Copy each piece of agent ``name`` to the one of the same number here.
 
         Raises :class:`TransferFailed` when it takes too long, and whatever NIXL raises. In both cases the agent must be
         dropped: the transfer may go on otherwise.
         """
         nixl, agent = self._nixl, self.bare
-        here = nixl.nixlXferDList(nixl.DRAM_SEG, _descriptors(copies[:, 2] + np.uint64(self._region.address), copies))
-        there = nixl.nixlXferDList(nixl.DRAM_SEG, _descriptors(copies[:, 1] + np.uint64(base), copies))
-        request = agent.createXferReq(nixl.NIXL_READ, here, there, name, "", self._ucx)
+        ours, theirs = (nixl.nixlXferDList(segment(nixl, each.kind), each.rows) for each in (here, there))
+        request = agent.createXferReq(nixl.NIXL_READ, ours, theirs, name, "", self._ucx)
         self._wait(request, agent.postXferReq(request, ""))
         agent.releaseXferReq(request)
 
@@ -128,32 +151,54 @@ class NixlAgent:
 
 
 class NixlReader(RegisteredReader):
-    """Has an agent of its own, from the first read on and again after one that failed."""
+    """Reads a region; ``memories`` of ours are where it puts what it reads."""
 
-    def __init__(self, nixl: Any, ours: RegisteredRegion, theirs: RegionShape, offer: _NixlOffer) -> None:
+    def __init__(
+        self, nixl: Any, ours: RegisteredRegion, theirs: RegionShape, offer: RegionOffer, memories: Sequence[Registered]
+    ) -> None:
         super().__init__(ours, theirs)
-        self._nixl, self._offer = nixl, offer
+        self._address, self._reads = offer.address, ReadingAgent(nixl, memories, offer.metadata)
+
+    def copy(self, copies: Copies) -> None:
+        rows = copies.astype(np.uint64)
+        there = pieces(rows[:, 1] + np.uint64(self._address), rows[:, 0])
+        self._reads.read(there, pieces(rows[:, 2] + np.uint64(self._ours.address), rows[:, 0]))
+
+    def close(self) -> None:
+        self._reads.drop()
+        super().close()
+
+
+class ReadingAgent:
+    """An agent that reads from one other, which ``metadata`` is of: made for the first read, and anew after a failure.
+
+    Nothing is written to ``memories`` once a read has returned or raised.
+    """
+
+    def __init__(self, nixl: Any, memories: Sequence[Registered], metadata: bytes) -> None:
+        self._nixl, self._memories, self._metadata = nixl, memories, metadata
         self._agent: NixlAgent | None = None
         self._name = ""
 
-    def copy(self, copies: Copies) -> None:
+    def read(self, there: Pieces, here: Pieces) -> None:
+        """Copy; raises :class:`~tercet.protocol.TransferFailed`."""
         try:
-            self._connected().read(copies.astype(np.uint64), self._name, self._offer.address)
+            self._connected().read(self._name, there, here)
         except TransferFailed:
-            self._agent = None
+            self.drop()
             raise
         except Exception as error:
-            self._agent = None
+            self.drop()
             raise TransferFailed(f"nixl: the sender's memory cannot be read: {error}") from error
 
-    def close(self) -> None:
+    def drop(self) -> None:
+        """End the agent, and with it whatever it reads."""
         self._agent = None
-        super().close()
 
     def _connected(self) -> NixlAgent:
         if self._agent is None:
-            agent = NixlAgent(self._nixl, self._ours, answers=False)
-            self._name = agent.connect(self._offer.metadata)
+            agent = NixlAgent(self._nixl, self._memories, answers=False)
+            self._name = agent.connect(self._metadata)
             self._agent = agent
         return self._agent
 
@@ -166,9 +211,13 @@ def load_bindings() -> Any:
         raise BackendUnavailable(f"nixl: it cannot be loaded ({error}): {REMEDY}") from error
 
 
-def _descriptors(addresses: NDArray[np.uint64], copies: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Rows of address, length and device, as NIXL takes them."""
-    found = np.zeros((len(copies), 3), dtype=np.uint64)
-    found[:, 0] = addresses
-    found[:, 1] = copies[:, 0]
-    return found
+def segment(nixl: Any, kind: MemoryKind) -> Any:
+    """What NIXL's bindings call memory of a kind."""
+    return nixl.VRAM_SEG if kind == "VRAM" else nixl.DRAM_SEG
+
+
+def pieces(
+    addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], kind: MemoryKind = "DRAM", device: int = 0
+) -> Pieces:  # fmt: skip
+    """Pieces that begin at ``addresses``."""
+    return Pieces(np.column_stack([addresses, sizes, np.full(len(sizes), device, dtype=np.uint64)]), kind)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+# As NIXL calls them: host memory, and a device's.
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+class RdmaHandles(msgspec.Struct, frozen=True, array_like=True):
+    """By what others read a worker's KV over RDMA, after the worker has registered it.
+
+    ``metadata`` is what the worker's NIXL agent says of itself. For each of the ``planes``: the address of its block 0
+    in the worker, and how far it is from one block to the next. ``kind`` and ``device``: where they lie.
+    """
+
+    metadata: bytes
+    planes: tuple[tuple[int, int], ...]
+    kind: MemoryKind
+    device: int
 
 
 class DeviceHandles(msgspec.Struct, frozen=True):

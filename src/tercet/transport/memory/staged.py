@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.buffers import BufferPool, StagingBuffer
+from tercet.transport.memory.handles import MemoryKind, RdmaHandles
 from tercet.transport.memory.kv_memory import KVMemory
 from tercet.transport.region import Numbers, RegionShape
 from tercet.transport.vectors import Vector, address_of
@@ -36,13 +38,34 @@ IsOver = Callable[[], bool]
 Places = tuple[range, Numbers, int]
 
 
+@dataclass(frozen=True)
+class Landing:
+    """Memory beside the blocks, where chunks arrive that are read over RDMA; ``memory`` keeps it alive."""
+
+    address: int
+    size: int
+    kind: MemoryKind
+    device: int
+    memory: object
+
+
 class DeviceBlocks(Protocol):
     """A device's side: begins copies from and to its blocks. Calls come from several threads.
 
-    ``offer`` is what opens the blocks in another process of this machine; empty if nothing does.
+    ``offer`` is what opens the blocks in another process of this machine; empty if nothing does. ``rdma`` is by what
+    others read them from other machines, None if they cannot.
     """
 
     offer: bytes
+    rdma: RdmaHandles | None
+
+    def landing(self, nbytes: int) -> Landing:
+        """Memory of this process where the blocks are, for one chunk."""
+        ...
+
+    def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
+        """Begin to put a chunk that has arrived into our blocks; as :meth:`begin_in` otherwise."""
+        ...
 
     def opened(self, offer: bytes, shape: RegionShape) -> object:
         """Another rank's blocks; raises :class:`~tercet.protocol.TransferFailed` if they cannot be had here."""
@@ -171,6 +194,14 @@ class StagedMemory(KVMemory):
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
         with ending_where_a_device_hangs():
             wait_until(self.device.begin_across(theirs, there, here, size, order))
+        return nbytes
+
+    def put_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> int:
+        """As :meth:`copy_across`, for a chunk that has arrived."""
+        layers, blocks, offset = here
+        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        with ending_where_a_device_hangs():
+            wait_until(self.device.begin_landed(landing, here, size, order))
         return nbytes
 
     def _copy(self, buffer: StagingBuffer, begin: Callable[[], IsOver]) -> None:

@@ -20,8 +20,8 @@ import torch
 from tercet.protocol import TransferFailed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.memory.block_order import BlockOrder
-from tercet.transport.memory.handles import DeviceHandles
-from tercet.transport.memory.staged import DeviceBlocks, IsOver, Places, wait_until
+from tercet.transport.memory.handles import DeviceHandles, MemoryKind, RdmaHandles
+from tercet.transport.memory.staged import DeviceBlocks, IsOver, Landing, Places, wait_until
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
 # The widest item first: gathering moves one item at a time.
@@ -91,8 +91,9 @@ class TorchBlocks(DeviceBlocks):
         order: BlockOrder | None = None,
         offer: bytes = b"",
         open_planes: OpenPlanes = open_device_planes,
+        rdma: RdmaHandles | None = None,
     ) -> None:
-        self._planes, self._order = planes, order
+        self._planes, self._order, self.rdma = planes, order, rdma
         self.offer, self._open_planes = offer, open_planes
         self._device = planes[0].device
         self._out, self._in = (_Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
@@ -131,6 +132,20 @@ class TorchBlocks(DeviceBlocks):
                 else:
                     found.copy_(items.index_select(0, numbers), non_blocking=True)
             self._scatter(gathered, layers, blocks, offset, order)
+            return self._in.mark()
+
+    def landing(self, nbytes: int) -> Landing:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        kind: MemoryKind = "DRAM" if self._device.type == "cpu" else "VRAM"
+        return Landing(memory.data_ptr(), nbytes, kind, self._device.index or 0, memory)
+
+    def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
+        layers, blocks, offset = here
+        if not isinstance(landing.memory, torch.Tensor):
+            raise TransferFailed("nixl: this is no landing of this rank's")
+        with self._in.next():
+            arrived = landing.memory[: len(layers) * len(blocks) * size].view(len(layers), len(blocks), size)
+            self._scatter(arrived, layers, blocks, offset, order)
             return self._in.mark()
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:

@@ -6,22 +6,32 @@ Relies on PyTorch's own way to share CUDA memory between processes (``UntypedSto
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
-from tercet.transport import DeviceHandles
+from tercet.transport import AUTO, DeviceHandles
+from tercet.transport.backends import BackendUnavailable
+from tercet.transport.backends.nixl_device import RegisteredPlanes
+from tercet.transport.backends.registered import has_rdma
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
+logger = logging.getLogger(__name__)
 # Notes of layers that may be under way before one of them is waited for by a later one's event.
 EVENTS = 64
 
 
 class DeviceExport:
-    """The handles of one rank's KV, and its ring of events."""
+    """The handles of one rank's KV, and its ring of events.
 
-    def __init__(self, planes: LayerPlanes) -> None:
+    With ``transport`` ``nixl``, or ``auto`` where there is an RDMA device, KV is registered with NIXL too, and
+    ``rdma`` is by what others read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if it must be and
+    cannot.
+    """
+
+    def __init__(self, planes: LayerPlanes, transport: str = "tcp") -> None:
         self._device = planes.device
         self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]
         self._next = 0
@@ -39,11 +49,28 @@ class DeviceExport:
             self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
         )
 
+        self._registered = _registered(planes, self.handles, transport)
+        self.rdma = self._registered and self._registered.handles
+
     def computed(self) -> int:
         """Mark what the current stream has been given until now; the mark's number."""
         number, self._next = self._next, (self._next + 1) % EVENTS
         self._events[number].record()
         return number
+
+
+def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> RegisteredPlanes | None:
+    if transport != "nixl" and not (transport == AUTO and has_rdma()):
+        return None
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in planes.tensors}
+    places = [(each.data_ptr(), planes.block_stride(each)) for each in planes.tensors]
+    try:
+        return RegisteredPlanes(list(storages.items()), places, "VRAM", handles.device)
+    except BackendUnavailable as error:
+        if transport != AUTO:
+            raise
+        logger.warning("auto goes on without %s", error.message)
+        return None
 
 
 def _shared(storage: Any) -> tuple[Any, ...]:

@@ -88,6 +88,11 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         self.cpus()
         self.allowed_prefillers()
 
+    @property
+    def device_transport(self) -> str:
+        """The way that KV on a device takes, where it is read where it lies."""
+        return self.transport if self.kv_memory == "auto" else "tcp"
+
     def is_staged(self, device: str) -> bool:
         """Whether KV that lies on a device of this type is reached through buffers."""
         return self.kv_memory == "staged" or device != "cpu"

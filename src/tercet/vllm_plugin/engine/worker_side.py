@@ -31,14 +31,24 @@ class WorkerSide:
         self._layout = layout
         self._layers_of_step = StepLayers(len(planes.tensors))
         if planes.device.type != "cpu":
-            self._device = DeviceExport(planes)
+            self._device = DeviceExport(planes, self._config.device_transport)
         kv, shape = planes.share() if self._device is None else planes.share_words()
         try:
             settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
             staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
             mapped = device is not None and self._config.kv_memory == "auto"
             setup = AgentSetup(
-                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device, mapped
+                self._rank,
+                kv,
+                shape,
+                layout.exchange_key,
+                settings,
+                cpus,
+                _block_of(layout),
+                staged,
+                device,
+                mapped,
+                self._device and self._device.rdma,
             )
             self._agent = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
