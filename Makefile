@@ -48,8 +48,9 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+MANUAL := $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
 docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a link to nowhere, is an error
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
+	$(MANUAL)
 	@echo docs/_build/html/README.html
 
 reference: setup ## write docs/reference anew from what the code declares
@@ -58,8 +59,15 @@ reference: setup ## write docs/reference anew from what the code declares
 # A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 FAST = $(STUCK)=600 --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
-check: lint docs ## style, types, the manual and the fast tests, with few examples of each property
-	$(BIN)/pytest --hypothesis-profile quick -m 'not processes' $(FAST)
+check: setup ## style, types, the manual and the fast tests, with few examples of each property
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@# Types take as long as all the rest, on one core: they are checked beside it, and what is wrong is said in the end.
+	@said=$$(mktemp); $(BIN)/pyright >$$said 2>&1 & types=$$!; \
+	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
+	$(MANUAL); \
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes' $(FAST); \
+	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
 test: check charts ## check, then all examples, tests with processes, a real Envoy and real engines, and what took longest
 	$(BIN)/pytest -m 'processes or hypothesis' $(FAST)

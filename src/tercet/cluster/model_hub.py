@@ -15,6 +15,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
+from tercet.client.connection_errors import reason_of
 from tercet.cluster.model import BUILT_IN, OnProgress, resolve_model
 from tercet.protocol import BadRequest
 
@@ -77,7 +78,8 @@ def _require_at_hub(name: str) -> None:
             hint = "" if request.has_header("Authorization") else ", or none that it shows without HF_TOKEN"
             raise _unknown(name, f"it is no directory here, and {hub} has no such model{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
+        cause = getattr(error, "reason", None)
+        reason = reason_of(cause if isinstance(cause, BaseException) else error)
         where = f"it is neither a directory here nor in {_hub_cache()}"
         raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
 

@@ -220,9 +220,20 @@ def _in_words(reason: str, kind: Any, path: str) -> str:
     return reason[:1].lower() + reason[1:]
 
 
+# How like another name is to be preferred to one of which the given one is a word; and how long words are at least.
+LIKE, WORD = 0.85, 4
+
+
 def near(given: str, known: Sequence[str]) -> str:
     """A hint for a key that nobody knows."""
-    found = difflib.get_close_matches(given.replace("_", "-"), known, 1) or difflib.get_close_matches(given, known, 1)
+    dashed = given.replace("_", "-")
+    word = dashed.lstrip("-")
+    found = (
+        difflib.get_close_matches(dashed, known, 1, LIKE)
+        or [name for name in known if len(word) >= WORD and word in name.split("-")]
+        or difflib.get_close_matches(dashed, known, 1)
+        or difflib.get_close_matches(given, known, 1)
+    )
     if found:
         return f"did you mean {found[0]}?"
     return f"the keys are {', '.join(known)}" if known else "it takes none"

@@ -25,6 +25,7 @@ from tercet.settings import (
     from_environment,
     read_yaml,
 )
+from tercet.settings.declaration import near
 
 
 class Doors(Settings, frozen=True):
@@ -125,6 +126,14 @@ def test_the_nearest_key_is_offered() -> None:
         BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rates, rooms, paint, lit, doors"
     ):
         decode_settings(House, Source({"name": "n", "zzz": 1}))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--rate", "--request-rate"), ("--engine_restart", "--engine-restarts"), ("--request_rate", "--request-rate")],
+)
+def test_one_whose_word_it_is_comes_before_one_that_is_spelt_a_little_like_it(given: str, meant: str) -> None:
+    assert near(given, ["--temperature", "--engine-restarts", "--request-rate"]) == f"did you mean {meant}?"
 
 
 def test_what_is_needed_is_said() -> None:

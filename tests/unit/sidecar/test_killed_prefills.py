@@ -7,12 +7,15 @@ import signal
 from contextlib import AsyncExitStack
 
 import aiohttp
+import pytest
 
 from tercet.gateway.sidecar.server import sidecar
 from tercet.settings import SidecarConfig
 from tercet.sim.sim_server import serving
 
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, Engine, config_of, engine, prompt_of, until
+
+pytestmark = pytest.mark.processes
 
 LANES, ROUNDS = 10, 10
 TOKENS = 4
