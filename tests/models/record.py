@@ -1,6 +1,7 @@
 """What a run of the matrix has shown, and docs/models.md made of it: `python -m tests.models.record`.
 
-Each family's outcome is a file of its own, so that a matrix may be run family by family.
+Each family's last outcome is a file of its own in build/, so that a matrix may be run family by family. Those are put
+into ``outcomes.json``, which is in the repository, and the table is made of that alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tercet.vllm_plugin.hooks import vllm_version
 from .families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-OUTCOMES = ROOT / "build" / "models"
+LAST = ROOT / "build" / "models"
+OUTCOMES = Path(__file__).parent / "outcomes.json"
 PAGE = ROOT / "docs" / "models.md"
 RUNS = ("disaggregated", "balanced", "migration of context", "live moves", "failover after tokens")
 
@@ -45,7 +47,7 @@ def noted(family: str) -> Generator[Record]:
     record = Record(
         family, f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}", vllm_version(), f"CPU, {platform.machine()}"
     )
-    path = OUTCOMES / f"{family}.json"
+    path = LAST / f"{family}.json"
     path.unlink(missing_ok=True)
     yield record
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def page(records: dict[str, Record]) -> str:
     for name, family in FAMILIES.items():
         found = records.get(name)
         if family.refusal:
-            how = f"refused at start on a CPU: {_where(found)}; mapping tested on vLLM's cache specs"
+            how = f"refused at start ({family.refusal}): {_where(found)}; mapping tested on vLLM's cache specs"
             rows.append(f"| {family.title} | {family.kv} | | {how} |")
         elif family.not_on_cpu:
             how = f"not run on a CPU ({family.not_on_cpu}); mapping tested on vLLM's cache specs"
@@ -77,12 +79,24 @@ def _where(found: Record | None) -> str:
     return "not run" if found is None else f"{found.machine}, {found.day}"
 
 
-def main() -> None:
-    """Write the table between the page's two marks."""
-    records = {path.stem: msgspec.json.decode(path.read_bytes(), type=Record) for path in OUTCOMES.glob("*.json")}
-    before, mark, rest = PAGE.read_text().partition("<!-- matrix -->\n")
+def recorded() -> dict[str, Record]:
+    """What is known of each family."""
+    return msgspec.json.decode(OUTCOMES.read_bytes(), type=dict[str, Record])
+
+
+def with_table(text: str, records: dict[str, Record]) -> str:
+    """The page with this table between its two marks."""
+    before, mark, rest = text.partition("<!-- matrix -->\n")
     _, end, after = rest.partition("<!-- /matrix -->")
-    PAGE.write_text(f"{before}{mark}{page(records)}\n{end}{after}")
+    return f"{before}{mark}{page(records)}\n{end}{after}"
+
+
+def main() -> None:
+    """Add the last outcomes to those that are known, and write the table."""
+    last = {path.stem: msgspec.json.decode(path.read_bytes(), type=Record) for path in LAST.glob("*.json")}
+    records = {name: each for name, each in sorted({**recorded(), **last}.items()) if name in FAMILIES}
+    OUTCOMES.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    PAGE.write_text(with_table(PAGE.read_text(), records))
 
 
 if __name__ == "__main__":
