@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -24,7 +25,7 @@ from tercet.protocol import KVLayout, LayoutMismatch
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.routes import RankRoute, routes
 from tercet.vllm_plugin import connector
-from tercet.vllm_plugin.engine.cache_groups import state_layers
+from tercet.vllm_plugin.engine.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, require_movable_groups, state_layers
 from tercet.vllm_plugin.engine.kv_layout import layout_of, packing_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, order_of
 from tercet.vllm_plugin.engine.stages import AllStages, StageContents
@@ -137,6 +138,39 @@ def test_states_are_planes_with_their_padding_beside_those_of_attention() -> Non
     assert state_layers(config) == ["0.a", "0.b"]
     assert [plane.shape for plane in planes.tensors_without(state_layers(config))] == [(BLOCKS, 2, BLOCK, 64)] * 2
     assert all(plane.is_contiguous() for plane in planes.tensors)
+
+
+SHAPES, DTYPES = MambaStateShapeCalculator, MambaStateDtypeCalculator
+STATES = {
+    "Jamba": (
+        MambaAttentionBackendEnum.MAMBA1, SHAPES.mamba1_state_shape(1, 64, 16, 4),
+        DTYPES.mamba1_state_dtype(torch.bfloat16, "auto", "float32"),
+    ),
+    "Qwen 3 Next": (
+        MambaAttentionBackendEnum.GDN_ATTN, SHAPES.gated_delta_net_state_shape(1, 2, 4, 16, 16, 4),
+        DTYPES.gated_delta_net_state_dtype(torch.bfloat16, "auto", "float32"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not ZEROING_IS_SKIPPED_BY_GROUP, reason="this vLLM's models with states are refused")
+@pytest.mark.parametrize(("kind", "shapes", "dtypes"), STATES.values(), ids=STATES)
+def test_families_that_cpus_do_not_run_are_mapped(kind: Any, shapes: Any, dtypes: Any) -> None:
+    """With the states that vLLM says they have, of several precisions in one block."""
+    full = replace(FULL, dtype=torch.bfloat16, head_size=128, head_size_v=128)
+    states = MambaSpec(
+        block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_type=kind, mamba_cache_mode="align",
+        page_size_padded=full.page_size_bytes,
+    )  # fmt: skip
+    config = caches(states, full)
+    require_movable_groups(config)
+    planes = planes_of(config)
+    assert (planes.block_bytes, planes.group_planes) == (full.page_size_bytes, [2, 2])
+    here = layout(1, 2, 128, states, full)
+    assert [(group.kind, group.window) for group in here.groups] == [("mamba", 0), ("full_attention", 0)]
+    assert all(f"{dtype}{list(shape)}" in here.packing for shape, dtype in zip(shapes, dtypes, strict=True))
+    with pytest.raises(LayoutMismatch, match="packing"):
+        here.require_mappable(layout(1, 2, 128, replace(states, dtypes=dtypes[::-1]), full), "the other")
 
 
 def test_on_a_device_blocks_of_states_go_as_they_are_and_so_do_those_beside_them() -> None:
