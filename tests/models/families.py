@@ -127,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         _of(
             "DeepseekV3",
             q_lora_rank=32,
+            topk_method="noaux_tc",
             **LATENT_EXPERTS,
         ),
         "all blocks, of latent KV",

@@ -16,7 +16,7 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import Request
-from tests.engines.conftest import Fleet, free_port, get_json, settled, start_fleet
+from tests.engines.conftest import START_SECONDS, Fleet, free_port, get_json, settled, start_fleet
 from tests.engines.moving import answer_of, moving, until
 from tests.engines.processes import processes_of, send_signal
 from tests.engines.prompts import BLOCK, alone, calls_of, complete, prompt_of, tokens_of
@@ -25,7 +25,6 @@ from .checkpoints import checkpoint
 from .families import FAMILIES, WINDOW
 from .record import Record, noted
 
-START_SECONDS = 180
 TRACE = {"x-tercet-trace": "1"}
 # Within a block, over the window's edge, at a block's, and in several steps.
 LENGTHS = (5, BLOCK, WINDOW + 1, 2 * BLOCK + 40, 600)
