@@ -25,10 +25,12 @@ async def complete(url: str, prompt: list[int], headers: dict[str, str] | None =
     return await _answer(url, "/v1/completions", body, headers)
 
 
-async def chat(url: str, text: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+async def chat(
+    url: str, content: str | list[dict[str, Any]], headers: dict[str, str] | None = None, **fields: Any
+) -> dict[str, Any]:
     """POST /v1/chat/completions with one message; the parsed answer."""
     body = {
-        "model": "smollm2", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 160,
+        "model": "smollm2", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 160,
         "return_token_ids": True, **fields,
     }  # fmt: skip
     return await _answer(url, "/v1/chat/completions", body, headers)

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from tercet.cluster.model import cache_root, cached_directory, resolve_model
 
@@ -32,7 +33,19 @@ def _write(name: str, destination: Path) -> None:
 
     config = FAMILIES[name].config()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(SEED)
+    randomized(model, SEED)
+    model.save_pretrained(destination)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(destination)
+    shutil.copy(Path(resolve_model("smollm2")) / "generation_config.json", destination)
+
+
+def randomized(model: Any, seed: int) -> None:
+    """Give a model's matrices other random weights."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, weight in model.named_parameters():
             if weight.dim() < 2:
@@ -41,11 +54,6 @@ def _write(name: str, destination: Path) -> None:
             # does not decide by itself.
             scale = 0.1 if "embed" in label else 2.0 / weight.shape[-1] ** 0.5
             weight.normal_(0.0, scale, generator=generator)
-    model.save_pretrained(destination)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
-    tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.save_pretrained(destination)
-    shutil.copy(Path(resolve_model("smollm2")) / "generation_config.json", destination)
 
 
 if __name__ == "__main__":

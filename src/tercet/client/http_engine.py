@@ -164,6 +164,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             adapter_digest=request.adapter_digest,
+            mm_features=tuple(feature.without_data() for feature in request.mm_features),
             lease=lease,
         )
         answer = await self._post("prep_recv", call, PrepRecvAnswer)
@@ -198,6 +199,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             adapter_digest=request.adapter_digest,
+            mm_features=request.mm_features,
             priority=request.priority,
         )
         return await self._post("remote_send", call, Sent, PATIENT)
@@ -212,6 +214,7 @@ class HttpEngine:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             adapter_digest=request.adapter_digest,
+            mm_features=request.mm_features,
             priority=request.priority,
         )
         return OutputStream(partial(self._generate, call))

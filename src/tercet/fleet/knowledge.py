@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
+from tercet.protocol.block_hashes import Extras
 from tercet.scheduling.hashing import block_hashes, key_of
 from tercet.scheduling.plugin import Floats, Integers
 
@@ -198,11 +199,12 @@ class FleetKnowledge:
         tokens: Sequence[int],
         salt: str | None = None,
         adapter: str | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """An engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
-            self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter)
+            self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
         """The same, from an engine that names blocks by our own hashes (:mod:`tercet.protocol.block_hashes`)."""

@@ -5,15 +5,18 @@ The messages are vLLM's as they are on the wire (``vllm/distributed/kv_events.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from tercet.fleet.knowledge import FleetKnowledge
+from tercet.protocol.block_hashes import extra_of
 
 BlockName = int | bytes
 WINDOWED = "sliding_window"
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -133,9 +136,11 @@ class KVInbox:
         if event.group_idx not in (None, self._group) or event.ownership is not None:
             return
         keys = [_beside_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
-        salt = None
+        extras, salt = None, None
         if any(keys):
-            # Only a salt is a single word in a chain's first block; other keys are no prompt's that is text alone.
+            extras, keys = _features_of(keys)
+        if any(keys):
+            # Only a salt is a single word in a chain's first block; other keys are no prompt's that is named here.
             first = keys[0]
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
@@ -145,8 +150,32 @@ class KVInbox:
         self._block_size = event.block_size
         self._knowledge.store(
             self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
-            event.lora_name,
+            event.lora_name, extras,
         )  # fmt: skip
+
+
+def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:
+    """What images and the like are in which block, by vLLM's pairs of name and place; and the other keys.
+
+    What we name is a digest. A picture that came by the engine's own API has a name of vLLM's, which no prompt of ours
+    has.
+    """
+    extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
+    for block, of_block in enumerate(keys):
+        pairs = [key for key in of_block if _is_feature(key)]
+        if pairs:
+            extras[block] = tuple(number for digest, offset in pairs for number in extra_of(digest, offset))
+        others.append([key for key in of_block if not _is_feature(key)])
+    return extras, others
+
+
+def _is_feature(key: Any) -> bool:
+    if not isinstance(key, list):
+        return False
+    pair = cast(list[object], key)
+    if len(pair) != 2 or not isinstance(pair[1], int):
+        return False
+    return isinstance(pair[0], str) and DIGEST.fullmatch(pair[0]) is not None
 
 
 def _beside_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.protocol.block_hashes import chain, root_of
+from tercet.protocol.block_hashes import Extras, chain, root_of
 from tercet.scheduling.plugin import Integers
 
 MANY = 24
@@ -145,17 +145,19 @@ class StoredBlocks(Holders):
         tokens: Sequence[int],
         salt: str | None = None,
         adapter: str | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """The engine stored consecutive blocks, which it calls ``names``, after the one it calls ``parent``.
 
-        ``tokens`` are theirs; ``salt`` and ``adapter`` are those of the request they came from.
+        ``tokens`` are theirs, ``extras`` say what images and the like are in them; ``salt`` and ``adapter`` are those
+        of the request they came from.
         """
         places = self._places.setdefault(row, {})
         place = root_of(salt, adapter) if parent is None else places.get(parent)
         if place is None:
             self.orphans += len(names)
             return
-        for name, block in zip(names, chain(place, tuple(tokens), self._block_size), strict=False):
+        for name, block in zip(names, chain(place, tuple(tokens), self._block_size, extras=extras), strict=False):
             self._put(row, places, name, block)
 
     def hold(self, row: int, hashes: Sequence[int]) -> None:

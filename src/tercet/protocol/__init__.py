@@ -35,6 +35,7 @@ from tercet.protocol.errors import (
     from_wire,
 )
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
+from tercet.protocol.multimodal import MultiModalFeature, digest_of_feature, digest_of_features
 from tercet.protocol.ranges import resolve_range
 from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import (
@@ -77,6 +78,7 @@ __all__ = [
     "LeaseEnded",
     "MethodNotAllowed",
     "MoveProposal",
+    "MultiModalFeature",
     "NoSpace",
     "Output",
     "OutputStream",
@@ -107,6 +109,8 @@ __all__ = [
     "WithoutRole",
     "cache_key",
     "content_of",
+    "digest_of_feature",
+    "digest_of_features",
     "from_wire",
     "packed",
     "resolve_range",

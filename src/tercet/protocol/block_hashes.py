@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Mapping
+
+from tercet.protocol.multimodal import MultiModalFeature
+
+Extras = Mapping[int, tuple[int, ...]]
+"""By the number of a block, what beside its tokens it is of."""
 
 
 def root_of(salt: str | None, adapter: str | None = None) -> int:
@@ -11,7 +17,24 @@ def root_of(salt: str | None, adapter: str | None = None) -> int:
     return root if adapter is None else hash((root, zlib.crc32(adapter.encode()), len(adapter)))
 
 
-def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None) -> list[int]:
+def extra_of(digest: str, offset: int) -> tuple[int, int]:
+    """What a block is of, in which an image or the like is, ``offset`` tokens behind the block's beginning."""
+    return int(digest[:15], 16), offset
+
+
+def extras_of(features: Iterable[MultiModalFeature], block_size: int) -> Extras:
+    """What the blocks of a prompt with these features are of, beside their tokens."""
+    found: dict[int, tuple[int, ...]] = {}
+    for feature in features:
+        for block in range(feature.offset // block_size, (feature.end - 1) // block_size + 1):
+            extra = extra_of(feature.digest, feature.offset - block * block_size)
+            found[block] = (*found.get(block, ()), *extra)
+    return found
+
+
+def chain(
+    parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None, extras: Extras | None = None
+) -> list[int]:
     """The hashes of the full blocks of ``tokens``, at most ``limit`` of them, which follow the one called ``parent``.
 
     Each covers everything before it.
@@ -19,4 +42,10 @@ def chain(parent: int, tokens: tuple[int, ...], block_size: int, limit: int | No
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
     begins = range(0, blocks * block_size, block_size)
     # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
+    if extras:
+        numbered = enumerate(begins)
+        return [
+            parent := hash((parent, tokens[begin : begin + block_size], *extras.get(number, ())))
+            for number, begin in numbered
+        ]
     return [parent := hash((parent, tokens[begin : begin + block_size])) for begin in begins]

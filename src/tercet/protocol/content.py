@@ -20,11 +20,11 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGES
 
 
 # Salts of clients that begin like a key of ours get it twice.
-MARK, OF_ADAPTER = "\0", "\0a"
+MARK, OF_ADAPTER, OF_FEATURES = "\0", "\0a", "\0m"
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """The first ``end`` tokens of a sequence; ``digest`` covers them, the cache salt and the adapter."""
+    """The first ``end`` tokens of a sequence; ``digest`` covers them, the cache salt, the adapter, and images."""
 
     end: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     digest: Digest
@@ -38,11 +38,14 @@ def packed(tokens: Sequence[int]) -> bytes:
     return found.tobytes()
 
 
-def cache_key(salt: str | None, adapter: str = "") -> str | None:
-    """What beside the tokens KV is of, as one word that stands for no other: a cache salt, and an adapter's digest.
+def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | None:
+    """What beside the tokens KV is of, as one word that stands for no other.
 
-    Without an adapter it is the salt, in all but those that look like one of these words.
+    It is of a cache salt, an adapter's digest, and that of all images and the like of the sequence. Of the salt alone
+    it is the salt, in all but those that look like one of these words.
     """
+    if features:
+        return f"{OF_FEATURES}{len(features)}:{features}{cache_key(salt, adapter) or ''}"
     salt = salt or None
     if adapter:
         return f"{OF_ADAPTER}{len(adapter)}:{adapter}{salt or ''}"

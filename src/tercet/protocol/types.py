@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tercet.protocol.errors import UnknownAdapter
+from tercet.protocol.multimodal import MultiModalFeature
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -25,6 +26,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     that it asks for, None for the base model; programs need not look at it, since it goes wherever the request does.
     ``adapter_digest`` says which contents that name stood for when the request came (:class:`AdapterReport`): an
     engine with other ones refuses. Empty: whatever an engine has under the name.
+    So do ``mm_features``, the images and the like that the prompt has placeholder tokens for, in their order there.
     """
 
     seq_id: str
@@ -36,6 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     adapter: str | None = None
     adapter_digest: str = ""
+    mm_features: tuple[MultiModalFeature, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,8 @@
 ``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
 ``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. With an
 ``adapter_digest`` an engine whose adapter of that name has other contents refuses.
+``mm_features`` are the images and the like that the prompt has placeholder tokens for; without their data where nothing
+is computed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import msgspec
 from tercet.protocol.addresses import KVAddrInfo
 from tercet.protocol.errors import BadRequest, Conflict
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.multimodal import MultiModalFeatures
 
 PREFIX = "/tercet/v1"
 # As vLLM's arrays and its tokenizers take them.
@@ -39,6 +42,7 @@ class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_salt: str | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
+    mm_features: MultiModalFeatures = ()
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
     lease: Name | None = None
 
@@ -68,6 +72,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_salt: str | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
+    mm_features: MultiModalFeatures = ()
     priority: Priority = 0
 
 
@@ -110,6 +115,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cache_salt: str | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
+    mm_features: MultiModalFeatures = ()
     priority: Priority = 0
 
 

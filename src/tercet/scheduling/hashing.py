@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import Request
-from tercet.protocol.block_hashes import chain, root_of
+from tercet.protocol.block_hashes import chain, extras_of, root_of
 
 
 def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
     """The hashes of a prompt's full blocks, at most ``limit`` of them."""
-    return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit)
+    extras = extras_of(request.mm_features, block_size) if request.mm_features else None
+    return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit, extras)
 
 
 def key_of(name: str) -> int:

@@ -122,6 +122,8 @@ def check_prompt(request: Request, limit: int) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for a prompt without tokens, or with more than ``limit``."""
     if not request.prompt:
         raise BadRequest("prompt: is empty", "prompt")
+    if request.mm_features:
+        raise BadRequest("mm_features: a simulated engine takes text only", "mm_features")
     if request.num_tokens > limit:
         raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
 

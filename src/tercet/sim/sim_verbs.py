@@ -254,6 +254,7 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
         cache_salt=call.cache_salt,
         adapter=call.adapter,
         adapter_digest=call.adapter_digest,
+        mm_features=call.mm_features,
     )
 
 

@@ -14,6 +14,7 @@ POOL = "vllm.v1.core.block_pool:BlockPool"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCore"
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+INPUTS = "vllm.v1.engine.input_processor"
 OUTPUTS = "vllm.v1.engine.output_processor"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch"
@@ -314,6 +315,24 @@ ENGINE_HOOKS = (
             Says("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys", "lora_request.lora_name"),
             Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.lora_states = LoRARequestStates("),
             Says("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
+        ),
+    ),
+    Hook(
+        name="images",
+        what="Images come as tensors that a front door's processor has made; a lease's request names them",
+        why="Placeholder tokens of all images are the same, and KV of them is not",
+        until="AsyncLLM takes processed features beside token ids by a stable interface",
+        relies_on=(
+            Takes(
+                "vllm.inputs:mm_input", "prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "cache_salt"
+            ),
+            Says(f"{INPUTS}:InputProcessor.process_inputs", 'decoder_input["mm_hashes"]', "mm_hash=base_mm_hash"),
+            Says(f"{INPUTS}:InputProcessor._get_mm_identifier", "enable_tower_connector_lora"),
+            Says("vllm.v1.core.kv_cache_utils:_gen_mm_extra_hash_keys", "mm_feature.identifier"),
+            Takes(f"{REQUEST}.__init__", "mm_features"),
+            Has("vllm.multimodal.inputs:MultiModalFeatureSpec", "identifier", "mm_position", "mm_hash"),
+            Has("vllm.multimodal.inputs:PlaceholderRange", "offset", "length", "is_embed"),
+            Takes("vllm.v1.serial_utils:MsgpackDecoder.__init__", "t"),
         ),
     ),
     Hook(

@@ -12,6 +12,9 @@ LAUNCHERS = "vllm.entrypoints.launchers"
 DETOKENIZER = "vllm.v1.engine.detokenizer"
 STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
+MEDIA = "vllm.multimodal.media.connector:MediaConnector"
+MM_INPUTS = "vllm.multimodal.inputs"
+SERIAL = "vllm.v1.serial_utils"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
@@ -47,6 +50,22 @@ FRONTEND_HOOKS = (
             Says("vllm.v1.engine.input_processor:InputProcessor._validate_lora", "if not self.lora_config:"),
             Has("vllm.v1.engine:EngineCoreRequest", "lora_request"),
             Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path"),
+        ),
+    ),
+    Hook(
+        name="images",
+        what="What vLLM's processor makes of images is kept here, and sent to engines with each verb",
+        why="vLLM forgets it once an engine has it, and here another engine may be the next to compute it",
+        until="a renderer can be told to keep what it has made",
+        replaces=("BaseRenderer._mm_processor_cache", "ModelConfig.allowed_media_domains", "ModelConfig.dtype"),
+        relies_on=(
+            Says(f"{RENDERER}.__init__", "self._mm_processor_cache = processor_cache_from_config(config)"),
+            Takes("vllm.multimodal.cache:MultiModalProcessorOnlyCache.__init__", "model_config"),
+            Says(f"{MEDIA}._assert_url_in_allowed_media_domains", "not in self.allowed_media_domains"),
+            Says("vllm.multimodal.processing.context:InputProcessingContext", "dtype=self.model_config.dtype"),
+            Has("vllm.v1.engine:EngineCoreRequest", "mm_features"),
+            Has(f"{MM_INPUTS}:MultiModalFeatureSpec", "data", "modality", "mm_position"),
+            Takes(f"{SERIAL}:MsgpackEncoder.__init__", "size_threshold"),
         ),
     ),
     Hook(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tercet.fleet import FleetKnowledge, kv_events
 from tercet.fleet.kv_events import at, follow_cache
 from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
-from tercet.protocol import EngineUnreachable, KVEvents, Request
+from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
 
 SIZE = 4
 
@@ -137,6 +137,24 @@ def test_of_several_kinds_of_layers_those_count_that_look_back_at_all_tokens() -
     assert cached(knowledge) == 1
     inbox.take(2, payload(BlockRemoved([bytes([0])], group_idx=1)))
     assert cached(knowledge) == 0
+
+
+def test_blocks_of_a_picture_are_found_with_that_picture_alone() -> None:
+    """vLLM names a picture in each block that it is in, with its place there, and a salt behind it."""
+    digest = "0123456789abcdef" * 4
+    told = [stored(0, extra_keys=[[[digest, 2], "salt"]]), stored(1, extra_keys=[[[digest, -2]]]), stored(2)]
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(*told))
+
+    def found(**fields: Any) -> int:
+        named = {"modality": "image", "digest": digest, "offset": 2, "length": 5, **fields}
+        feature = msgspec.convert(named, MultiModalFeature)
+        asked = msgspec.structs.replace(request(salt="salt"), mm_features=(feature,))
+        return knowledge.cached_tokens("e", asked) // SIZE
+
+    assert found() == 3
+    assert found(length=7) == 2
+    assert found(digest="f" * 64) == found(offset=1) == cached(knowledge, "salt") == 0
 
 
 def test_layers_with_a_window_count_where_there_are_no_others() -> None:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch
+from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, MultiModalFeature
+from tercet.protocol.multimodal import require_placed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import is_address
+from tercet.vllm_plugin.mm_features import most_features_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 LEASE = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the engine's model takes: token ids below ``vocab_size``, and ``max_model_len`` tokens at most."""
+    """What the engine's model takes: token ids below ``vocab_size``, and ``max_model_len`` tokens at most.
+
+    Of images and the like it takes so many in a prompt as ``most_features`` says of each kind.
+    ``adapters_change_features`` says whether an adapter changes what they are to the model.
+    """
 
     vocab_size: int
     max_model_len: int
+    most_features: Mapping[str, int] = field(default_factory=dict[str, int])
+    adapters_change_features: bool = False
 
     def check_prompt(self, tokens: list[int]) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for a prompt that the model cannot take."""
@@ -39,6 +53,34 @@ class ModelLimits:
                 f"output: {len(tokens)} + {len(output)} tokens leave no room in the model's {self.max_model_len}",
                 "output",
             )
+
+    def check_features(self, tokens: list[int], features: Sequence[MultiModalFeature], adapter: str | None) -> None:
+        """As :meth:`check_prompt`, for the images and the like of a prompt."""
+        require_placed(features, len(tokens))
+        for modality, count in Counter(feature.modality for feature in features).items():
+            most = self.most_features.get(modality)
+            if most is None:
+                raise BadRequest(f"mm_features: modality: this engine's model takes no {modality}", "mm_features")
+            if count > most:
+                raise BadRequest(
+                    f"mm_features: {count} of {modality}, and this engine takes {most} in a prompt "
+                    "(--limit-mm-per-prompt)",
+                    "mm_features",
+                )
+        if features and adapter is not None and self.adapters_change_features:
+            raise BadRequest(
+                "mm_features: this engine's adapters change what images are to the model "
+                "(enable_tower_connector_lora); with those, KV of images is not told apart",
+                "mm_features",
+            )
+
+
+def limits_of(client: AsyncLLM) -> ModelLimits:
+    """Those of the engine behind ``client``."""
+    model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
+    changing = lora is not None and lora.enable_tower_connector_lora
+    most = most_features_of(client.renderer)
+    return ModelLimits(model.get_vocab_size(), model.max_model_len, most, changing)
 
 
 def check_adapter(call: RemoteSendCall, digest: str) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, wraps
-from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -23,7 +22,16 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
 
-from tercet.protocol import Content, EngineError, KVLayout, TercetError, cache_key, from_wire
+from tercet.protocol import (
+    Content,
+    EngineError,
+    KVLayout,
+    MultiModalFeature,
+    TercetError,
+    cache_key,
+    digest_of_features,
+    from_wire,
+)
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.engine.adapters import Adapter, digest_of
@@ -32,6 +40,7 @@ from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
+from tercet.vllm_plugin.mm_features import to_specs
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,23 +99,35 @@ def describe(core: EngineCore) -> EngineDescription:
 
 
 def reserve(
-    core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
-) -> Future[ReservedBlocks]:  # fmt: skip
+    core: EngineCore,
+    lease: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> Future[ReservedBlocks]:
     """Reserve blocks for ``tokens`` in their turn. Raises :class:`~tercet.protocol.NoSpace`."""
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter)
-    return _side(core).queue.reserve(lease, owner, len(tokens), cache_key(cache_salt, digest_of(adapter)))
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
+    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
+    return _side(core).queue.reserve(lease, owner, len(tokens), key)
 
 
 def extend(
-    core: EngineCore, lease: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
-) -> ReservedBlocks:  # fmt: skip
+    core: EngineCore,
+    lease: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> ReservedBlocks:
     """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; all of them.
 
     Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
     :class:`~tercet.protocol.BadRequest`; the lease is as it was then.
     """
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter)
-    return _side(core).queue.extend(lease, owner, len(tokens), cache_key(cache_salt, digest_of(adapter)))
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
+    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
+    return _side(core).queue.extend(lease, owner, len(tokens), key)
 
 
 def give_up(core: EngineCore, lease: str) -> None:
@@ -139,9 +160,10 @@ def push_cached(
     cache_salt: str | None,
     send: SendParams,
     adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
 ) -> list[Push] | None:
     """Pin KV that is cached in full; what to push then."""
-    probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter)
+    probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter, features)
     return _side(core).sends.push_cached(probe, send)
 
 
@@ -227,8 +249,13 @@ def _side(core: EngineCore) -> SchedulerSide:
 
 
 def _probe(
-    core: EngineCore, request_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None
-) -> VLLMRequest:  # fmt: skip
+    core: EngineCore,
+    request_id: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None,
+    features: tuple[MultiModalFeature, ...],
+) -> VLLMRequest:
     """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
     return VLLMRequest(
         request_id=request_id,
@@ -237,6 +264,7 @@ def _probe(
         pooling_params=None,
         cache_salt=cache_salt,
         lora_request=None if adapter is None else adapter.to_vllm(),
+        mm_features=to_specs(features, len(tokens)),
         block_hasher=core.request_block_hasher,
     )
 
@@ -322,5 +350,5 @@ def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _has_struct(kind: Any) -> bool:
-    kinds = (kind, *(get_args(kind) if isinstance(kind, UnionType) else ()))
+    kinds = (kind, *get_args(kind))
     return any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in kinds)

@@ -14,9 +14,12 @@ from tercet.protocol import (
     Content,
     EngineError,
     LeaseEnded,
+    MultiModalFeature,
     TercetError,
     UnknownSequence,
+    Usage,
     cache_key,
+    digest_of_features,
     packed,
 )
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
@@ -48,6 +51,7 @@ class EdgeLease:
     ttl: float
     timer: asyncio.TimerHandle
     adapter: Adapter | None = None
+    features: tuple[MultiModalFeature, ...] = ()
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()
     committed: int = 0
@@ -59,7 +63,7 @@ class EdgeLease:
     @property
     def key(self) -> str | None:
         """What beside its tokens KV must be of."""
-        return cache_key(self.salt, digest_of(self.adapter))
+        return cache_key(self.salt, digest_of(self.adapter), digest_of_features(self.features))
 
 
 class LeaseTimers:
@@ -96,6 +100,7 @@ class LeaseTimers:
         ttl: float,
         notify: str,
         adapter: Adapter | None = None,
+        features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease:
         """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last sign of life; open them on every rank.
 
@@ -104,7 +109,7 @@ class LeaseTimers:
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
-        held = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer, adapter)
+        held = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer, adapter, features)
         self._leases[lease] = self._of_seq[seq_id] = held
         try:
             reserved = await self._reserved(held)
@@ -131,6 +136,7 @@ class LeaseTimers:
         tokens: list[int],
         cache_salt: str | None,
         adapter: Adapter | None = None,
+        features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease:
         """Reserve more blocks for a lease, whose first tokens ``tokens`` begin with, and open them on every rank.
 
@@ -142,14 +148,14 @@ class LeaseTimers:
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:
             raise UnknownSequence(f"lease {lease} is not held here for {seq_id}: released, expired or used", "lease")
-        _require_key(held, cache_salt, adapter)
+        _require_key(held, cache_salt, adapter, features)
         _require_beginning(held, tokens)
         if not held.granted or held.extending:
             raise Conflict(f"lease {lease} is being opened already", "lease")
         self._renew(held)
         held.extending = True
         try:
-            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt, adapter)
+            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt, adapter, features)
             if held.lease in self._leases:  # else it is over: these blocks go back with the others
                 blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
                 await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), held.key))
@@ -167,23 +173,30 @@ class LeaseTimers:
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.call(core_methods.reserve, held.lease, held.tokens, held.salt, held.adapter)
+            return await self._core.call(
+                core_methods.reserve, held.lease, held.tokens, held.salt, held.adapter, held.features
+            )
         finally:
             giving_up.cancel()
 
     def claim(
-        self, seq_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None = None
-    ) -> EdgeLease | None:  # fmt: skip
+        self,
+        seq_id: str,
+        tokens: list[int],
+        cache_salt: str | None,
+        adapter: Adapter | None = None,
+        features: tuple[MultiModalFeature, ...] = (),
+    ) -> EdgeLease | None:
         """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.
 
         Its fence is on its way: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
-        with what was reserved, or salt or adapter are others.
+        with what was reserved, or salt, adapter or images are others.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
             return None
         _require_beginning(held, tokens)
-        _require_key(held, cache_salt, adapter)
+        _require_key(held, cache_salt, adapter, features)
         self._forget(held.lease)
         self._closing(held)
         return held
@@ -284,8 +297,19 @@ def _require_beginning(held: EdgeLease, tokens: list[int]) -> None:
         raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
 
 
-def _require_key(held: EdgeLease, cache_salt: str | None, adapter: Adapter | None) -> None:
+def _require_key(
+    held: EdgeLease, cache_salt: str | None, adapter: Adapter | None, features: tuple[MultiModalFeature, ...]
+) -> None:
+    if digest_of_features(features) != digest_of_features(held.features):
+        raise BadRequest("mm_features: differ from what prep_recv was given for this sequence", "mm_features")
     if adapter != held.adapter:
         raise BadRequest("adapter: differs from what prep_recv was given for this sequence", "adapter")
     if (cache_salt or None) != (held.salt or None):
         raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
+
+
+def usage_of(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
+    """What was found, received and computed of ``total`` tokens, of which vLLM calls ``num_cached`` cached."""
+    # vLLM counts what a connector provided as cached too; what prep_recv matched was here before.
+    local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
+    return Usage(cached=local, received=num_cached - local, computed=total - num_cached)

@@ -16,13 +16,23 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from tercet.protocol import BadRequest, EngineError, Output, TercetError, TokenLogprob, Usage
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    MultiModalFeature,
+    Output,
+    TercetError,
+    TokenLogprob,
+    Usage,
+    digest_of_features,
+)
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.streams import FrontDoorConnection, SequenceSender
 from tercet.vllm_plugin.engine.adapters import Adapter
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
+from tercet.vllm_plugin.mm_features import to_prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -40,6 +50,7 @@ class LLMRequest:
     priority: int
     cache_salt: str | None
     adapter: Adapter | None = None
+    features: Sequence[MultiModalFeature] = ()
     num_cached: int = field(default=0, init=False)
     request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
@@ -114,13 +125,22 @@ class LLMRequest:
 
     def _for_vllm(self, sampling_params: Mapping[str, Any]) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
         """Prompt, parameters and what else ``AsyncLLM`` takes. Raises :class:`~tercet.protocol.BadRequest`."""
-        prompt = TokensPrompt(prompt_token_ids=self.tokens)
-        if self.cache_salt is not None:
-            prompt["cache_salt"] = self.cache_salt
+        prompt = self._prompt()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         lora = None if self.adapter is None else self.adapter.to_vllm()
         return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
+
+    def _prompt(self) -> TokensPrompt:
+        if self.features:
+            dtype = self.client.vllm_config.model_config.dtype
+            prompt = to_prompt(self.tokens, self.features, self.cache_salt, dtype)
+            self.features = [feature.without_data() for feature in self.features]  # it is vLLM's from here on
+            return prompt
+        prompt = TokensPrompt(prompt_token_ids=self.tokens)
+        if self.cache_salt is not None:
+            prompt["cache_salt"] = self.cache_salt
+        return prompt
 
     def _output_of(self, item: RequestOutput) -> Output:
         self.num_cached = item.num_cached_tokens or self.num_cached
@@ -175,12 +195,19 @@ class DecodingSequence:
         """Seconds since it arrived here."""
         return time.monotonic() - self._arrived
 
-    def begins_with(self, tokens: Sequence[int], salt: str | None, adapter: Adapter | None = None) -> bool:
+    def begins_with(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        adapter: Adapter | None = None,
+        features: Sequence[MultiModalFeature] = (),
+    ) -> bool:
         """Whether KV of its first tokens is KV of these."""
         # vLLM's cache knows no difference between an empty salt and none. The last token tells most sequences apart.
         known, end = self.tokens, len(tokens)
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         alike = alike and (self.request.cache_salt or None) == (salt or None) and self.request.adapter == adapter
+        alike = alike and digest_of_features(self.request.features) == digest_of_features(features)
         return alike and known[:end] == tokens
 
     def told(self, output: Output) -> Output:

@@ -274,7 +274,7 @@ class Reservations:
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
-        if not same_adapter(held.owner, request):
+        if not same_adapter(held.owner, request) or not same_features(held.owner, request, computed):
             return False
         return self._tables.continues(held.owner.request_id, computed)
 
@@ -308,6 +308,19 @@ def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
     return (mine.lora_int_id, mine.lora_name, mine.lora_path) == (
         theirs.lora_int_id, theirs.lora_name, theirs.lora_path,
     )  # fmt: skip
+
+
+def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
+    """Whether the same images and the like stand among the first ``end`` tokens of both."""
+    (mine, theirs) = (
+        [
+            (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in request.mm_features
+            if feature.mm_position.offset < end
+        ]
+        for request in (one, other)
+    )
+    return mine == theirs
 
 
 def _spec_decode_blocks(scheduler: Scheduler) -> int:

@@ -16,7 +16,7 @@ from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.engine.cache_groups import GroupTables
 from tercet.vllm_plugin.engine.connector_messages import SendParams, StepMetadata
-from tercet.vllm_plugin.engine.reservations import same_adapter
+from tercet.vllm_plugin.engine.reservations import same_adapter, same_features
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -187,6 +187,7 @@ class SendPlanner:
                 and request.prefill_stats is None
                 and request.cache_salt == probe.cache_salt
                 and same_adapter(request, probe)
+                and same_features(request, probe, end)
                 and request._all_token_ids[:end] == tokens
             ):
                 tables = self._tables.of(request.request_id)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from tercet.aio import TaskSet
-from tercet.protocol import SequenceReport
+from tercet.protocol import MultiModalFeature, SequenceReport
 from tercet.protocol.wire import MoveCall
 from tercet.streams import propose_move
 from tercet.vllm_plugin.engine.adapters import Adapter
@@ -42,10 +42,14 @@ class SequenceTable:
         self._sequences.pop(sequence.request.request_id, None)
 
     def beginning_with(
-        self, tokens: list[int], salt: str | None, adapter: Adapter | None = None
-    ) -> list[DecodingSequence]:  # fmt: skip
-        """Those that have these tokens first."""
-        return [each for each in self._sequences.values() if each.begins_with(tokens, salt, adapter)]
+        self,
+        tokens: list[int],
+        salt: str | None,
+        adapter: Adapter | None = None,
+        features: Sequence[MultiModalFeature] = (),
+    ) -> list[DecodingSequence]:
+        """Those that have these tokens first, and no images but these."""
+        return [each for each in self._sequences.values() if each.begins_with(tokens, salt, adapter, features)]
 
     async def reports(self) -> list[SequenceReport]:
         """Every sequence, in the order in which they came; one that the core has not got yet waits, without blocks."""

@@ -24,6 +24,7 @@ from tercet.protocol import (
     EngineStatus,
     KVAddrInfo,
     KVEvents,
+    MultiModalFeature,
     Output,
     RankAddress,
     Request,
@@ -34,9 +35,11 @@ from tercet.protocol import (
     Usage,
     cache_key,
     content_of,
+    digest_of_features,
     packed,
     resolve_range,
 )
+from tercet.protocol.multimodal import whole_features
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import MoveCall, PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
@@ -47,8 +50,6 @@ from tercet.transport import (
     PushCached,
     ReadCounters,
     SendComplete,
-    SendDestination,
-    routes,
 )
 from tercet.vllm_plugin.engine import agent_metrics, core_methods
 from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, digest_of
@@ -56,14 +57,15 @@ from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.agent_reports import AgentReports, SendInFlight
 from tercet.vllm_plugin.engine.block_tables import open_table
 from tercet.vllm_plugin.engine.bypass import Bypass
-from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_adapter, check_send
+from tercet.vllm_plugin.engine.call_checks import check_adapter, check_send, limits_of
 from tercet.vllm_plugin.engine.connector_messages import SendParams, SeqParams, TercetParams
 from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
 from tercet.vllm_plugin.engine.first_uses import practise_first_uses
-from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
+from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers, usage_of
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
+from tercet.vllm_plugin.engine.send_destinations import destinations_of
 from tercet.vllm_plugin.engine.sequence_table import SequenceTable
 from tercet.vllm_plugin.hooks import vllm_version
 
@@ -101,8 +103,7 @@ class EngineVerbs:
         self._layout = description.layout
         self._probe = probe
         self.adapters = adapters
-        model = client.vllm_config.model_config
-        self._limits = ModelLimits(model.get_vocab_size(), model.max_model_len)
+        self._limits = limits_of(client)
         self._tasks = TaskSet()
         self._agents = agents
         self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
@@ -147,15 +148,16 @@ class EngineVerbs:
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
         adapter = await self.adapters.find(call.adapter, call.adapter_digest)
+        features = self._names_of(call, tokens)
         if call.lease is not None:
-            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter)
+            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter, features)
             there = held.committed // self._layout.block_size * self._layout.block_size
             return self._reserved(held, max(held.matched_len, there))
         if (call.seq_id, None) in self._busy or self._leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
         where, salt = self._reports.address, call.cache_salt
-        held = await self._leases.reserve(call.seq_id, tokens[:end], salt, ttl, where, adapter)
+        held = await self._leases.reserve(call.seq_id, tokens[:end], salt, ttl, where, adapter, features)
         return self._reserved(held, held.matched_len)
 
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
@@ -184,21 +186,24 @@ class EngineVerbs:
         check_send(call, begin, end, len(tokens), self._layout)
         adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         check_adapter(call, digest_of(adapter))
+        features = self._names_of(call, tokens)
         with self._reports.sending() as sending:
             params = SendParams(
                 send_id=sending.send_id,
                 lease=call.kv_addr_info.lease,
-                content=content_of(packed(tokens), cache_key(call.cache_salt, digest_of(adapter)), end),
+                content=content_of(
+                    packed(tokens), cache_key(call.cache_salt, digest_of(adapter), digest_of_features(features)), end
+                ),
                 base=call.kv_addr_info.begin,
                 begin=begin,
                 end=end,
-                destinations=self._destinations(call),
+                destinations=destinations_of(call.kv_addr_info, self._layout, len(self._about.transports)),
                 notify=self._reports.address,
                 group_begins=call.kv_addr_info.group_begins,
             )
             try:
                 async with self._ended_by_abort(call.seq_id, params.send_id):
-                    first, cached = await self._push(call, tokens[:end], params, sending, adapter)
+                    first, cached = await self._push(call, tokens, params, sending, adapter, features)
                     done = await sending.wait()
             finally:
                 # Unpinning is nobody's business but the engine's, so the answer does not wait for it.
@@ -213,24 +218,26 @@ class EngineVerbs:
         params: SendParams,
         sending: SendInFlight,
         adapter: Adapter | None,
+        features: tuple[MultiModalFeature, ...],
     ) -> tuple[Output | None, int]:
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
         cached, word = None, None
         if not call.sample:
-            cached, word = await self._cached(tokens, call.cache_salt, params, adapter)
+            cached, word = await self._cached(tokens[: params.end], call.cache_salt, params, adapter, features)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
             pushes = tuple(cached)
             await self._agents.push([PushCached(opening, pushes, end, word) for opening in params.openings()])
-            return None, len(tokens)
+            return None, params.end
         request = LLMRequest(
             self._client,
-            tokens,
+            tokens[: whole_features(features, params.end)],
             call.sampling_params if call.sample else {},
             TercetParams(self._about.token, send=params),
             call.priority,
             call.cache_salt,
             adapter,
+            call.mm_features,
         )
         computing = asyncio.ensure_future(request.first())
         try:
@@ -244,25 +251,32 @@ class EngineVerbs:
             output = computing.result()
         finally:
             computing.cancel()
-        return (output if call.sample else None), min(request.num_cached, len(tokens))
+        return (output if call.sample else None), min(request.num_cached, params.end)
 
     async def _cached(
-        self, tokens: list[int], salt: str | None, params: SendParams, adapter: Adapter | None
+        self,
+        tokens: list[int],
+        salt: str | None,
+        params: SendParams,
+        adapter: Adapter | None,
+        features: tuple[MultiModalFeature, ...],
     ) -> tuple[list[Push] | None, int | None]:
         """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
 
         A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
         the question that it was asked, and then to the end of the send, which unpins what it has pinned.
         """
-        asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, tokens, salt, params, adapter))
-        if self._bypass is None or not self._generated.beginning_with(tokens, salt, adapter):
+        asked = asyncio.ensure_future(
+            self._core.call(core_methods.push_cached, tokens, salt, params, adapter, features)
+        )
+        if self._bypass is None or not self._generated.beginning_with(tokens, salt, adapter, features):
             return await asked, None
         silent = asyncio.ensure_future(self._probe.core_stands_still(BYPASS_SECONDS))
         try:
             await asyncio.wait({asked, silent}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result(), None
-            owners = [each.number for each in self._generated.beginning_with(tokens, salt, adapter)]
+            owners = [each.number for each in self._generated.beginning_with(tokens, salt, adapter, features)]
             pushes, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
             logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
@@ -270,18 +284,6 @@ class EngineVerbs:
         finally:
             asked.cancel()
             silent.cancel()
-
-    def _destinations(self, call: RemoteSendCall) -> list[list[SendDestination]]:
-        """For each rank of this engine, the receiver's ranks that have heads and layers in common with it."""
-        info = call.kv_addr_info
-        ranks = sorted(info.ranks, key=lambda rank: rank.rank)
-        return [
-            [
-                SendDestination(ranks[route.receiver].addresses, route.head_slice, route.planes)
-                for route in routes(self._layout, info.layout, rank)
-            ]
-            for rank in range(len(self._about.transports))
-        ]
 
     async def _end_send(self, send_id: str) -> None:
         # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
@@ -314,14 +316,16 @@ class EngineVerbs:
         adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         if (call.seq_id, None) in self._busy:
             raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
-        claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt, adapter)
+        features = self._names_of(call, tokens)
+        claimed = await self._claimed(call.seq_id, [*tokens, *call.output], call.cache_salt, adapter, features)
         number = next(self._numbers)
         seq = SeqParams(output=call.output, number=number)
         if claimed is not None and claimed.closing is not None:
             seq = SeqParams(claimed.lease, claimed.closing.result(), call.output, number)
         params = TercetParams(self._about.token, seq=seq)
+        sampling, salt = call.sampling_params, call.cache_salt
         request = LLMRequest(
-            self._client, tokens, call.sampling_params, params, call.priority, call.cache_salt, adapter
+            self._client, tokens, sampling, params, call.priority, salt, adapter, call.mm_features
         )  # fmt: skip
         self._busy[call.seq_id, None] = request.abort
 
@@ -337,20 +341,25 @@ class EngineVerbs:
             number,
             request,
             [*tokens, *call.output],
-            lambda cached: _usage(total, cached, claimed),
+            lambda cached: usage_of(total, cached, claimed),
             ended,
         )
         self._generated.add(decoding)
         return decoding
 
     async def _claimed(
-        self, seq_id: str, tokens: list[int], cache_salt: str | None, adapter: Adapter | None
+        self,
+        seq_id: str,
+        tokens: list[int],
+        cache_salt: str | None,
+        adapter: Adapter | None,
+        features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease | None:
         """The sequence's lease, for a request of these tokens, once nobody writes under it any more.
 
         None without one, and where that takes too long: the sequence computes by itself.
         """
-        claimed = self._leases.claim(seq_id, tokens, cache_salt, adapter)
+        claimed = self._leases.claim(seq_id, tokens, cache_salt, adapter, features)
         if claimed is None:
             return None
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -469,6 +478,13 @@ class EngineVerbs:
         self._limits.check_prompt(tokens)
         return tokens
 
+    def _names_of(
+        self, call: PrepRecvCall | RemoteSendCall | StartGenerateCall, tokens: list[int]
+    ) -> tuple[MultiModalFeature, ...]:  # fmt: skip
+        """What names the KV of a call's images and the like. Raises :class:`~tercet.protocol.BadRequest`."""
+        self._limits.check_features(tokens, call.mm_features, call.adapter)
+        return tuple(feature.without_data() for feature in call.mm_features)
+
     @asynccontextmanager
     async def _ended_by_abort(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
         """While entered, :meth:`abort` of the sequence ends the current task by ``UnknownSequence``.
@@ -490,9 +506,3 @@ class EngineVerbs:
 
 def _sum(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
-
-
-def _usage(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
-    # vLLM counts what a connector provided as cached too; what prep_recv matched was here before.
-    local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
-    return Usage(cached=local, received=num_cached - local, computed=total - num_cached)

@@ -13,7 +13,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from tercet.protocol import EngineError, Output, Request, TokenLogprob, Usage
+from tercet.protocol import EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
+from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
 # What the front door does itself with the text, or what vLLM derives anew on the engine.
@@ -34,7 +35,6 @@ _FORWARDED = tuple(
 def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str | None = None) -> Request:
     """A program's request from vLLM's; raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet."""
     unsupported = {
-        "multi-modal input": bool(request.mm_features),
         "prompt embeddings": request.prompt_embeds is not None,
         "pooling": request.pooling_params is not None,
         "streaming input": request.resumable,
@@ -51,7 +51,15 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str
         headers=headers,
         user=user,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
+        mm_features=_features(request),
     )
+
+
+def _features(request: EngineCoreRequest) -> tuple[MultiModalFeature, ...]:
+    try:
+        return tuple(to_wire(spec) for spec in request.mm_features or ())
+    except (ValueError, TypeError) as error:
+        raise VLLMValidationError(f"multi-modal input: {error}") from error
 
 
 def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:

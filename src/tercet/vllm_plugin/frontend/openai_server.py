@@ -73,6 +73,8 @@ def import_vllm() -> None:
     require_hooks("frontend")
     # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A picture's host could send us on to any other, and so past the list of those that are allowed.
+    os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
         importlib.import_module(module)
 
@@ -102,10 +104,14 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
+    from tercet.vllm_plugin.mm_features import fetch_nothing_unasked, keep_data_here, process_exactly
+
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
     # As vLLM's own render server does: no inference happens here, so no weights' format and no KV memory matter.
     model_config.quantization = None
+    fetch_nothing_unasked(model_config)
+    process_exactly(model_config)
     envs.VLLM_CPU_KVCACHE_SPACE = 0
     config = VllmConfig(
         model_config=model_config,
@@ -122,6 +128,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     finally:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.attach(engine_client.output_processor)
+    keep_data_here(engine_client.renderer, model_config)
     render_short_prompts_here(engine_client.renderer)
     return engine_client
 

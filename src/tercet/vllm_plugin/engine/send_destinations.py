@@ -1,0 +1,18 @@
+"""Which ranks of a receiver each rank of this engine sends to."""
+
+from __future__ import annotations
+
+from tercet.protocol import KVAddrInfo, KVLayout
+from tercet.transport import SendDestination, routes
+
+
+def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[list[SendDestination]]:
+    """For each rank of this engine, the receiver's ranks that have heads and layers in common with it."""
+    ranks = sorted(info.ranks, key=lambda rank: rank.rank)
+    return [
+        [
+            SendDestination(ranks[route.receiver].addresses, route.head_slice, route.planes)
+            for route in routes(layout, info.layout, rank)
+        ]
+        for rank in range(num_ranks)
+    ]

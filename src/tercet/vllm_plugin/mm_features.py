@@ -1,0 +1,124 @@
+"""Features of images and the like, between vLLM's form and Tercet's.
+
+Relies on ``MsgpackEncoder`` putting every tensor that is smaller than its threshold into the message itself, and on
+``MsgpackDecoder`` reading a ``MultiModalKwargsItem`` back; on ``PlaceholderRange.is_embed`` being a mask of tokens; on
+``mm_input`` making what ``AsyncLLM`` takes for a prompt that is processed already; on vLLM naming a feature's KV, and
+what its encoder makes of it, by ``identifier``, which ``InputProcessor`` makes of ``mm_hashes``; and on a renderer's
+``_mm_processor_cache`` being where it keeps what its processor has made; and on processors casting that to the
+``dtype`` of their model's configuration, and using this for nothing else. Our hashes are digests of the data, so a
+feature has the same name on every engine, and nobody can choose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.inputs import mm_input
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+from vllm.utils.jsontree import json_map_leaves
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
+
+# Past any tensor: none is left beside the message.
+INLINE = 2**62
+# No host's name, so that vLLM's own check refuses all of them; its message says what is allowed.
+NO_DOMAIN = "(none; see --allowed-media-domains)"
+
+
+def to_wire(spec: MultiModalFeatureSpec) -> MultiModalFeature:
+    """A feature as it goes to engines; raises ``ValueError`` for one whose data is elsewhere."""
+    if spec.data is None:
+        raise ValueError("the data of a feature is missing")
+    (encoded,) = MsgpackEncoder(size_threshold=INLINE).encode(spec.data)  # one buffer, which is not torch's
+    place, mask = spec.mm_position, spec.mm_position.is_embed
+    embeds = b"" if mask is None else bytes(mask.to(torch.uint8).tolist())
+    data = bytes(memoryview(encoded))  # type: ignore[arg-type]
+    digest = digest_of_feature(spec.modality, place.length, embeds, data)
+    return MultiModalFeature(
+        modality=spec.modality, digest=digest, offset=place.offset, length=place.length, embeds=embeds, data=data
+    )
+
+
+def to_prompt(
+    tokens: list[int], features: Sequence[MultiModalFeature], cache_salt: str | None, dtype: torch.dtype
+) -> Any:  # fmt: skip
+    """A prompt as ``AsyncLLM`` takes it, with the features that begin in it, for a model that computes in ``dtype``.
+
+    Raises :class:`~tercet.protocol.BadRequest` for data that is none, or not what its digest says.
+    """
+    items: dict[str, list[MultiModalKwargsItem | None]] = {}
+    hashes: dict[str, list[str]] = {}
+    places: dict[str, list[PlaceholderRange]] = {}
+    for feature in features:
+        if feature.offset >= len(tokens):
+            break
+        feature.require_genuine()
+        items.setdefault(feature.modality, []).append(_item_of(feature, dtype))
+        hashes.setdefault(feature.modality, []).append(feature.digest)
+        places.setdefault(feature.modality, []).append(_place_of(feature))
+    return mm_input(
+        prompt_token_ids=tokens,
+        mm_kwargs=MultiModalKwargsItems(items),  # type: ignore[arg-type]
+        mm_hashes=hashes,
+        mm_placeholders=places,
+        cache_salt=cache_salt,
+    )
+
+
+def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModalFeatureSpec]:
+    """What names KV of the first ``end`` tokens: features without their data."""
+    return [
+        MultiModalFeatureSpec(None, feature.modality, feature.digest, _place_of(feature), feature.digest)
+        for feature in features
+        if feature.offset < end
+    ]
+
+
+def most_features_of(renderer: Any) -> dict[str, int]:
+    """How many of each kind of feature a prompt may have, by vLLM's ``renderer`` of a model; empty for a text model."""
+    processor = renderer.mm_processor
+    return {} if processor is None else dict(processor.info.allowed_mm_limits)
+
+
+def keep_data_here(renderer: Any, model_config: Any) -> None:
+    """Let a ``renderer`` keep the tensors that it makes; vLLM's own way is to forget them once an engine has them."""
+    if renderer.mm_processor_cache is not None:
+        renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
+
+
+def process_exactly(model_config: Any) -> None:
+    """Let the processor leave tensors as they are: engines, which know in what they compute, cast them as it would."""
+    model_config.dtype = torch.float32
+
+
+def fetch_nothing_unasked(model_config: Any) -> None:
+    """Let clients name pictures by ``http(s)`` only where the operator has named the hosts; vLLM lets them name any."""
+    if not model_config.allowed_media_domains:
+        model_config.allowed_media_domains = [NO_DOMAIN]
+
+
+def _place_of(feature: MultiModalFeature) -> PlaceholderRange:
+    mask = torch.tensor(list(feature.embeds), dtype=torch.bool) if feature.embeds else None
+    return PlaceholderRange(feature.offset, feature.length, mask)
+
+
+def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargsItem:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    try:
+        item: MultiModalKwargsItem = MsgpackDecoder(MultiModalKwargsItem).decode(feature.data)
+        for element in item.values():
+            element.data = json_map_leaves(cast, element.data)
+        return item
+    except Exception as error:  # vLLM's decoder and torch raise whatever they meet
+        raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error

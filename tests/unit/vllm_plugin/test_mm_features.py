@@ -1,0 +1,134 @@
+"""Images between vLLM's form and ours, in the prefix cache and in leases."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+
+from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
+from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine.call_checks import ModelLimits
+from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
+
+from .tiny_engine import BLOCK, TinyEngine, crossed, tokens_of
+
+MASK = torch.tensor([False, True, True, False])
+
+
+def spec(value: float, offset: int = 3, mask: torch.Tensor | None = MASK, length: int = 4) -> MultiModalFeatureSpec:
+    pixels = torch.full((2, 3), value)
+    item = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField())})
+    return MultiModalFeatureSpec(item, "image", "vllms", PlaceholderRange(offset, length, mask), "vllms")
+
+
+def test_a_feature_goes_there_and_back() -> None:
+    ours = to_wire(spec(1.5))
+    ours.require_genuine()
+    prompt: Any = to_prompt(tokens_of(20), [ours, to_wire(spec(2.5, offset=9, mask=None))], "salt", torch.bfloat16)
+    first, second = prompt["mm_kwargs"]["image"]
+    assert torch.equal(first["pixel_values"].data, torch.full((2, 3), 1.5, dtype=torch.bfloat16))
+    assert torch.equal(second["pixel_values"].data, torch.full((2, 3), 2.5, dtype=torch.bfloat16))
+    assert first["pixel_values"].field == MultiModalBatchedField()
+    assert prompt["mm_placeholders"]["image"] == [PlaceholderRange(3, 4, MASK), PlaceholderRange(9, 4)]
+    assert prompt["mm_hashes"]["image"][0] == ours.digest
+    assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == (tokens_of(20), "salt")
+
+
+def test_digests_are_of_what_the_model_is_given() -> None:
+    assert to_wire(spec(1.5)).digest == to_wire(spec(1.5, offset=8)).digest
+    others = [to_wire(each).digest for each in (spec(1.5), spec(2.5), spec(1.5, mask=None), spec(1.5, mask=~MASK))]
+    assert len(set(others)) == len(others)
+
+
+def test_a_feature_whose_tensors_are_elsewhere_is_an_error() -> None:
+    gone = MultiModalFeatureSpec(None, "image", "x", PlaceholderRange(0, 4), "x")
+    with pytest.raises(ValueError, match="missing"):
+        to_wire(gone)
+
+
+def test_features_behind_the_prompt_are_left_out() -> None:
+    features = [to_wire(spec(1.5)), to_wire(spec(2.5, offset=9))]
+    assert len(to_prompt(tokens_of(9), features, None, torch.float32)["mm_kwargs"]["image"]) == 1
+    assert len(to_specs(features, 9)) == 1
+    assert len(to_specs(features, 10)) == 2
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.data())
+def test_garbage_in_the_place_of_tensors_is_refused(data: st.DataObject) -> None:
+    genuine = bytearray(to_wire(spec(1.5)).data)
+    for _ in range(data.draw(st.integers(1, 4))):
+        genuine[data.draw(st.integers(0, len(genuine) - 1))] = data.draw(st.integers(0, 255))
+    garbage = bytes(data.draw(st.just(genuine) | st.binary(min_size=1, max_size=50)))
+    digest = digest_of_feature("image", 4, b"", garbage)
+    feature = MultiModalFeature(modality="image", digest=digest, offset=0, length=4, data=garbage)
+    with suppress(BadRequest):
+        prompt: Any = to_prompt(tokens_of(9), [feature], None, torch.float32)
+        assert isinstance(prompt["mm_kwargs"]["image"][0], MultiModalKwargsItem)
+
+
+@pytest.mark.parametrize(
+    ("modality", "count", "adapter", "said"),
+    [("image", 3, None, "takes 2 in a prompt"), ("audio", 1, None, "takes no audio"), ("image", 1, "a", "adapters")],
+)
+def test_what_the_model_does_not_take_is_refused(modality: str, count: int, adapter: str | None, said: str) -> None:
+    limits = ModelLimits(100, 1000, {"image": 2}, adapters_change_features=True)
+    one = msgspec.structs.replace(to_wire(spec(1.0, offset=0)), modality=modality)
+    features = [msgspec.structs.replace(one, offset=4 * number) for number in range(count)]
+    with pytest.raises(BadRequest, match=said):
+        limits.check_features(tokens_of(50), features, adapter)
+    limits.check_features(tokens_of(50), [], "a")
+    with pytest.raises(BadRequest, match="takes no image"):
+        ModelLimits(100, 1000).check_features(tokens_of(50), [to_wire(spec(1.0))], None)
+
+
+# ---- in the prefix cache and in leases --------------------------------------------------------------------------
+
+
+def names(value: float, offset: int = 3) -> tuple[MultiModalFeature, ...]:
+    return (to_wire(spec(value, offset, None, 2 * BLOCK)).without_data(),)
+
+
+def reserve(engine: TinyEngine, lease: str, features: tuple[MultiModalFeature, ...]) -> int:
+    """Reserve, with all that crosses to the core packed as it is on the way there; how much was cached."""
+    args = crossed((lease, tokens_of(4 * BLOCK), None, None, features))
+    answer = core_methods.answering(core_methods.reserve)(engine.core, *args)
+    core_methods.give_up(engine.core, lease)
+    found, error = answer.result(0)
+    assert error is None
+    return found.matched_len
+
+
+def test_kv_of_another_picture_is_not_found(engine: TinyEngine) -> None:
+    assert reserve(engine, "a", names(1.0)) == 0
+    core_methods.release(engine.core, "a", 4 * BLOCK)
+    assert reserve(engine, "b", names(2.0)) == 0
+    assert reserve(engine, "c", ()) == 0
+    assert reserve(engine, "d", names(1.0, offset=BLOCK)) == 0
+    assert reserve(engine, "e", names(1.0)) == 4 * BLOCK
+    core_methods.release(engine.core, "d", 4 * BLOCK)
+    assert reserve(engine, "f", names(2.0, offset=BLOCK)) == BLOCK
+    for lease in "bcef":
+        core_methods.release(engine.core, lease, 0)
+
+
+def test_a_lease_is_extended_for_the_same_picture_only(engine: TinyEngine) -> None:
+    reserve(engine, "a", names(1.0))
+    longer = tokens_of(5 * BLOCK)
+    with pytest.raises(BadRequest):
+        core_methods.extend(engine.core, "a", longer, None, None, names(2.0))
+    core_methods.extend(engine.core, "a", longer, None, None, names(1.0))
+    core_methods.release(engine.core, "a", 0)
