@@ -118,7 +118,7 @@ def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargs
     try:
         item: MultiModalKwargsItem = MsgpackDecoder(MultiModalKwargsItem).decode(feature.data)
         for element in item.values():
-            element.data = json_map_leaves(cast, element.data)
+            element.data = json_map_leaves(cast, element.data)  # type: ignore[assignment]
         return item
     except Exception as error:  # vLLM's decoder and torch raise whatever they meet
         raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error

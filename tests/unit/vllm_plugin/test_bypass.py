@@ -152,7 +152,8 @@ class Standing:
         client: Any = SimpleNamespace(
             log_stats=False,
             output_processor=SimpleNamespace(update_scheduler_stats=lambda stats: None),
-            vllm_config=SimpleNamespace(model_config=model),
+            renderer=SimpleNamespace(mm_processor=None),
+            vllm_config=SimpleNamespace(model_config=model, lora_config=None),
         )
         about = EngineDescription(
             [["tcp://127.0.0.1:1"]], [], [], LAYOUT, "token", 60.0, 1.0, None, tables=self.place

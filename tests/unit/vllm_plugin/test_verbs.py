@@ -53,7 +53,8 @@ class Client:
         self.log_stats = False
         self.output_processor = SimpleNamespace(update_scheduler_stats=lambda stats: None)
         model = SimpleNamespace(get_vocab_size=lambda: 1000, max_model_len=512, served_model_name="m")
-        self.vllm_config = SimpleNamespace(model_config=model)
+        self.renderer = SimpleNamespace(mm_processor=None)
+        self.vllm_config = SimpleNamespace(model_config=model, lora_config=None)
         self.generating = asyncio.Event()
         self.left = False
 
