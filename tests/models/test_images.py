@@ -110,8 +110,7 @@ async def test_text_alone(pictures: tuple[Fleet, str]) -> None:
     ("url", "said"),
     [
         ("http://127.0.0.1:9/x.png", "allowed domains"),
-        ("file:///etc/passwd", "allowed-local-media-path"),
-        ("data:image/png;base64,AA", "image"),
+        ("data:image/png;base64,AA", "base64"),
         ("gopher://x/", "URL"),
     ],
 )
@@ -128,7 +127,7 @@ async def test_too_many_pictures(pictures: tuple[Fleet, str]) -> None:
     fleet, model = pictures
     with pytest.raises(AssertionError) as refused:
         await chat(fleet.url, asked(1, 2, 3, 4), model=model)
-    assert refused.value.args[0]["error"]["code"] == 400
+    assert refused.value.args[0]["error"]["code"] == "bad_request"
 
 
 async def test_failover(pictures: tuple[Fleet, str]) -> None:

@@ -212,14 +212,9 @@ class EngineVerbs:
         return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
 
     async def _push(
-        self,
-        call: RemoteSendCall,
-        tokens: list[int],
-        params: SendParams,
-        sending: SendInFlight,
-        adapter: Adapter | None,
-        features: tuple[MultiModalFeature, ...],
-    ) -> tuple[Output | None, int]:
+        self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight,
+        adapter: Adapter | None, features: tuple[MultiModalFeature, ...],
+    ) -> tuple[Output | None, int]:  # fmt: skip
         """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
         cached, word = None, None
         if not call.sample:
@@ -254,13 +249,9 @@ class EngineVerbs:
         return (output if call.sample else None), min(request.num_cached, params.end)
 
     async def _cached(
-        self,
-        tokens: list[int],
-        salt: str | None,
-        params: SendParams,
-        adapter: Adapter | None,
+        self, tokens: list[int], salt: str | None, params: SendParams, adapter: Adapter | None,
         features: tuple[MultiModalFeature, ...],
-    ) -> tuple[list[Push] | None, int | None]:
+    ) -> tuple[list[Push] | None, int | None]:  # fmt: skip
         """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
 
         A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
