@@ -67,6 +67,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "unauthorized": 401,
         "unknown_adapter": 404,
         "unknown_engine": 404,
+        "unknown_model": 404,
         "unknown_path": 404,
         "method_not_allowed": 405,
         "unknown_sequence": 404,

@@ -216,6 +216,13 @@ class FrontDoorConfig(Settings, frozen=True):
             "Where engines connect their token streams; one port more for each further worker.", default="any free one"
         ),
     ] = 0
+    pooling_servers: Annotated[
+        tuple[str, ...],
+        Setting(
+            "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
+            flag="--pooling-server", metavar="URL",
+        ),
+    ] = ()  # fmt: skip
     secret: EngineSecret = ""
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
@@ -225,6 +232,10 @@ class FrontDoorConfig(Settings, frozen=True):
         super().__post_init__()
         if self.stream_port + self.workers - 1 > 65535:
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
+        for url in self.pooling_servers:
+            require_url(url, "pooling-servers")
+        if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
+            raise BadRequest("pooling-servers: one of them is there twice", "pooling-servers")
 
     def require_stream_ports_beside(self, port: int) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` if one of them is the ``port`` for clients."""
@@ -248,13 +259,6 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
-    pooling_servers: Annotated[
-        tuple[str, ...],
-        Setting(
-            "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
-            flag="--pooling-server", metavar="URL",
-        ),
-    ] = ()  # fmt: skip
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
@@ -272,10 +276,6 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines, self.discovery)
-        for url in self.pooling_servers:
-            require_url(url, "pooling-servers")
-        if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
-            raise BadRequest("pooling-servers: one of them is there twice", "pooling-servers")
         self.require_stream_ports_beside(self.port)
 
 

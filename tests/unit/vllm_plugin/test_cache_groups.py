@@ -140,8 +140,11 @@ class Computing:
         return self.engine.step(self.compute)[1].pushes
 
     def run(self, request: Request) -> None:
-        while not request.is_finished():
+        for _ in range(1000):
+            if request.is_finished():
+                return
             self.step()
+        raise AssertionError("the request does not end")
 
 
 def looks_back_to(spec: KVCacheSpec, at: int) -> int:
@@ -250,7 +253,8 @@ def test_a_request_goes_on_where_its_kv_was_sent(
     request = pair.target.engine.add("goes on", [*tokens, *tokens_of(ahead, 700)], max_tokens=50, lease=A)
     before = pair.target.steps
     pair.target.run(request)
-    assert pair.target.steps - before <= 51, "what was sent is not computed again"
+    if matched < length:  # else nothing was sent, and vLLM's own cache may not have what the last token looks back at
+        assert pair.target.steps - before <= 51, "what was sent is not computed again"
     finish(pair)
 
 
@@ -279,7 +283,8 @@ def test_a_sequence_that_grows_is_sent_bit_by_bit(
 ) -> None:
     """A running request moves: its lease is extended while it decodes, and its own blocks are sent."""
     pair, tokens = new_pair(model, retention), tokens_of(first)
-    running = pair.source.engine.add("runs", tokens, max_tokens=250)
+    # With more tokens vLLM would never admit what goes on: two windows, full attention, and 32 blocks.
+    running = pair.source.engine.add("runs", tokens, max_tokens=120)
     begin = 0
     for steps in (1, *more):
         for _ in range(steps + (first // 64)):
@@ -312,7 +317,7 @@ def test_a_reservation_is_filled_in_portions_while_the_source_decodes(
     new_pair: Callable[..., Pair], model: str, retention: int | None, first: int, portion: int, rest: int
 ) -> None:
     pair, tokens = new_pair(model, retention), tokens_of(first)
-    running = pair.source.engine.add("runs", tokens, max_tokens=250)
+    running = pair.source.engine.add("runs", tokens, max_tokens=70)
     for _ in range(3 + first // 64):
         pair.source.step()
     context = list(running.all_token_ids)[:-1]
