@@ -183,13 +183,14 @@ class ReadingAgent:
     def read(self, there: Pieces, here: Pieces) -> None:
         """Copy; raises :class:`~tercet.protocol.TransferFailed`."""
         try:
-            self._connected().read(self._name, there, here)
-        except TransferFailed:
-            self.drop()
-            raise
+            return self._connected().read(self._name, there, here)
+        except TransferFailed as error:
+            reason = error.message
         except Exception as error:
-            self.drop()
-            raise TransferFailed(f"nixl: the sender's memory cannot be read: {error}") from error
+            reason = f"nixl: the sender's memory cannot be read: {error}"
+        # Not raised from what was caught: its traceback has the agent, which would be there as long as the error.
+        self.drop()
+        raise TransferFailed(reason)
 
     def drop(self) -> None:
         """End the agent, and with it whatever it reads."""
