@@ -179,6 +179,23 @@ async def test_what_is_no_adapter_is_vllms_to_refuse(adapters: Adapters, tmp_pat
     assert await client.add_lora(Adapter("a", 1, str(tmp_path), "").to_vllm())
 
 
+async def test_files_that_vllm_could_not_load_may_be_mended(adapters: Adapters, models: Models, tmp_path: Path) -> None:
+    path, refusals = write(tmp_path / "a"), ["its rank is too large"]
+
+    def refuse() -> None:
+        if refusals:
+            raise ValueError(refusals.pop())
+
+    client = Client(refuse)
+    await adapters.watch(client)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank"):
+        await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+    write(tmp_path / "a", b"others, of another length")
+    await client.add_lora(Adapter("a", 2, path, "").to_vllm())
+    models.put("a", path)
+    assert await adapters.find("a")
+
+
 # ---- loading and unloading -----------------------------------------------------------------------------------
 
 

@@ -85,9 +85,16 @@ class Adapters:
         load = client.add_lora
 
         async def add_lora(lora_request: LoRARequest) -> bool:
+            key = lora_request.lora_name, lora_request.lora_path
+            known = key in self._met
             with suppress(BadRequest):  # vLLM says it, too, and to whoever asked for it
                 await self._contents(lora_request)
-            return await load(lora_request)
+            try:
+                return await load(lora_request)
+            except BaseException:
+                if not known:  # nothing was computed with it, so its files may be mended
+                    self._met.pop(key, None)
+                raise
 
         client.add_lora = add_lora
         await self.reports()
