@@ -53,6 +53,7 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
     it fits into, until there is enough; the request goes there when the next look finds the room. Until then that room
     is spoken for: none is made for a second one.
     """
+    fitting_nowhere = list[tuple[SequenceView, list[LoadedEngine]]]()
     for source in engines:
         head = next(iter(source.queue), None)
         if head is None or not source.takes or source.load is None or head.share <= source.free:
@@ -61,7 +62,10 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
         destination = best_fit(beside, head.share, FULL)
         if destination is not None:
             yield move(head, source, destination, "defragment")
-        elif making := list(_make_room(head.share, [source, *beside])):
+        else:
+            fitting_nowhere.append((head, [source, *beside]))
+    for head, able in fitting_nowhere:
+        if making := list(_make_room(head.share, able)):
             yield from making
             return
 
