@@ -525,3 +525,18 @@ def test_the_messages_of_a_response(fields: Any, messages: Any) -> None:
 def test_responses_of_more_than_text_are_prefilled_where_they_decode(fields: Any) -> None:
     with pytest.raises(BadRequest):
         messages_of(fields)
+
+
+@pytest.mark.parametrize("part", ["c", {"type": "output_text", "text": "c"}, {"type": "output_text"}])
+def test_an_assistants_part_may_be_a_text_or_lack_one(part: Any) -> None:
+    text = None if part == {"type": "output_text"} else "c"
+    assert messages_of({"input": [{"role": "assistant", "content": [part]}]}) == [
+        {"role": "assistant", "content": text}
+    ]
+
+
+@pytest.mark.parametrize(("path", "name"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_part_whose_kind_is_no_text_is_no_text(path: str, name: str) -> None:
+    fields = {name: [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]}
+    with pytest.raises(BadRequest):
+        SplitCall(path, b"", fields, {}, "a", "a-1").to_tokenize()

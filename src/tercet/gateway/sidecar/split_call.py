@@ -29,7 +29,7 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
     RESPONSES: {"max_output_tokens": 1, "store": False},
 }
-TEXTS = frozenset({"text", "input_text", "output_text"})
+TEXTS = ("text", "input_text", "output_text")  # no set: a client may say anything, lists too
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _message(item: Any) -> dict[str, Any]:
         parts = cast("list[Any]", content)
         _require_text([{"content": parts}])
         if fields["role"] == "assistant":  # of which vLLM takes the first
-            content = parts[0]["text"] if parts else ""
+            content = _text(parts[0]) if parts else ""
         else:
             content = [{"type": "text", "text": _text(part)} for part in parts]
     return {"role": fields["role"], "content": content}
