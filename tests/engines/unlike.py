@@ -48,7 +48,7 @@ def engines_with(flags: Mapping[str, Sequence[str]], model: str, logs: Path) -> 
         for process in running.values():
             # How vLLM ends is not what is tested here: with several workers on few cores it may hang at its end.
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=60)
+                process.wait(timeout=20)
             _kill_group(process.pid)
 
 
