@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 # Machines that run these tests are shared: how long an example takes says nothing about the code.
@@ -9,3 +11,7 @@ settings.register_profile("tercet", deadline=None, suppress_health_check=[Health
 # For `make check`; `make test` runs all examples.
 settings.register_profile("quick", settings.get_profile("tercet"), max_examples=20)
 settings.load_profile("tercet")
+
+# A shell lets what it runs in the background ignore Ctrl-C, and whoever is started from here would ignore it, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
