@@ -52,7 +52,9 @@ OF_TEXT = ("stop string", "structured", "json", "seeded json", "bad words", "sto
 
 
 AT_ONCE = 4
-"""Sequences that run beside each other: as many as move at a time by default, so that each of them is always moved."""
+"""Sequences that run beside each other: as many as move at a time by default."""
+ROUNDS = 5
+"""How often cases are asked until each sequence has moved: a short one may end before its turn comes."""
 # What is generated does not depend on how it began, so few cases try both ways.
 DISAGGREGATED = ("greedy", "logprobs", "structured", "log probabilities of the prompt", "several choices")
 
@@ -84,16 +86,18 @@ async def test_answers_are_those_of_requests_that_stay(fleet: Fleet, program: st
         prompt: Any = TEXT if case in OF_TEXT else prompt_of(300, seed=len(case))
         return await complete(fleet.url, prompt, {"x-tercet-program": program}, **CASES[case])
 
-    calm = await answers()
-    async with moving(fleet) as moved:
-        found = await answers()
-    for case in cases:
-        assert answer_of(found[case]) == answer_of(calm[case]), case
-        # Rows of another batch round otherwise.
-        assert logprobs_of(found[case]) == pytest.approx(logprobs_of(calm[case]), abs=1e-3), case
     sequences = sum(CASES[case].get("n", 1) for case in cases)
-    assert len({each["seq_id"] for each in moved}) == sequences
-    assert len(moved) >= 2 * sequences
+    calm = await answers()
+    for _ in range(ROUNDS):
+        async with moving(fleet) as moves:
+            found = await answers()
+        for case in cases:
+            assert answer_of(found[case]) == answer_of(calm[case]), case
+            # Rows of another batch round otherwise.
+            assert logprobs_of(found[case]) == pytest.approx(logprobs_of(calm[case]), abs=1e-3), case
+        if len({each["seq_id"] for each in moves}) == sequences and len(moves) >= 2 * sequences:
+            return
+    pytest.fail(f"in none of {ROUNDS} rounds each of the {sequences} sequences moved, and twice on average")
 
 
 async def test_many_requests_move_at_once(fleet: Fleet) -> None:
