@@ -68,6 +68,8 @@ FORMATS: dict[str, dict[str, Any]] = {
         }
     },
 }
+ROUNDS = 5
+"""How often it is asked until it moved where it should: moves and steps take what time the machine leaves them."""
 BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["}
 
 
@@ -75,17 +77,20 @@ BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["
 async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(small: Fleet, form: str) -> None:
     text = "Tell me about the ships that an old sailor saw."
     calm = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
-    async with moving(small) as moved:
-        answer = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
-    (choice,), (calm_choice,) = answer["choices"], calm["choices"]
-    assert choice["token_ids"] == calm_choice["token_ids"]
-    assert choice["message"] == calm_choice["message"]
-    # The parser tells the engines where the reasoning ends, which is all that matters here; it does not take it out.
-    text, _, structured = choice["message"]["content"].partition(".")
-    assert text, "nothing was thought, so nothing was tested"
-    assert re.match(BEHIND[form], structured)
-    thought = answer["usage"]["prompt_tokens"] + choice["token_ids"].index(30)
-    assert min(each["tokens"] for each in moved) < thought < max(each["tokens"] for each in moved)
+    for _ in range(ROUNDS):
+        async with moving(small) as moved:
+            answer = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
+        (choice,), (calm_choice,) = answer["choices"], calm["choices"]
+        assert choice["token_ids"] == calm_choice["token_ids"]
+        assert choice["message"] == calm_choice["message"]
+        # The parser tells the engines where the reasoning ends, which is all that matters; it does not take it out.
+        reasoning, _, structured = choice["message"]["content"].partition(".")
+        assert reasoning, "nothing was thought, so nothing was tested"
+        assert re.match(BEHIND[form], structured)
+        thought = answer["usage"]["prompt_tokens"] + choice["token_ids"].index(30)
+        if any(each["tokens"] < thought for each in moved) and any(each["tokens"] > thought for each in moved):
+            return
+    pytest.fail(f"in none of {ROUNDS} rounds it moved both before and behind the end of the reasoning")
 
 
 async def preemptions(fleet: Fleet) -> float:
