@@ -297,13 +297,17 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="adapters",
-        what="Adapters are found, loaded and unloaded where vLLM's own API has them, and a lease's request names one",
-        why="KV of an adapter has the same names whoever computes it, and who uses which one is reported",
+        what="Adapters are found, loaded and unloaded where vLLM's own API has them, none is replaced in place, and a "
+        "lease's request names one",
+        why="KV of an adapter has the same names whoever computes it, no request goes on with other weights, and who "
+        "uses which one is reported",
         until="an engine's adapters are known beside its OpenAI layer",
-        replaces=("AsyncLLM.add_lora",),
+        replaces=("AsyncLLM.add_lora", "OpenAIServingModels.load_lora_adapter"),
         relies_on=(
             Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
             Takes(f"{SERVING_MODELS}.load_lora_adapter", "request"),
+            Says(f"{SERVING_MODELS}.load_lora_adapter", "load_inplace=request.load_inplace"),
+            Takes("vllm.lora.request:LoRARequest", "load_inplace"),
             Takes(f"{SERVING_MODELS}.unload_lora_adapter", "request"),
             Says(f"{SERVING_MODELS}.load_lora_adapter", "await self.engine_client.add_lora(lora_request)"),
             Says(f"{SERVING_MODELS}.resolve_lora", "await self.engine_client.add_lora(lora_request)"),

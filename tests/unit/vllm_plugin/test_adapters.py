@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -171,6 +173,48 @@ async def test_files_that_change_while_vllm_reads_them_are_nobodys(
     models.put("a", path)
     with pytest.raises(Conflict):
         await adapters.find("a")
+
+
+class Loading(Models):
+    """vLLM's way to load one through ``client``; ``loaded`` are the requests that it was asked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.client, self.loaded = Client(), list[Any]()
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        asked = LoRARequest(request.lora_name, 7, request.lora_path, load_inplace=request.load_inplace)
+        await self.client.add_lora(asked)
+        self.loaded.append(asked)
+        return await super().load_lora_adapter(request)
+
+
+@pytest.fixture
+async def in_place(monkeypatch: pytest.MonkeyPatch) -> Loading:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    models = Loading()
+    await Adapters(lambda: models, 2).watch(models.client)  # type: ignore[arg-type,return-value]
+    return models
+
+
+def asked(name: str, path: str) -> LoadLoRAAdapterRequest:
+    return LoadLoRAAdapterRequest(lora_name=name, lora_path=path, load_inplace=True)
+
+
+async def test_vllms_own_api_replaces_no_weights_that_requests_run_with(in_place: Loading, tmp_path: Path) -> None:
+    await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
+    with pytest.raises(Conflict, match="unload it first"):
+        await in_place.load_lora_adapter(asked("a", write(tmp_path / "b", b"others")))
+    with pytest.raises(Conflict, match="from another path"):
+        await in_place.load_lora_adapter(asked("a", write(tmp_path / "a", b"others")))
+    assert len(in_place.loaded) == 1
+
+
+async def test_what_is_loaded_in_place_is_not_read_again_by_each_step(in_place: Loading, tmp_path: Path) -> None:
+    """The flag would stay with every request for it."""
+    await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
+    assert "already" in await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
+    assert [each.load_inplace for each in in_place.loaded] == [False]
 
 
 async def test_what_is_no_adapter_is_vllms_to_refuse(adapters: Adapters, tmp_path: Path) -> None:

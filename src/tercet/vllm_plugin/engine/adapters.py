@@ -6,6 +6,9 @@ and on whatever loads an adapter while the server runs doing it by ``AsyncLLM.ad
 
 vLLM names KV by an adapter's name and path. What is at the path may be other than it was, so here KV goes by a digest
 of the files; and an adapter whose files are not what they were when it was met is served to nobody.
+
+vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they go on with KV of the
+old ones, and from then on each step reads the files again. So here nothing is replaced under a name that is in use.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +34,7 @@ from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, En
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CONFIG = "adapter_config.json"
@@ -39,6 +44,7 @@ IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_
 ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 READ_BYTES = 1 << 20
 Stamp = tuple[tuple[str, int, int, int], ...]
+Load = Callable[..., Awaitable[Any]]
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -82,9 +88,13 @@ class Adapters:
 
         Read later, a digest could be of files that are not those which were loaded.
         """
+        if self.most:
+            models = self._models()
+            models.load_lora_adapter = partial(self._load_in_place, models.load_lora_adapter)
         load = client.add_lora
 
         async def add_lora(lora_request: LoRARequest) -> bool:
+            lora_request.load_inplace = False  # its number is new: what it would replace is nobody's
             key = lora_request.lora_name, lora_request.lora_path
             known = key in self._met
             with suppress(BadRequest):  # vLLM says it, too, and to whoever asked for it
@@ -98,6 +108,16 @@ class Adapters:
 
         client.add_lora = add_lora
         await self.reports()
+
+    async def _load_in_place(self, load: Load, request: LoadLoRAAdapterRequest, *base_model: Any, **named: Any) -> Any:
+        """vLLM's own ``load``, which replaces no weights that requests run with: as :meth:`load`, and raises so."""
+        if not request.load_inplace:
+            return await load(request, *base_model, **named)
+        async with self._changing:
+            if request.lora_name not in self._known():
+                return await load(request, *base_model, **named)
+            await self._load(request.lora_name, request.lora_path)
+            return f"Success: LoRA adapter '{request.lora_name}' has these contents already."
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
         """The adapter of that name; None for the base model. Any contents will do if no ``digest`` is wanted.
