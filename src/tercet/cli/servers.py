@@ -13,6 +13,7 @@ from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
+from tercet.cluster.device_plan import pick_devices
 from tercet.cluster.engine_command import (
     THREADS_BIND,
     EngineSpec,
@@ -20,8 +21,11 @@ from tercet.cluster.engine_command import (
     check_flags,
     engine_argv,
     engine_env,
+    gpu_memory_of,
     plain_argv,
+    ranks_of,
     require_private,
+    value_of,
 )
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model
@@ -113,8 +117,7 @@ def engine(
 
 def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
     check_flags(spec.extra_args, VLLM_FLAGS)
-    if not devices_for_engines():
-        spec = msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
+    spec = _with_devices(spec)
     argv, env = plain_argv(spec) if print_only else engine_argv(spec), engine_env(spec)
     if THREADS_BIND in os.environ:
         env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
@@ -128,6 +131,17 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
     if (slow := shared_cores([spec])) is not None:
         note(slow)
     os.execvpe(argv[0], argv, {**os.environ, **env})
+
+
+def _with_devices(spec: EngineSpec) -> EngineSpec:
+    """What it computes on. Data-parallel ranks choose devices by their numbers, among all that they see."""
+    devices, args = devices_for_engines(), spec.extra_args
+    if not devices:
+        return msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
+    if value_of(args, "--data-parallel-size", "-dp") is not None:
+        return spec
+    picked = pick_devices(devices, ranks_of(args), gpu_memory_of(args))
+    return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
 
 
 def _simulate(spec: EngineSpec, profile: Profile) -> None:

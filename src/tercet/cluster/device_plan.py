@@ -31,13 +31,12 @@ def plan_devices(
 ) -> list[DeviceShare]:
     """``each`` devices for every one of some engines: of their own if there are enough, else shared evenly.
 
-    ``given`` is the share of a device's memory that the caller has chosen for every engine. Engines with several ranks
-    share none: their ranks wait for each other. Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too
-    little memory.
+    ``given`` is the share of a device's memory that the caller has chosen for every engine. Of a device that others
+    use, too, an engine gets what is free. Engines with several ranks share none: their ranks wait for each other.
+    Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too little memory.
     """
     if engines * each <= len(devices):
-        own = [devices[index * each : (index + 1) * each] for index in range(engines)]
-        return [DeviceShare(tuple(device.handle for device in mine)) for mine in own]
+        return [_own(devices[index * each : (index + 1) * each], given) for index in range(engines)]
     if each > 1 or not devices:
         raise BadRequest(
             f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
@@ -51,8 +50,25 @@ def plan_devices(
     ]
 
 
+def pick_devices(devices: Sequence[Device], each: int = 1, given: float | None = None) -> DeviceShare:
+    """``each`` devices for one engine beside whatever runs here: those with the most free memory, the first of equals.
+
+    Without that many, all of them are vLLM's to choose from. Raises :class:`~tercet.protocol.BadRequest` for too little
+    memory.
+    """
+    if each > len(devices):
+        return DeviceShare(())
+    return _own(sorted(devices, key=lambda device: -device.free)[:each], given)
+
+
+def _own(devices: Sequence[Device], given: float | None) -> DeviceShare:
+    """Devices that an engine shares with no other one of ours."""
+    shares = [share for device in devices if (share := _share(device, 1, given)) is not None]
+    return DeviceShare(tuple(device.handle for device in devices), min(shares, default=None))
+
+
 def _share(device: Device, engines: int, given: float | None) -> float | None:
-    """What each of some engines gets of a device's memory; ``None`` if it is one, or the caller has said."""
+    """What each of some engines gets of a device's memory; ``None`` if that is what vLLM takes, or the caller said."""
     if given is not None:
         if given * engines > 1:
             raise BadRequest(
@@ -61,15 +77,22 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
                 "--gpu-memory-utilization",
             )
         return None
-    if engines == 1:
+    if engines == 1 and (not device.memory or device.free >= MOST * device.memory):
         return None
     if not device.memory:
         return math.floor(100 * MOST / engines) / 100
     usable = min(MOST * device.memory, device.free) - engines * BESIDE
     if usable < engines * LEAST:
+        free = f"device {device.handle}, of which {device.free / GIB:.1f} GiB are free"
+        if engines == 1:
+            raise BadRequest(
+                f"CUDA_VISIBLE_DEVICES: an engine would have {free}; stop what else runs there (nvidia-smi), or name "
+                "another device",
+                "CUDA_VISIBLE_DEVICES",
+            )
         raise BadRequest(
-            f"--prefill, --decode, --both: {engines} engines would share device {device.handle}, of which "
-            f"{device.free / GIB:.1f} GiB are free; start fewer, or stop what else runs there (nvidia-smi)",
+            f"--prefill, --decode, --both: {engines} engines would share {free}; start fewer, or stop what else runs "
+            "there (nvidia-smi)",
             "prefill",
         )
     return math.floor(1000 * usable / engines / device.memory) / 1000  # the least share of a large device is below 1%

@@ -37,6 +37,16 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
     return found if named is None else tuple(_named(found, handle) for handle in _handles(named))
 
 
+def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
+    """Why :func:`list_devices` found none, in words."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and not _handles(named):
+        return f"CUDA_VISIBLE_DEVICES is {named!r}, which names none"
+    if shutil.which("nvidia-smi") is None:
+        return "there is no nvidia-smi, with which NVIDIA's driver comes"
+    return "nvidia-smi lists no GPU"
+
+
 def parse_devices(listed: str) -> tuple[Device, ...]:
     """What ``nvidia-smi --query-gpu`` prints, a line for each device; lines that say something else are passed over."""
     found: list[Device] = []

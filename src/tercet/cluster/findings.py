@@ -82,6 +82,13 @@ def _compute(machine: Machine) -> Iterator[Finding]:
             yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
         else:
             yield Finding(f"device {device.handle}", "ok", found)
+    if not machine.devices:
+        on_cores = "engines compute on cores: enough to try things with small models, too slow to serve large ones"
+        yield Finding(
+            "devices", "costs", f"none: {machine.no_devices}",
+            on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
+            "NVIDIA GPUs with their driver, and pip install 'tercet[cuda]'; in a container, docker run --gpus all",
+        )  # fmt: skip
     if machine.devices and not machine.compiler:
         yield Finding(
             "C compiler", "costs", "none", "kernels that are compiled at first use (Triton's) fail",

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.cluster.compute import CPUINFO, cpu_flags, is_cpu_build
-from tercet.cluster.devices import Device, list_devices
+from tercet.cluster.devices import Device, list_devices, why_no_devices
 from tercet.cluster.foresight import available_memory
 from tercet.cluster.ports import require_free
 from tercet.protocol import BadRequest, TercetError
@@ -52,6 +52,7 @@ class HookReport(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The facts, in bytes where not said otherwise; ``None`` for a limit that there is not.
 
+    ``no_devices`` says in words why there is no device, if there is none.
     ``vllm`` is the version of the installed vLLM, empty without one, and ``vllm_for_cpu`` whether it is the CPU build.
     ``sealed_files``, ``reads_processes``: whether memory files can be sealed, and whether this process may read the
     memory of others of its user. ``ports_taken`` are those of Tercet's defaults that something else listens at.
@@ -61,6 +62,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cpu_flags: tuple[str, ...]
     memory: int
     devices: tuple[Device, ...]
+    no_devices: str
     other_accelerators: tuple[str, ...]
     rdma: tuple[InfinibandDevice, ...]
     shared_memory: Annotated[int, Meta(ge=0)]
@@ -80,11 +82,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def look_at_machine() -> Machine:
     """All of it; takes as long as importing vLLM does."""
+    devices = list_devices()
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         cpu_flags=tuple(sorted(cpu_flags(CPUINFO.read_text()))) if CPUINFO.exists() else (),
         memory=available_memory(),
-        devices=list_devices(),
+        devices=devices,
+        no_devices="" if devices else why_no_devices(),
         other_accelerators=tuple(name for name, path in _OTHERS.items() if Path(path).exists()),
         rdma=_rdma_devices(),
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster.device_plan import BESIDE, DeviceShare, plan_devices
+from tercet.cluster.device_plan import BESIDE, DeviceShare, pick_devices, plan_devices
 from tercet.cluster.devices import Device
 from tercet.protocol import BadRequest
 
@@ -36,6 +36,9 @@ def gpus(count: int, memory: int = 80, free: int | None = None) -> list[Device]:
         (gpus(1, 101, 3), 2, 1, [DeviceShare(("0",), 0.009), DeviceShare(("0",), 0.009)]),
         # Where nobody says how much memory there is.
         ([Device("7")], 2, 1, [DeviceShare(("7",), 0.46), DeviceShare(("7",), 0.46)]),
+        # One engine beside what others do there.
+        (gpus(1, 80, 40), 1, 1, [DeviceShare(("0",), 0.493)]),
+        ([*gpus(1, 80, 40), Device("1", "GPU", 80 * GIB, 80 * GIB)], 1, 2, [DeviceShare(("0", "1"), 0.493)]),
         # Three on two: the first device has two of them, the other one is its engine's alone.
         (gpus(2), 3, 1, [DeviceShare(("0",), 0.453), DeviceShare(("1",), None), DeviceShare(("0",), 0.453)]),
     ],
@@ -58,6 +61,34 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(BadRequest, match=says):
         plan_devices(devices, engines, each, given)
+
+
+A, B = gpus(2)
+BUSY = Device("0", "GPU", 80 * GIB, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("devices", "each", "picked"),
+    [
+        ([A], 1, DeviceShare(("0",))),
+        ([A, B], 1, DeviceShare(("0",))),
+        ([B, A], 1, DeviceShare(("1",))),  # as CUDA_VISIBLE_DEVICES has them
+        # The second engine of a machine with two.
+        ([BUSY, B], 1, DeviceShare(("1",))),
+        ([BUSY], 1, DeviceShare(("0",), 0.243)),
+        ([BUSY, B], 2, DeviceShare(("1", "0"), 0.243)),
+        # On several machines, or more than there are: vLLM says what is wrong, if something is.
+        ([A, B], 4, DeviceShare(())),
+    ],
+)
+def test_an_engine_by_itself_gets_what_is_free(devices: list[Device], each: int, picked: DeviceShare) -> None:
+    assert pick_devices(devices, each) == picked
+
+
+def test_an_engine_is_not_started_on_a_device_that_is_full() -> None:
+    with pytest.raises(BadRequest, match=r"of which 1\.0 GiB are free"):
+        pick_devices(gpus(1, 80, 1))
+    assert pick_devices(gpus(1, 80, 1), given=0.01) == DeviceShare(("0",))
 
 
 def test_a_share_that_the_caller_gave_stays_his() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.cluster.devices import Device, list_devices, parse_devices
+from tercet.cluster.devices import Device, list_devices, parse_devices, why_no_devices
 
 GIB = 1 << 30
 LISTED = """\
@@ -77,3 +77,11 @@ def test_a_machine_without_the_tool_has_none(tmp_path: Path, monkeypatch: pytest
 def test_a_tool_that_fails_lists_none(machine: Path) -> None:
     machine.write_text("#!/bin/sh\nexit 9\n")
     assert list_devices({}) == ()
+
+
+def test_why_there_are_none(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "CUDA_VISIBLE_DEVICES is ''" in why_no_devices({"CUDA_VISIBLE_DEVICES": ""})
+    machine.write_text("#!/bin/sh\nexit 9\n")
+    assert why_no_devices({}) == "nvidia-smi lists no GPU"
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert "no nvidia-smi" in why_no_devices({})
