@@ -13,7 +13,7 @@ from tercet.protocol.errors import LayoutMismatch, Unauthorized
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
 
-class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Layers that share block tables: how many, and of which ``kind``, in vLLM's words (``sliding_window``).
 
     With a ``window``, they look back at so many tokens, the token itself included, or at those of its chunk of so many;
@@ -25,7 +25,7 @@ class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything that two engines must agree on before KV of one has meaning in the other.
 
     ``block_size`` is in tokens. ``block_bytes`` is the size of one block of one layer on one rank. ``packing`` names
@@ -113,14 +113,14 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One receiving rank (one tensor-parallel worker) and the addresses that its transport listens on."""
 
     rank: int
     addresses: tuple[str, ...]
 
 
-class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A reservation, as its sender sees it: the lease to write under, the range it covers, and where to connect.
 
     ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the

@@ -1,5 +1,8 @@
 """The verbs as JSON over HTTP: one struct per call. Unknown fields are refused.
 
+Fields that have their defaults are left out: an engine of an earlier version, which lacks a field, takes the calls that
+do not need it.
+
 ``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
 ``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. With an
 ``adapter_digest`` an engine whose adapter of that name has other contents refuses.
@@ -30,7 +33,7 @@ Digest = Annotated[str, msgspec.Meta(max_length=256)]
 Prompt = str | list[TokenId]
 
 
-class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time.
 
     With ``lease``, that open lease of the same sequence is extended: the prompt begins with what it was taken for.
@@ -55,7 +58,7 @@ class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ttl: float
 
 
-class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
 
     With ``sample`` the first output token is sampled here and comes with the answer. Which rank writes to which of the
@@ -98,7 +101,7 @@ class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     door: Door
 
 
-class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
     With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a

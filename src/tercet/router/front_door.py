@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
-from tercet.protocol import EngineUnreachable, RequestTooLarge, TercetError
+from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
@@ -27,6 +27,7 @@ from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_body, error_headers
 from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
+from tercet.vllm_plugin.request_body import read_whole
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.frontend.fast_path import FastPath
@@ -202,20 +203,9 @@ async def read_body(context: RequestContext, receive: Receive, limit: int) -> Re
     Raises :class:`~tercet.protocol.RequestTooLarge`, and :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
-        raise _too_large(limit)
-    chunks: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientLeft
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise _too_large(limit)
-        more = message.get("more_body", False)
-    content = b"".join(chunks)
+    content = await read_whole(receive, announced, limit, "this front door (--max-request-bytes)")
+    if content is None:
+        raise ClientLeft
     context.fields, context.asked = parsed(content)
     return ReceivedBody(content, receive)
 
@@ -227,10 +217,6 @@ def parsed(content: bytes) -> tuple[dict[str, Any] | None, Asked]:
         return fields, msgspec.convert(fields, Asked, strict=False)
     except UNREADABLE:
         return None, NOTHING
-
-
-def _too_large(limit: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the request's body has more than {limit} bytes, which is all that this front door takes")
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from tercet.client import engine_tls
@@ -43,6 +44,7 @@ from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, ca
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.vllm_plugin.request_body import read_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +87,7 @@ class TercetEndpoints:
         settings = _settings(engine_client.vllm_config)
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
+        state.tercet_max_request_bytes = settings.max_request_bytes
         state.tercet_callers = callers_of(args, secret)
         name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
         lora = engine_client.vllm_config.lora_config
@@ -143,6 +146,16 @@ def _verbs(request: Request) -> EngineVerbs:
     return request.app.state.tercet
 
 
+async def _call(request: Request, kind: type[T]) -> T:
+    """The call in a body, of which no more is kept than an engine takes."""
+    most: int = request.app.state.tercet_max_request_bytes
+    taker = "this engine (max_request_bytes in kv_connector_extra_config)"
+    body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
+    if body is None:
+        raise ClientDisconnect
+    return decode_call(body, kind)
+
+
 def _body(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined_schema(kind)}}}}
 
@@ -183,21 +196,21 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 @router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
-    call = decode_call(await request.body(), PrepRecvCall)
+    call = await _call(request, PrepRecvCall)
     return _json(await _verbs(request).prep_recv(call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
 async def remote_send(request: Request) -> Response:
     """Have the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
-    call = decode_call(await request.body(), RemoteSendCall)
+    call = await _call(request, RemoteSendCall)
     return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
 async def start_generate(request: Request) -> Response:
     """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `door`'s stream."""
-    call = decode_call(await request.body(), StartGenerateCall)
+    call = await _call(request, StartGenerateCall)
     if call.door is not None:
         await _verbs(request).stream_generate(call, call.door)
         return _json({"accepted": True})
@@ -212,7 +225,7 @@ async def start_generate(request: Request) -> Response:
 @router.post("/connect", openapi_extra=_body(ConnectCall))
 async def connect(request: Request) -> Response:
     """Connect to a front door; token streams and reports of load go there."""
-    door = decode_call(await request.body(), ConnectCall).door
+    door = (await _call(request, ConnectCall)).door
     await _verbs(request).front_doors.connect(door.address, door.key)
     return _json({"connected": True})
 
@@ -220,14 +233,14 @@ async def connect(request: Request) -> Response:
 @router.post("/abort", openapi_extra=_body(AbortCall))
 async def abort(request: Request) -> Response:
     """End whatever this engine does for a sequence; unknown ids are fine."""
-    call = decode_call(await request.body(), AbortCall)
+    call = await _call(request, AbortCall)
     return _json({"aborted": await _verbs(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
     """End a lease; what arrived under it stays behind as prefix cache."""
-    call = decode_call(await request.body(), ReleaseCall)
+    call = await _call(request, ReleaseCall)
     return _json(ReleaseAnswer(valid_end=await _verbs(request).release(call.lease)))
 
 
@@ -246,7 +259,8 @@ async def sequences(request: Request) -> Response:
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
 async def propose_move(request: Request, seq_id: str) -> Response:
     """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
-    _verbs(request).propose_move(seq_id, decode_call(await request.body(), MoveCall))
+    call = await _call(request, MoveCall)
+    _verbs(request).propose_move(seq_id, call)
     return _json({"accepted": True}, 202)
 
 
@@ -259,7 +273,7 @@ async def adapters(request: Request) -> Response:
 @router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
 async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows that."""
-    call = decode_call(await request.body(), LoadAdapterCall)
+    call = await _call(request, LoadAdapterCall)
     return _json(await _verbs(request).adapters.load(call.name, call.path))
 
 

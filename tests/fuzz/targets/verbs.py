@@ -39,6 +39,7 @@ from tercet.vllm_plugin.engine.agent_calls import AgentCalls
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata
 from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription, status
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
@@ -267,6 +268,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
     TercetEndpoints().attach_router(app)
     app.state.tercet = verbs
     app.state.tercet_callers = BearerKeys([])
+    app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
     app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
     loads: list[EngineLoad] = []
     try:

@@ -12,6 +12,7 @@ from msgspec import Meta
 from tercet.protocol import BadRequest
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
+from tercet.settings.declaration import AtLeastOne
 from tercet.settings.prefill_settings import (
     PREFILL_HOSTS_VARIABLE,
     STUCK_AFTER_S,
@@ -25,6 +26,8 @@ from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
 ORIGIN = "kv_connector_extra_config: "
+# What goes to an engine by the token stream is a message of 64 MiB at most, and images are a third longer in JSON.
+MAX_REQUEST_BYTES = 128 * 1024 * 1024
 MAX_PORT = 65535
 MAX_CPUS = 8192  # what Linux can be built for
 # With one port given, the ranks of this machine take the next ones; so many are tried.
@@ -73,6 +76,10 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         Annotated[float, Meta(ge=0)],
         Setting("After SIGTERM, until an engine stops that is not empty yet; 0 stops it at once.", unit="seconds"),
     ] = 30.0
+    max_request_bytes: Annotated[
+        AtLeastOne,
+        Setting("Size of a verb's body, tensors of images included; larger: 413.", unit="bytes", default="128 MiB"),
+    ] = MAX_REQUEST_BYTES
     prefill_hosts: PrefillHosts = ""
     prefill_timeout: PrefillTimeout = TIMEOUT_S
     prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S

@@ -1,0 +1,30 @@
+"""Bodies of HTTP requests, read up to a limit: nobody makes a server keep more than that."""
+
+from __future__ import annotations
+
+from starlette.types import Receive
+
+from tercet.protocol import RequestTooLarge
+
+
+async def read_whole(receive: Receive, announced: str, limit: int, taker: str) -> bytes | None:
+    """The body of an ASGI request; None if its client leaves before its end.
+
+    ``announced`` is its ``content-length``, empty where it says none. Raises
+    :class:`~tercet.protocol.RequestTooLarge` for more than ``limit`` bytes, which is all that the ``taker`` takes.
+    """
+    too_large = RequestTooLarge(f"the request's body has more than {limit} bytes, which is all that {taker} takes")
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise too_large
+        more = message.get("more_body", False)
+    return b"".join(chunks)
