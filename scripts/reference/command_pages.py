@@ -64,7 +64,7 @@ def _context(command: Any, path: str) -> Any:
 def _options(command: Any, path: str) -> str:
     ctx = _context(command, path)
     options = [each for each in command.get_params(ctx) if each.param_type_name == "option" and not each.hidden]
-    rows = [(_flag(each), _default(each), code(each.envvar or ""), _help(each)) for each in options]
+    rows = [(_flag(each), _default(each), code(each.envvar or ""), help_of(each)) for each in options]
     has_variables = any(row[2] for row in rows)
     if not has_variables:
         return table(("flag", "default", ""), ((flag, default, told) for flag, default, _, told in rows))
@@ -88,7 +88,7 @@ def _kind(annotation: Any) -> str:
     return {int: "INTEGER", float: "NUMBER", Path: "FILE"}.get(plain, "TEXT")
 
 
-def _help(option: Any) -> str:
+def help_of(option: Any) -> str:
     """Flags that are settings say their default at the end of their help."""
     return (option.help or "").partition(" [default: ")[0]
 

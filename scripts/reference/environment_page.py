@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
+from scripts.reference.command_pages import help_of
 from scripts.reference.markdown import table
 from scripts.reference.settings_pages import OF_COMMANDS
 
@@ -53,11 +54,11 @@ def _of_settings() -> Iterator[tuple[str, str, str]]:
 
 def _of_flags() -> list[tuple[str, str, str]]:
     root: Any = typer.main.get_command(app)
-    found: dict[str, tuple[str, str, str]] = {}
+    found: dict[tuple[str, str], str] = {}
     for option in _options(root):
         if option.envvar:
-            found.setdefault(option.envvar, (f"`{option.envvar}`", f"`{option.opts[0]}`", option.help or ""))
-    return [found[name] for name in sorted(found)]
+            found.setdefault((option.envvar, option.opts[0]), help_of(option))
+    return [(f"`{variable}`", f"`{flag}`", said) for (variable, flag), said in sorted(found.items())]
 
 
 def _options(command: Any) -> Iterator[Any]:

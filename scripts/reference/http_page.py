@@ -21,8 +21,9 @@ HEAD = """# HTTP: routes, headers, errors
 Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the front door](../front-door.md#what-of-openais-api-there-is) lists what is
 served of it.
 """
-ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. vLLM's own
-errors, such as those of its validation, have the same form, with the HTTP status, a number, as code.
+ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. `code` is
+text, as in OpenAI's API. A front door passes vLLM's own errors on, such as those of its validation, with the name of the HTTP status as
+code: `bad_request`, `not_found`, `internal_server_error`. Engines answer as vLLM does: there the code of such errors is the status, a number.
 """
 
 

@@ -74,7 +74,7 @@ def settings_page() -> str:
             settings_table(SidecarConfig),
             "## Of `tercet chaos`",
             settings_table(ChaosConfig),
-            "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`; no variables.",
+            "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`; of variables only `TERCET_URL`, which stands for `--base-url`.",
             settings_table(BenchConfig),
             "Of `tercet bench serve` alone:",
             settings_table(ServeConfig, but=[BenchConfig]),

@@ -16,6 +16,7 @@ from tercet.bench.summary import Slo
 from tercet.bench.workloads import Phase, parse_phases
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
+from tercet.settings.variables import URL_VARIABLE
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,7 +48,9 @@ class BenchConfig(Settings, frozen=True):
     again.
     """
 
-    base_url: Annotated[str, Setting("The server, without /v1", panel=TARGET)] = "http://127.0.0.1:8000"
+    base_url: Annotated[str, Setting("The server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
+        "http://127.0.0.1:8000"
+    )
     endpoint: Annotated[Endpoint, Setting("The API to use", panel=TARGET)] = "completions"
     model: Annotated[str | None, Setting("The model's name there", default="its first", panel=TARGET)] = None
     tokenizer: Annotated[

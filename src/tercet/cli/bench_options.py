@@ -39,7 +39,8 @@ BY_HAND: dict[str, Any] = {
 def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | None], None]], Callable[..., None]]:
     """A command that takes a configuration of ``kind``, from flags over a file, and the file for its result.
 
-    Environment variables are not looked at: a measurement depends on what its command and its file say.
+    Of environment variables only ``TERCET_URL`` is looked at: what a measurement is like depends on what its command
+    and its file say.
     """
 
     def decorate(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
@@ -55,7 +56,7 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
                 found = load_config(kind, config, flags_given(kind, given))
             command(found, result_filename)
 
-        return taking(run, {**parameters_of(kind), **BY_HAND})
+        return taking(run, {**parameters_of(kind, by_variable=("base-url",)), **BY_HAND})
 
     return decorate
 

@@ -16,8 +16,9 @@ from tercet.cli.given_names import given_as
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, Role
 from tercet.settings import require_url
+from tercet.settings.variables import URL_VARIABLE
 
-Url = Annotated[str, typer.Option(envvar="TERCET_URL", help="The front door's base URL.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The front door's base URL.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="TERCET_API_KEY", help="Its API key, if it was started with `-- --api-key`.")
 ]

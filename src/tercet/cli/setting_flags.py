@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -106,16 +106,19 @@ def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[
     return run
 
 
-def parameters_of(kind: type[Settings], rest: str = "") -> dict[str, Any]:
-    """A command's parameter for each setting that has a flag, or is the ``rest`` after ``--``."""
+def parameters_of(kind: type[Settings], rest: str = "", by_variable: Collection[str] = ()) -> dict[str, Any]:
+    """A command's parameter for each setting that has a flag, or is the ``rest`` after ``--``.
+
+    ``by_variable`` are the keys of those whose variable counts as their flag.
+    """
     return {
-        _name(each): VLLMArgs if each.key == rest else _annotation(each)
+        _name(each): VLLMArgs if each.key == rest else _annotation(each, each.key in by_variable)
         for each in declared(kind)
         if each.flag or each.key == rest
     }
 
 
-def _annotation(of: Declared) -> Any:
+def _annotation(of: Declared, by_variable: bool) -> Any:
     """Values stay text here: whatever is wrong with one is said by the decoder, as for every other source."""
     default = f" [default: {of.shown_default}]" if of.shown_default else ""
     several = of.is_list or of.is_mapping
@@ -124,6 +127,7 @@ def _annotation(of: Declared) -> Any:
         of.flag,
         help=of.help + default,
         show_default=False,
+        envvar=of.env if by_variable else None,
         rich_help_panel=of.setting.panel or None,
         metavar=of.shown_kind or None,
     )

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from tercet.protocol import BadRequest
 
-PIPE_WIDTH = 140
+# Of tables that go elsewhere than to a terminal: wide enough for every column's words.
+PIPE_WIDTH = 1000
 # Of first columns: those that hold numbers, as all other columns do.
 NUMBERS = ("rate", "chunk, KiB")
 

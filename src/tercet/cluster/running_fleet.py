@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -109,22 +110,33 @@ class RunningFleet:
             await asyncio.gather(door, reading, *kept, return_exceptions=True)
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
-        """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines."""
-        beside = [
-            asyncio.create_task(_hurry(self.router, hurry)),
-            asyncio.create_task(_say_what_is_left(self.url, on_event)),
-        ]
+        """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines.
+
+        Once it is set whatever does not end within seconds is killed.
+        """
+        engines = [engine.process for engine in self.engines]
         try:
-            await self.router.stop()
+            with _beside(_hurry([self.router], hurry), _say_what_is_left(self.url, on_event)):
+                await self.router.stop()
         finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*(engine.process.stop() for engine in self.engines))
+            with _beside(_hurry(engines, hurry)):
+                await asyncio.gather(*(engine.stop() for engine in engines))
 
 
-async def _hurry(router: Process, hurry: asyncio.Event) -> None:
+@contextlib.contextmanager
+def _beside(*coroutines: Coroutine[Any, Any, None]) -> Generator[None]:
+    """While entered, these run."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
     await hurry.wait()
-    await router.hurry()
+    await asyncio.gather(*(process.hurry() for process in processes))
 
 
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:

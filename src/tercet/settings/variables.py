@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 
+URL_VARIABLE = "TERCET_URL"
+"""The front door that commands talk to, and that is measured."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"

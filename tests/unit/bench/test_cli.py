@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ pytestmark = pytest.mark.processes
 SMALL = "random,input_len=20,output_len=4"
 
 
-async def start(*flags: str) -> asyncio.subprocess.Process:
+async def start(*flags: str, group: bool = False) -> asyncio.subprocess.Process:
+    """In a ``group`` of processes of its own, as a terminal starts it, or in ours."""
     command = (sys.executable, "-m", "tercet.cli", "bench", *flags)
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=group
     )
 
 
@@ -137,6 +139,47 @@ async def test_a_server_that_is_not_there_is_no_matter_of_a_librarys_words(tmp_p
     )
     code, text = await run(*flags)
     assert (code, text) == (1, f"tercet: {url} does not answer as an OpenAI server: Connection refused\n")
+
+
+def test_the_variable_says_which_server_if_no_flag_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (f"http://127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2))
+    monkeypatch.setenv("TERCET_URL", one)
+    assert exit_code(monkeypatch, "serve", "--request-rate", "1") == 1
+    assert one in capsys.readouterr().err
+    assert exit_code(monkeypatch, "serve", "--request-rate", "1", "--base-url", other) == 1
+    assert other in capsys.readouterr().err
+    monkeypatch.setenv("TERCET_URL", "nowhere")
+    assert refused(
+        monkeypatch, capsys, "compare", "--program", "a", "--program", "b", "--request-rate", "1"
+    ).startswith("tercet: --base-url: ")
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["ctrl-c", "kill"])
+async def test_told_to_stop_a_measurement_of_transfers_ends_with_its_other_process(
+    number: signal.Signals, to_all: bool
+) -> None:
+    process = await start(
+        "transfer", "--chunk", "64", "--total", "1", "--backend", "host,tcp", "--rounds", "100000", group=True
+    )
+    async with asyncio.timeout(60):
+        while not (children := spawned_by(process.pid)):
+            await asyncio.sleep(0.05)
+        if to_all:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        printed, complained = await process.communicate()
+        while any(Path(f"/proc/{child}").exists() for child in children):
+            await asyncio.sleep(0.05)
+    assert (process.returncode, printed + complained) == (128 + number, b"")
+
+
+def spawned_by(pid: int) -> list[str]:
+    """Processes of Python's own that a process has started and that still run."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize(("rate", "number"), [("inf", signal.SIGINT), ("30", signal.SIGTERM)])

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster import local, restarts
+from tercet.cluster import child_process, local, restarts
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
@@ -261,6 +261,21 @@ async def test_the_front_door_ends_before_the_engines(tmp_path: Path, scripts: d
         )
     assert running == [True, True]
     assert fleet.router.returncode == -signal.SIGKILL
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_in_a_hurry_engines_that_do_not_end_are_killed_before_their_time_is_over(
+    tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "HURRY_SECONDS", 0.1)
+    monkeypatch.setattr(Process.__init__, "__defaults__", (600.0,))  # what it has to end by itself
+    scripts["decode-0"] = "stubborn"
+    hurry = asyncio.Event()
+    hurry.set()
+    async with asyncio.timeout(60):
+        async with local_fleet(config_of(tmp_path), "m", lambda *_: None, hurry) as fleet:
+            pass
+    assert fleet.engines[1].process.returncode == -signal.SIGKILL
     assert gone(children_of(tmp_path / "logs"))
 
 

@@ -12,12 +12,14 @@ import statistics
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import aiohttp
 import msgspec
 
 from tercet.bench.transfer.cases import MIB
+from tercet.bench.transfer.unsignalled import start_unsignalled
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
@@ -124,9 +126,13 @@ class _PlainCopy:
         self.rate = 0.0
 
     def __enter__(self) -> _PlainCopy:
-        self._process.start()
-        self._theirs.close()  # so that its end is heard when it ends
-        self._heard()  # its memory is in place
+        try:
+            start_unsignalled(self._process)
+            self._theirs.close()  # so that its end is heard when it ends
+            self._heard()  # its memory is in place
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +142,12 @@ class _PlainCopy:
         except OSError as error:
             raise EngineError("the process that copies memory has ended") from error
         finally:
-            self._result.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._theirs.close()
+        self._result.close()
+        if self._process.pid is not None:
             self._process.join()
 
     def _heard(self) -> float:
@@ -159,7 +170,8 @@ def _copy(pipe: Connection) -> None:
             target[at : at + MIB] = source[at : at + MIB]
             turn.took(MIB)
         moved += len(source)
-    pipe.send(moved / (time.perf_counter() - began) / 1e9)
+    with suppress(OSError):  # nobody waits for it any more
+        pipe.send(moved / (time.perf_counter() - began) / 1e9)
 
 
 class _Flood:

@@ -18,6 +18,7 @@ import numpy as np
 
 from tercet.bench.transfer.cases import MIB, Case
 from tercet.bench.transfer.libraries import LIBRARIES, Library, Offered
+from tercet.bench.transfer.unsignalled import start_unsignalled
 from tercet.protocol import EngineError, TercetError, packed
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
 from tercet.transport.agent.agent_process import past_the_caches
@@ -34,25 +35,41 @@ class ReceivingProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, case), daemon=True)
-        with _environment(past_the_caches(os.environ)):  # as an engine starts its agent
-            self._process.start()
-        theirs.close()
+        self._theirs = theirs
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of :class:`_Receiving` there."""
-        self._pipe.send((method, args))
-        if not self._pipe.poll(ANSWER_SECONDS):
-            raise EngineError(f"the receiving process did not answer {method} within {ANSWER_SECONDS:.0f} s")
-        value, error = self._pipe.recv()
+        try:
+            self._pipe.send((method, args))
+            if not self._pipe.poll(ANSWER_SECONDS):
+                raise EngineError(f"the receiving process did not answer {method} within {ANSWER_SECONDS:.0f} s")
+            value, error = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"the receiving process has ended at {method}") from error
         if error is not None:
             raise EngineError(error)
         return value
 
     def __enter__(self) -> ReceivingProcess:
+        try:
+            with _environment(past_the_caches(os.environ)):  # as an engine starts its agent
+                start_unsignalled(self._process)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._theirs.close()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Have it end by itself, as it does when nobody can call it any more; kill it if it does not."""
+        self._theirs.close()
         self._pipe.close()
+        if self._process.pid is None:
+            return
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
@@ -198,4 +215,7 @@ def _serve(pipe: Connection, case: Case) -> None:
             answer = (None, error.message)
         except Exception as error:
             answer = (None, f"{type(error).__name__}: {error}")
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except OSError:  # nobody waits for it any more
+            return

@@ -139,11 +139,16 @@ def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) ->
     """Seconds that it takes, a thread for each."""
     threads = [threading.Thread(target=target, args=each) for each in args]
     began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began
+    finally:  # also when told to stop: what they send on is closed next
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 class OurTransport:

@@ -10,10 +10,12 @@ A sender that is stopped, not dead, is given up by Mooncake itself (after 30 s: 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +32,11 @@ REMEDY = (
 )
 # Mooncake refuses what exceeds its queue for a peer, which takes 2048 in TCP's case.
 MAX_COPIES = 1024
+LOG_LEVEL, ERRORS = "MC_LOG_LEVEL", "ERROR"
+TELLS_MORE = f"{LOG_LEVEL}=INFO tells more"
+# The least level that glog writes, as Mooncake's own variable sets it when it is loaded; and glog's numbers.
+MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
+GLOG_ERROR, GLOG_FATAL = 2, 3
 
 
 class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +59,7 @@ class MooncakeBackend(Backend):
             MooncakeReader(self._reads, self._ours, region.shape, self._own_offer()).require_own_word(self.name)
         except TransferFailed as error:
             self.close()
-            raise BackendUnavailable(f"{error.message}; its own messages are on stderr") from error
+            raise BackendUnavailable(f"{error.message}; {TELLS_MORE}") from error
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._own_offer())
@@ -136,16 +143,38 @@ class MooncakeReader(RegisteredReader):
 
 def begin_engine(region: RegisteredRegion, host: str) -> Any:
     """An engine with a region registered; raises :class:`BackendUnavailable` if there is none to be had."""
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it writes a line for each transfer otherwise
+    os.environ.setdefault(LOG_LEVEL, ERRORS)  # it writes a line for each transfer otherwise
     try:
-        engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
+        mooncake = importlib.import_module("mooncake.engine")
+        engine: Any = mooncake.TransferEngine()
     except (ImportError, OSError, AttributeError) as error:
         raise BackendUnavailable(f"mooncake: it cannot be loaded ({error}): {REMEDY}") from error
     protocol = "rdma" if has_rdma() else "tcp"
-    if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-        raise BackendUnavailable(
-            f"mooncake: its engine does not start on {host} over {protocol}; it says why on stderr"
-        )
+    with _no_false_alarms(str(mooncake.__file__)):
+        failed = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+    if failed:
+        raise BackendUnavailable(f"mooncake: its engine does not start on {host} over {protocol}; {TELLS_MORE}")
     if engine.register_memory(region.address, region.size):
         raise BackendUnavailable("mooncake: the KV cannot be registered; raise the limit of locked memory (ulimit -l)")
     return engine
+
+
+@contextlib.contextmanager
+def _no_false_alarms(library: str) -> Generator[None]:
+    """While entered Mooncake logs nothing, unless its variable asks for more than errors.
+
+    At each start that goes well it writes as an error that it does not find its own segment yet.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(library), MIN_LOG_LEVEL)
+    except (OSError, ValueError):  # another build: its line stays
+        yield
+        return
+    if level.value != GLOG_ERROR:
+        yield
+        return
+    level.value = GLOG_FATAL
+    try:
+        yield
+    finally:
+        level.value = GLOG_ERROR

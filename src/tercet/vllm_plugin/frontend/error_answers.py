@@ -1,11 +1,13 @@
-"""Our own errors in answers that vLLM writes: with the name of the error as code, as everywhere else.
+"""Errors in answers that vLLM writes: ours in our own words, vLLM's with a name as code, as everywhere else.
 
-vLLM's form is OpenAI's but for ``code``, which is the HTTP status there, a number. What is replaced has just that form:
-an answer's whole body, or an event of a stream. Other APIs than OpenAI's keep the forms of their own.
+vLLM's form is OpenAI's but for ``code``, which is the HTTP status there, a number. OpenAI's is text or null, and
+clients that declare it so do not read a number. What is replaced has just that form: an answer's whole body, or an
+event of a stream. Other APIs than OpenAI's keep the forms of their own.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 FIRST_ERROR = 400
 EVENT, END = b"data: ", b"\n\n"
+ERROR_EVENT = EVENT + b'{"error"'
 FORM = {"message", "type", "param", "code"}
 
 
@@ -38,8 +41,23 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+def with_named_code(body: bytes) -> bytes:
+    """An error of vLLM's with its status' name as code, such as ``bad_request``; anything else as it is."""
+    said = _vllms(body)
+    if said is None or not isinstance(said["code"], int):
+        return body
+    return msgspec.json.encode({"error": {**said, "code": _name_of(said["code"])}})
+
+
+def _name_of(status: int) -> str:
+    try:
+        return HTTPStatus(status).name.lower()
+    except ValueError:
+        return str(status)
+
+
 class ErrorSend:
-    """Passes an answer on; once a program of ``context`` has failed, with our words in place of vLLM's."""
+    """Passes an answer on, errors with a name as code; once a program of ``context`` has failed, in our words."""
 
     def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
@@ -49,43 +67,49 @@ class ErrorSend:
 
     async def __call__(self, message: Message) -> None:
         """ASGI's ``send``."""
-        failed = self._context.failed
-        if failed is None:
-            await self._send(message)
-        elif message["type"] == "http.response.start" and message["status"] >= FIRST_ERROR:
+        if message["type"] == "http.response.start" and message["status"] >= FIRST_ERROR:
             self._start = message
         elif message["type"] == "http.response.body" and self._start is not None:
-            await self._hold(message, self._start, failed)
-        elif message["type"] == "http.response.body":
-            await self._send({**message, "body": _event(message.get("body", b""), failed)})
+            await self._hold(message, self._start)
+        elif message["type"] == "http.response.body" and message.get("body", b"").startswith(ERROR_EVENT):
+            await self._send({**message, "body": self._event(message["body"])})
         else:
             await self._send(message)
 
-    async def _hold(self, message: Message, start: Message, failed: TercetError) -> None:
+    async def _hold(self, message: Message, start: Message) -> None:
         self._body += message.get("body", b"")
         if message.get("more_body"):
             return
-        if _is_vllms(self._body):
-            ours = error_headers(failed)
+        if _vllms(self._body) is not None:
+            failed = self._context.failed
+            ours = [] if failed is None else error_headers(failed)
             replaced = {b"content-length", *(name for name, _ in ours)}
             kept = [(name, value) for name, value in start["headers"] if name.lower() not in replaced]
-            self._body = error_body(failed)
+            self._body = self._said(self._body)
             length = b"content-length", str(len(self._body)).encode()
             start = {**start, "headers": [*kept, *ours, length]}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": self._body})
 
+    def _event(self, chunk: bytes) -> bytes:
+        if not chunk.endswith(END):
+            return chunk
+        return EVENT + self._said(chunk[len(EVENT) : -len(END)]) + END
 
-def _event(chunk: bytes, failed: TercetError) -> bytes:
-    is_event = chunk.startswith(EVENT) and chunk.endswith(END)
-    return EVENT + error_body(failed) + END if is_event and _is_vllms(chunk[len(EVENT) :]) else chunk
+    def _said(self, error: bytes) -> bytes:
+        """An error of vLLM's, in the words that clients get; anything else as it is."""
+        failed = self._context.failed
+        if failed is None or _vllms(error) is None:
+            return with_named_code(error)
+        return error_body(failed)
 
 
-def _is_vllms(body: bytes) -> bool:
-    """Whether it is an error in vLLM's form."""
+def _vllms(body: bytes) -> dict[str, Any] | None:
+    """What an error says that is in vLLM's form."""
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE:
-        return False
+        return None
     error = said.get("error")
-    return said.keys() == {"error"} and isinstance(error, dict) and error.keys() == FORM
+    is_error = said.keys() == {"error"} and isinstance(error, dict) and error.keys() == FORM
+    return error if is_error else None

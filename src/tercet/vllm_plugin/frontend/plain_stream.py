@@ -24,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
 from tercet.vllm_plugin.frontend.client_connection import ClientConnection
-from tercet.vllm_plugin.frontend.error_answers import error_body
+from tercet.vllm_plugin.frontend.error_answers import error_body, with_named_code
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
 from tercet.vllm_plugin.frontend.sse_chunks import DONE, ChunkWriter
 from tercet.vllm_plugin.frontend.stream_metrics import StreamStats
@@ -89,13 +89,15 @@ class PlainStream:
             await self._stream()
             end = self._end + self._usage()
         except GenerationError as error:
-            end = _error_event(self._plan.serving._convert_generation_error_to_streaming_response(error).encode())
+            end = _error_event(
+                with_named_code(self._plan.serving._convert_generation_error_to_streaming_response(error).encode())
+            )
         except SequenceFailed as failed:
             end = _error_event(error_body(failed.error))
         except Exception as error:
             if not isinstance(error, (VLLMClientError, GracefulHTTPError)):
                 logger.exception("a stream failed")
-            end = _error_event(self._plan.serving.create_streaming_error_response(error).encode())
+            end = _error_event(with_named_code(self._plan.serving.create_streaming_error_response(error).encode()))
         return end + DONE
 
     def begin(self, outputs: SequenceOutputs) -> None:

@@ -1,0 +1,83 @@
+"""What errors of vLLM's look like once they have passed the front door."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tercet.protocol import NoSpace
+from tercet.vllm_plugin.frontend.error_answers import ErrorSend, with_named_code
+from tercet.vllm_plugin.frontend.request_context import RequestContext
+
+
+def vllms(code: int, **more: Any) -> bytes:
+    error = {"message": "no", "type": "BadRequestError", "param": "top_p", "code": code, **more}
+    return json.dumps({"error": error}).encode()
+
+
+async def sent(context: RequestContext, status: int, *bodies: bytes) -> list[Any]:
+    """What comes out behind, of an answer in these parts."""
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    passing = ErrorSend(send, context)
+    length = str(sum(map(len, bodies))).encode()
+    await passing({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
+    for index, body in enumerate(bodies):
+        await passing({"type": "http.response.body", "body": body, "more_body": index + 1 < len(bodies)})
+    return messages
+
+
+def context() -> RequestContext:
+    return RequestContext("/v1/completions", {})
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(400, "bad_request"), (404, "not_found"), (500, "internal_server_error"), (599, "599")]
+)
+def test_vllms_errors_have_the_name_of_their_status_as_code(code: int, name: str) -> None:
+    error = json.loads(with_named_code(vllms(code)))["error"]
+    assert error == {"message": "no", "type": "BadRequestError", "param": "top_p", "code": name}
+
+
+@pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b'{"error": "text"}', b'{"error": {"code": 400}}', b"\xff"])
+def test_what_has_another_form_stays_as_it_is(body: bytes) -> None:
+    assert with_named_code(body) == body
+
+
+async def test_an_answer_is_as_long_as_it_says() -> None:
+    body = vllms(400)
+    start, answer = await sent(context(), 400, body[:20], body[20:])
+    assert start["status"] == 400
+    assert json.loads(answer["body"])["error"]["code"] == "bad_request"
+    assert dict(start["headers"])[b"content-length"] == str(len(answer["body"])).encode()
+
+
+async def test_errors_of_other_apis_pass_untouched() -> None:
+    body = b'{"type":"error","error":{"type":"invalid_request_error","message":"no"}}'
+    start, answer = await sent(context(), 400, body)
+    assert answer["body"] == body
+    assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
+
+
+async def test_errors_in_streams_have_named_codes_and_other_events_pass() -> None:
+    event, token = b"data: " + vllms(400) + b"\n\n", b'data: {"choices": []}\n\n'
+    _, first, error, last = await sent(context(), 200, token, event, b"data: [DONE]\n\n")
+    assert first["body"] == token
+    assert json.loads(error["body"].removeprefix(b"data: "))["error"]["code"] == "bad_request"
+    assert error["body"].endswith(b"\n\n")
+    assert last["body"] == b"data: [DONE]\n\n"
+
+
+async def test_a_program_that_failed_is_said_in_our_words() -> None:
+    asked = context()
+    asked.failed = NoSpace("no room")
+    start, answer = await sent(asked, 500, vllms(500))
+    assert json.loads(answer["body"]) == NoSpace("no room").to_wire()
+    assert dict(start["headers"])[b"content-length"] == str(len(answer["body"])).encode()
+    _, event = await sent(asked, 200, b"data: " + vllms(500) + b"\n\n")
+    assert json.loads(event["body"].removeprefix(b"data: ")) == NoSpace("no room").to_wire()
