@@ -43,12 +43,16 @@ class FleetLoad:
 
 @dataclass(eq=False)
 class Ticket:
-    """One request; ``state`` goes from left to right. ``turn`` counts those of its flow that wait before it."""
+    """One request; ``state`` goes from left to right. ``turn`` counts those of its flow that wait before it.
+
+    ``for_engines``: engines are to serve it, and it comes in as they have room; others count in ``in_flight`` alone.
+    """
 
     priority: int
     number: int
     turn: int = 0
     flow: str = ""
+    for_engines: bool = True
     state: Literal["waiting", "in", "refused", "over"] = "waiting"
 
     def rank(self) -> tuple[int, int, int]:
@@ -65,21 +69,26 @@ class Admission:
 
     limits: Limits
     in_flight: int = 0
+    on_engines: int = 0
     waiting: list[Ticket] = field(default_factory=list[Ticket])
     _number: int = 0
+    _others_waiting: int = 0
     _turns: dict[int, int] = field(default_factory=dict[int, int])
     _next_turns: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     _last_end: float | None = None
     _gap: float | None = None
 
-    def arrive(self, priority: int, load: FleetLoad, flow: str = "") -> tuple[Ticket, list[Ticket]]:
+    def arrive(
+        self, priority: int, load: FleetLoad, flow: str = "", for_engines: bool = True
+    ) -> tuple[Ticket, list[Ticket]]:
         """A request's ticket: in, waiting or refused; a full queue sends away whoever ranks last."""
         self._number += 1
-        ticket = Ticket(priority, self._number, self._turn(priority, flow), flow)
+        ticket = Ticket(priority, self._number, self._turn(priority, flow), flow, for_engines)
         insort(self.waiting, ticket, key=Ticket.rank)
+        self._others_waiting += not for_engines
         changed = self.look(load)
         while len(self.waiting) > self.limits.queued:
-            last = self.waiting.pop()
+            last = self._no_longer_waiting(-1)
             last.state = "refused"
             changed.append(last)
         return ticket, changed
@@ -102,10 +111,17 @@ class Admission:
     def look(self, load: FleetLoad) -> list[Ticket]:
         """Let in whoever may, as the fleet is now."""
         changed: list[Ticket] = []
-        while self.waiting and not self.saturated(load):
-            ticket = self.waiting.pop(0)
+        at = 0
+        while at < len(self.waiting) and not self._full:
+            if self.waiting[at].for_engines and self.saturated(load):
+                if not self._others_waiting:
+                    break
+                at += 1  # it keeps its rank among those that engines serve
+                continue
+            ticket = self._no_longer_waiting(at)
             ticket.state = "in"
             self.in_flight += 1
+            self.on_engines += ticket.for_engines
             self._turns[ticket.priority] = ticket.turn
             changed.append(ticket)
         if not self.waiting:
@@ -116,32 +132,42 @@ class Admission:
     def leave(self, ticket: Ticket, load: FleetLoad, now: float) -> list[Ticket]:
         """A request ended, or does not wait any longer; one that was refused has nothing to give back."""
         if ticket.state == "waiting":
-            del self.waiting[bisect_left(self.waiting, ticket.rank(), key=Ticket.rank)]
+            self._no_longer_waiting(bisect_left(self.waiting, ticket.rank(), key=Ticket.rank))
         elif ticket.state == "in":
             self.in_flight -= 1
+            self.on_engines -= ticket.for_engines
             self._note_end(now)
         ticket.state = "over"
         return self.look(load)
 
     def refuse_all(self) -> list[Ticket]:
         """Nobody waits any longer."""
-        changed, self.waiting = self.waiting, []
+        changed, self.waiting, self._others_waiting = self.waiting, [], 0
         for ticket in changed:
             ticket.state = "refused"
         return changed
 
     def saturated(self, load: FleetLoad) -> bool:
-        """Whether a request that came now would have to wait."""
-        if load.room is not None and self.in_flight >= load.room:
+        """Whether a request for engines that came now would have to wait."""
+        if self._full or (load.room is not None and self.on_engines >= load.room):
             return True
         limits, engines = self.limits, max(1, load.engines)
         bounds = (
-            (self.in_flight, limits.in_flight, 1),
-            (self.in_flight, limits.in_flight_per_engine, engines),
+            (self.on_engines, limits.in_flight_per_engine, engines),
             (load.tokens, limits.tokens, 1),
             (load.tokens, limits.tokens_per_engine, engines),
         )
         return any(limit is not None and used >= limit * times for used, limit, times in bounds)
+
+    @property
+    def _full(self) -> bool:
+        """Whether nobody comes in, whoever is to serve it."""
+        return self.limits.in_flight is not None and self.in_flight >= self.limits.in_flight
+
+    def _no_longer_waiting(self, at: int) -> Ticket:
+        ticket = self.waiting.pop(at)
+        self._others_waiting -= not ticket.for_engines
+        return ticket
 
     @property
     def retry_after(self) -> int:
@@ -247,14 +273,16 @@ class Gate:
 
     @asynccontextmanager
     async def place(
-        self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = ""
+        self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = "", for_engines: bool = True
     ) -> AsyncGenerator[None]:
         """A request's place, held while entered; ``flow`` is whom it shares its turns with.
+
+        One that is not ``for_engines`` does not wait for room there.
 
         ``left``, called only if it has to wait, is done when its client has closed the connection. Raises
         :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error of :meth:`close`.
         """
-        ticket, changed = self._admission.arrive(priority, self._load(), flow)
+        ticket, changed = self._admission.arrive(priority, self._load(), flow, for_engines)
         try:
             self._wake(changed)
             if ticket.state == "waiting":

@@ -100,12 +100,14 @@ class FrontDoor:
                 if self._is_counted(context, scope):
                     held.enter_context(self._shutdown.request())
                 body = await self._enter(context, scope, receive)
-                if body is not None and context.path in GENERATING and not self._gate.is_open:
+                pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
+                if body is not None and (pooling is not None or context.path in GENERATING):
                     held.callback(body.close)
-                    await held.enter_async_context(self._gate.place(context.asked.priority, body.left))
-                if body is not None and self._pooling is not None and self._pooling.take(context.path):
-                    held.callback(body.close)
-                    pooled = await self._pooled(self._pooling, context, body)
+                    if not self._gate.is_open:
+                        place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
+                        await held.enter_async_context(place)
+                if body is not None and pooling is not None:
+                    pooled = await self._pooled(pooling, context, body, scope["query_string"])
                     held.callback(pooled.close)
             except TercetError as error:
                 await self._refusals({**scope, ERROR: error}, receive, send)
@@ -117,10 +119,13 @@ class FrontDoor:
                     return
                 await self._serve(context, scope, receive if body is None else body.receive, send)
 
-    async def _pooled(self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody) -> Answer:
+    async def _pooled(
+        self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, query: bytes
+    ) -> Answer:
         """Raises :class:`ClientLeft` if nobody waits for it any more."""
+        target = f"{context.path}?{query.decode('latin-1')}" if query else context.path
         asking = asyncio.ensure_future(
-            pooling.answer(context.path, context.asked.model, body.content, context.headers, context.began)
+            pooling.answer(target, context.asked.model, body.content, context.headers, context.began)
         )
         try:
             await asyncio.wait({asking, body.left()}, return_when=asyncio.FIRST_COMPLETED)

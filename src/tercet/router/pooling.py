@@ -13,13 +13,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from tercet.aio import TaskSet, repeat
 from tercet.client.connection_errors import reason_of
-from tercet.protocol import DeadlineExceeded, EngineUnreachable, UnknownModel
+from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import UNREADABLE
 
@@ -42,6 +44,8 @@ PART_SECONDS = 30.0
 ASKED_WITH = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
 ANSWERED_WITH = ("content-type", "retry-after", "x-request-id", "metadata")
 HEADER_BYTES = 1024 * 1024
+# A request that servers break at must not get to all of them.
+MOST_BROKEN = 2
 # vLLM closes connections that were idle for five seconds; one that it is about to close is not used any more.
 KEEP_ALIVE_SECONDS = 2.0
 
@@ -65,11 +69,13 @@ class ServerSilent(OSError):
 class PoolingServer:
     """One: ``models`` are the names of those that it serves, None while it has not said so or does not answer.
 
+    ``url`` is as everybody may read it, ``headers`` show it who asks.
     ``silent`` counts the looks at it in a row that were not answered in time. ``told`` hears whether it answers.
     """
 
     url: str
     told: Callable[[str, bool], object]
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
     models: frozenset[str] | None = None
     in_flight: int = 0
     asked: int = 0
@@ -130,16 +136,15 @@ class Answer:
 class PoolingServers:
     """Those of a front door. Use as an async context manager; while entered they are looked at.
 
-    ``secret`` is what they ask for, ``tls`` for ``https://`` ones, ``timeout_s`` how long an answer may take; ``told``
-    hears of each, by its URL, whether it answers.
+    ``secret`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
+    ``timeout_s`` how long an answer may take; ``told`` hears of each, by its URL, whether it answers.
     """
 
     def __init__(
         self, urls: Sequence[str], secret: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
         told: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [PoolingServer(url.rstrip("/"), told) for url in urls]
-        self._headers = bearer(secret)
+        self.servers = [_server(url, secret, told) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
@@ -148,7 +153,7 @@ class PoolingServers:
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=self._headers, max_field_size=HEADER_BYTES, max_line_size=HEADER_BYTES
+            connector=connector, max_field_size=HEADER_BYTES, max_line_size=HEADER_BYTES
         )
         for server in self.servers:
             self._tasks.spawn(repeat(lambda server=server: self.look_at(server), LOOK_SECONDS), f"look at {server.url}")
@@ -164,38 +169,43 @@ class PoolingServers:
         return bool(self.servers) and path in PATHS
 
     async def answer(
-        self, path: str, model: str | None, body: bytes, headers: Mapping[str, str], began: float
+        self, target: str, model: str | None, body: bytes, headers: Mapping[str, str], began: float
     ) -> Answer:
         """What one of them that serves ``model`` says to ``body``; of those that answer, the one with least to do.
 
-        Without a model, any. One that fails to answer is not asked again for it, but another one. ``began`` is when the
-        request came, by :func:`time.monotonic`; names of ``headers`` are in lower case. Raises
-        :class:`~tercet.protocol.UnknownModel`, :class:`~tercet.protocol.EngineUnreachable` and
-        :class:`~tercet.protocol.DeadlineExceeded`.
+        Without a model, any. One that fails to answer is not asked again for it, but another one; if that breaks off,
+        too, nobody is. ``target`` is the path, with its query. ``began`` is when the request came, by
+        :func:`time.monotonic`; names of ``headers`` are in lower case. Raises
+        :class:`~tercet.protocol.UnknownModel`, :class:`~tercet.protocol.EngineUnreachable`,
+        :class:`~tercet.protocol.EngineError` and :class:`~tercet.protocol.DeadlineExceeded`.
         """
         shown = {name: headers[name] for name in ASKED_WITH if name in headers}
         within = None if self._timeout_s is None else max(0.0, began + self._timeout_s - time.monotonic())
         try:
             async with asyncio.timeout(within):
-                return await self._answer(path, model, body, shown)
+                return await self._answer(target, model, body, shown)
         except TimeoutError:
             raise DeadlineExceeded(f"the answer took longer than the {self._timeout_s:g} s that it may take") from None
 
-    async def _answer(self, path: str, model: str | None, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _answer(self, target: str, model: str | None, body: bytes, headers: Mapping[str, str]) -> Answer:
         failed: list[PoolingServer] = []
-        why = ""
+        broken, why = 0, ""
         if not any(each.models for each in self.servers):
             await self.look()
-        while True:
-            server = self._pick(model, failed)
-            if server is None:
-                break
+        while broken < MOST_BROKEN and (server := self._pick(model, failed)) is not None:
             try:
-                return await self._ask(server, path, body, headers)
-            except (aiohttp.ClientError, OSError) as error:
+                return await self._ask(server, target, body, headers)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 why = f": {server.url} {reason_of(error)}"
                 server.leave(reason_of(error))
-                failed.append(server)
+            except aiohttp.ClientResponseError as error:
+                raise EngineError(f"the answer of {server.url} is not to be read: {reason_of(error)}") from error
+            except (aiohttp.ClientError, OSError) as error:
+                # Perhaps it is gone, and perhaps it is only this request that it does not take.
+                why = f": {server.url} {reason_of(error)}"
+                broken += 1
+                self._tasks.spawn(self.look_at(server), f"look at {server.url}")
+            failed.append(server)
         self._require_known(model)
         raise EngineUnreachable(f"no server of this model answers{why}")
 
@@ -208,16 +218,22 @@ class PoolingServers:
 
     def _require_known(self, model: str | None) -> None:
         known = sorted({name for each in self.servers for name in each.models or ()})
-        if model and known and all(each.models is not None for each in self.servers):
+        if model and known and model not in known and all(each.models is not None for each in self.servers):
             raise UnknownModel(
                 f"model: no pooling server of this front door serves {model!r:.200}; there is {', '.join(known)}",
                 "model",
             )
 
-    async def _ask(self, server: PoolingServer, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _ask(self, server: PoolingServer, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         asking = asyncio.ensure_future(
-            self._client.post(server.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False)
+            self._client.post(
+                URL(server.url + target, encoded=True),
+                data=body,
+                headers={**headers, **server.headers},
+                timeout=timeout,
+                allow_redirects=False,
+            )
         )
         server.asking.add(asking)
         server.in_flight += 1
@@ -244,7 +260,7 @@ class PoolingServers:
         """Ask it for its models."""
         try:
             async with self._client.get(
-                f"{server.url}/v1/models", timeout=LOOK_TIMEOUT, allow_redirects=False
+                f"{server.url}/v1/models", headers=server.headers, timeout=LOOK_TIMEOUT, allow_redirects=False
             ) as response:
                 response.raise_for_status()
                 found = msgspec.json.decode(await response.read(), type=_Models)
@@ -267,6 +283,16 @@ class PoolingServers:
         if self._session is None:
             raise RuntimeError("PoolingServers are used outside their async context")
         return self._session
+
+
+def _server(url: str, secret: str, told: Callable[[str, bool], object]) -> PoolingServer:
+    """Names and passwords are in no log, no metric and no answer."""
+    parts = urlsplit(url.rstrip("/"))
+    if parts.username is None:
+        return PoolingServer(parts.geturl(), told, bearer(secret))
+    who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+    return PoolingServer(bare.geturl(), told, {"authorization": who})
 
 
 def close_result(asking: Asking | asyncio.Future[Answer]) -> None:

@@ -56,7 +56,24 @@ def test_without_a_queue_the_next_one_is_refused_at_once() -> None:
     ],
 )
 def test_saturation(limits: dict[str, Any], in_flight: int, load: FleetLoad, saturated: bool) -> None:
-    assert Admission(Limits(**limits), in_flight).saturated(load) is saturated
+    assert Admission(Limits(**limits), in_flight, on_engines=in_flight).saturated(load) is saturated
+
+
+def test_what_engines_do_not_serve_waits_for_no_room_there_and_takes_none() -> None:
+    admission = Admission(Limits(in_flight=3, in_flight_per_engine=1))
+    first, second = arrivals(admission, 0, 0)
+    others = [admission.arrive(5, ONE, for_engines=False)[0] for _ in range(3)]
+    assert [ticket.state for ticket in (first, second, *others)] == ["in", "waiting", "in", "in", "waiting"]
+    assert admission.leave(others[0], ONE, 0.0) == [others[2]]
+    assert admission.leave(first, ONE, 0.0) == [second]
+
+
+def test_the_limit_of_all_requests_holds_for_those_too() -> None:
+    admission = Admission(Limits(in_flight=1))
+    other, _ = admission.arrive(0, ONE, for_engines=False)
+    (waiting,) = arrivals(admission, 0)
+    assert waiting.state == "waiting"
+    assert admission.leave(other, ONE, 0.0) == [waiting]
 
 
 def test_engines_that_join_let_in_more() -> None:
@@ -100,9 +117,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.alive: list[Ticket] = []
         self.now = 0.0
 
-    @rule(priority=st.integers(-2, 2))
-    def arrive(self, priority: int) -> None:
-        ticket, changed = self.admission.arrive(priority, self.load)
+    @rule(priority=st.integers(-2, 2), for_engines=st.booleans())
+    def arrive(self, priority: int, for_engines: bool) -> None:
+        ticket, changed = self.admission.arrive(priority, self.load, for_engines=for_engines)
         assert all(other.state in ("in", "refused") for other in changed)
         assert (ticket in changed) == (ticket.state != "waiting")
         self.alive.append(ticket)
@@ -126,18 +143,22 @@ class AnyOrder(RuleBasedStateMachine):
         states = [ticket.state for ticket in self.alive]
         assert self.admission.in_flight == states.count("in") <= self.limits.in_flight  # type: ignore[operator]
         assert len(self.admission.waiting) == states.count("waiting") <= self.limits.queued
+        on_engines = [ticket for ticket in self.alive if ticket.state == "in" and ticket.for_engines]
+        assert self.admission.on_engines == len(on_engines)
 
     @invariant()
     def nobody_waits_without_need_and_all_in_order(self) -> None:
         waiting = self.admission.waiting
         assert waiting == sorted(waiting, key=Ticket.rank)
         assert not waiting or self.admission.saturated(self.load)
+        full = self.admission.in_flight == self.limits.in_flight
+        assert full or all(ticket.for_engines for ticket in waiting)
         assert SOON <= self.admission.retry_after <= LATEST
 
     def teardown(self) -> None:
         for ticket in self.alive:
             self.admission.leave(ticket, FleetLoad(), self.now)
-        assert (self.admission.in_flight, self.admission.waiting) == (0, [])
+        assert (self.admission.in_flight, self.admission.on_engines, self.admission.waiting) == (0, 0, [])
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -36,6 +36,7 @@ class Server:
         self.keys: set[str | None] = set()
         self.go = asyncio.Event()
         self.go.set()
+        self.queries: list[str] = []
         self.breaks = self.breaks_within = False
         self.silent = False
         self.says: dict[str, str] = {}
@@ -71,6 +72,7 @@ class Server:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         self.keys.add(request.headers.get("authorization"))
         self.bodies.append((request.path, await request.json()))
+        self.queries.append(request.raw_path.partition("?")[2])
         await self.go.wait()
         if self.breaks and request.transport is not None:
             request.transport.close()
@@ -135,6 +137,104 @@ async def test_the_body_goes_to_a_server_of_the_model_and_its_answer_back(
     assert answer.headers["content-type"].startswith("application/json")
     assert embedders[2].bodies == [(path, {"model": "reranker", "input": "x"})]
     assert embedders[2].keys == {f"Bearer {SECRET}"}  # the client's own key is not theirs
+
+
+async def test_a_query_goes_with_it_as_it_is(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+    query = "truncate=no&x=a%2Fb+c&y"
+    assert (await client.post(f"/v1/embeddings?{query}", json={"model": "reranker"})).status_code == 200
+    await client.post("/v1/embeddings", json={"model": "reranker"})
+    assert embedders[2].queries == [query, ""]
+
+
+async def test_a_password_is_shown_to_its_server_and_to_nobody_else(embedders: list[Server]) -> None:
+    told = list[str]()
+    url = embedders[2].url.replace("http://", "http://me:p%40ss@")
+    async with PoolingServers([url], SECRET, told=lambda url, _: told.append(url)) as pooling:
+        answer = await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+        answer.close()
+        await embedders[2].stop()
+        with pytest.raises(EngineUnreachable) as refused:
+            await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+    assert embedders[2].keys == {aiohttp.encode_basic_auth("me", "p@ss")}
+    assert {*told} == {embedders[2].url}
+    assert embedders[2].url in refused.value.message
+    assert "ss@" not in refused.value.message
+
+
+async def test_what_is_in_flight_counts_them_and_the_room_of_engines_does_not(
+    door: Door, metrics: Metrics, pooling: PoolingServers, embedders: list[Server]
+) -> None:
+    limits = Limits(in_flight=2, in_flight_per_engine=1, queued=0)
+    gate = Gate(limits, door.fleet, metrics)
+    front = FrontDoor(nothing_here, None, gate, (), door.service.program_called, 10_000, pooling=pooling)
+    embedders[2].go.clear()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
+
+        def asking() -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/rerank", json={"model": "reranker"}))
+
+        first, second = asking(), asking()
+        await until(lambda: len(embedders[2].bodies) == 2)
+        third = await asyncio.wait_for(asking(), 10)
+        assert (third.status_code, third.json()["error"]["code"]) == (429, "saturated")
+        embedders[2].go.set()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
+        assert (await client.post("/rerank", json={"model": "reranker"})).status_code == 200
+
+
+async def test_a_request_that_servers_break_off_at_takes_none_of_them_from_others(
+    client: httpx.AsyncClient, embedders: list[Server], pooling: PoolingServers
+) -> None:
+    await pooling.look()
+    for each in embedders[:2]:
+        each.breaks = True
+    answer = await client.post("/v1/embeddings", json={"model": "embedder"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unreachable")
+    assert all(each.models for each in pooling.servers)
+    for each in embedders[:2]:
+        each.breaks = False
+    assert (await client.post("/v1/embeddings", json={"model": "embedder"})).status_code == 200
+
+
+async def test_a_request_that_breaks_servers_does_not_get_to_all_of_them() -> None:
+    servers = [Server("m") for _ in range(module.MOST_BROKEN + 2)]
+    for each in servers:
+        await each.start()
+        each.breaks = True
+    async with PoolingServers([each.url for each in servers]) as pooling:
+        with pytest.raises(EngineUnreachable):
+            await pooling.answer("/score", "m", b"{}", {}, 1e9)
+    assert sum(len(each.bodies) for each in servers) == module.MOST_BROKEN
+    for each in servers:
+        await each.stop()
+
+
+async def test_one_that_is_gone_after_it_broke_off_is_asked_no_more(
+    client: httpx.AsyncClient, embedders: list[Server], pooling: PoolingServers
+) -> None:
+    await pooling.look()
+    pooling.servers[1].asked = 1  # so the other one is first
+    embedders[0].go.clear()
+    asking = asyncio.create_task(client.post("/v1/embeddings", json={"model": "embedder"}))
+    await until(lambda: len(embedders[0].bodies) == 1)
+    embedders[0].breaks = True
+    embedders[0].go.set()
+    await embedders[0].stop()
+    assert (await asking).status_code == 200
+    await until(lambda: pooling.servers[0].models is None)
+
+
+async def test_an_answer_whose_header_is_too_large_is_an_error_of_its_own(
+    client: httpx.AsyncClient, embedders: list[Server], pooling: PoolingServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in embedders[:2]:
+        each.says = {"metadata": "x" * (module.HEADER_BYTES + 1)}
+    answer = await client.post("/pooling", json={"model": "embedder"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "engine_error")
+    assert "is not to be read" in error["message"]
+    assert sum(len(each.bodies) for each in embedders) == 1
+    assert all(each.models for each in pooling.servers[:2])
 
 
 async def test_who_has_least_to_do_is_asked(client: httpx.AsyncClient, embedders: list[Server]) -> None:
