@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -203,7 +202,7 @@ def running(command: list[str], health: str) -> Generator[None]:
                 time.sleep(1)
             yield
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(120)
 
 

@@ -73,6 +73,7 @@ class PoolReference(msgspec.Struct, frozen=True):
 
     name: str = ""
     kind: str = "InferencePool"
+    group: str = "inference.networking.k8s.io"
 
 
 class ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):

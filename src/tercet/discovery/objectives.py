@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tercet.discovery.api_access import ApiAccess
-from tercet.discovery.api_objects import InferenceObjective
+from tercet.discovery.api_objects import InferenceObjective, PoolReference
 from tercet.discovery.watching import WAITS, Waits, Watch
 
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
@@ -27,8 +27,4 @@ async def follow_objectives(
 
 def priorities_of(found: Sequence[InferenceObjective], pool: str) -> dict[str, int]:
     """Of those that are for the pool; 0 for one without a priority."""
-    return {
-        each.metadata.name: each.spec.priority or 0
-        for each in found
-        if (each.spec.pool_ref.name, each.spec.pool_ref.kind) == (pool, "InferencePool")
-    }
+    return {each.metadata.name: each.spec.priority or 0 for each in found if each.spec.pool_ref == PoolReference(pool)}

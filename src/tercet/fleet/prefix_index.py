@@ -102,7 +102,11 @@ class RoutingHistory(Holders):
         while holding:
             depth = self._end_of(holding, hashes, depth)
             still = self._holding(hashes, depth)
-            matched[list(_bits(holding & ~still))] = depth
+            lost = holding & ~still
+            if lost & (lost - 1):
+                matched[list(_bits(lost))] = depth
+            else:  # one engine, as for most of a conversation's prompts
+                matched[lost.bit_length() - 1] = depth
             holding = still
         return matched
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.protocol.wire import UNREADABLE
+from tercet.protocol.wire import UNREADABLE, field_of
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 MOST_READ = 1024 * 1024
@@ -92,7 +92,9 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
     try:
         return OpenAICall(path, headers, _decode(body), len(body))
     except UNREADABLE as error:
-        raise BadRequest(f"the request's body is not one of {path}: {error}") from error
+        field = field_of(error)
+        where = f"{field}: " if field else ""
+        raise BadRequest(f"{where}the request's body is not one of {path}: {error}", field) from error
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:

@@ -90,6 +90,8 @@ def _texts(content: object) -> Iterator[str]:
     while stack and left:
         left -= 1
         part = stack.pop()
+        if part is None:
+            continue
         if isinstance(part, str):
             yield part
         elif isinstance(part, Mapping):

@@ -179,7 +179,12 @@ def decode_call(body: bytes, kind: type[C]) -> C:
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
-        found = _FIELD.search(str(error)) or _PATH.search(str(error))
-        field = found.group(1) if found and found.group(1) else None
+        field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}{error}", field) from error
+
+
+def field_of(error: Exception) -> str | None:
+    """The field that one of ``UNREADABLE`` is about, if it says one."""
+    found = _FIELD.search(str(error)) or _PATH.search(str(error))
+    return found.group(1) if found and found.group(1) else None

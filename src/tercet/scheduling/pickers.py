@@ -13,7 +13,7 @@ class MaxScorePicker(Picker, frozen=True):
     """The engine with the highest score; among equals, one at random."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
-        best = (scores == scores.max()).nonzero()[0]
+        best = (scores == scores[scores.argmax()]).nonzero()[0]
         return int(best[decision.random.randrange(len(best))])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -44,8 +45,9 @@ class LoadBasedDecider(PrefixBasedDecider, frozen=True):
     max_waiting: Annotated[int, Meta(ge=0)] = 5
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        free = ~(prefill.waiting > self.max_waiting)
-        return bool(free.any()) and super().disaggregates(request, cached, prefill)
+        if not super().disaggregates(request, cached, prefill):  # asked first: it looks at no engine
+            return False
+        return not (prefill.waiting > self.max_waiting).all()
 
 
 SCHEDULED = "scheduled"
@@ -55,9 +57,11 @@ SCHEDULED = "scheduled"
 def _highest(scores: Floats, most: int) -> list[int]:
     """The places of the highest scores, from the highest down; at most so many."""
     if len(scores) <= 2 * most:
-        return np.argsort(-scores, kind="stable")[:most].tolist()
-    some = np.sort(np.argpartition(-scores, most)[:most])
-    return some[np.argsort(-scores[some], kind="stable")].tolist()
+        return (-scores).argsort(kind="stable")[:most].tolist()
+    falling = -scores
+    some = falling.argpartition(most)[:most]
+    some.sort()
+    return some[falling[some].argsort(kind="stable")].tolist()
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class SchedulingProfile:
     filters: Sequence[Filter]
     scorers: Sequence[tuple[Scorer, float]]
     picker: Picker
+
+    @cached_property
+    def _weights(self) -> Floats:
+        """Of the scorers, as a column."""
+        return np.array([[weight] for _, weight in self.scorers], dtype=np.float64)
 
     def pick(self, decision: Decision, engines: Engines) -> int:
         """The row of the engine to take; ``engines`` are at least one.
@@ -104,14 +113,18 @@ class SchedulingProfile:
         return engines
 
     def _scores(self, decision: Decision, engines: Engines) -> Floats:
-        total = np.zeros(len(engines))
-        for scorer, weight in self.scorers:
+        if not self.scorers:
+            return np.zeros(len(engines))
+        scores = np.empty((len(self.scorers), len(engines)))
+        for place, (scorer, _) in enumerate(self.scorers):
             given = np.asarray(scorer.score(decision, engines), dtype=np.float64)
-            if given.shape != total.shape:
+            if given.shape != scores.shape[1:]:
                 kind = type(scorer).__name__
                 raise ValueError(f"{kind} gave scores of shape {given.shape} for {len(engines)} engines")
-            total += weight * np.fmin(np.fmax(given, 0.0), 1.0)  # these two leave NaN behind
-        return total
+            scores[place] = given
+        np.fmin(np.fmax(scores, 0.0, out=scores), 1.0, out=scores)  # these two leave NaN behind
+        scores *= self._weights
+        return np.add.reduce(scores, axis=0)
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

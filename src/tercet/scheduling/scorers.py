@@ -74,10 +74,13 @@ class ActiveRequestScorer(Scorer, frozen=True):
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         counts = engines.in_flight
-        most = counts.max()
+        most = np.maximum.reduce(counts)
         if most <= self.idle_threshold:
             return np.ones(len(engines))
-        return np.where(counts <= self.idle_threshold, 1.0, (1.0 - counts / most) * self.max_busy_score)
+        scores = counts / most
+        np.subtract(1.0, scores, out=scores)
+        scores *= self.max_busy_score
+        return np.maximum(scores, counts <= self.idle_threshold, out=scores)  # of which True is 1, and none is above it
 
 
 class TokenLoadScorer(Scorer, frozen=True):

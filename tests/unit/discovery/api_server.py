@@ -48,8 +48,9 @@ def pool(name: str, match: dict[str, str], *ports: int) -> Object:
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
 
 
-def objective(name: str, priority: int | None = None, pool: str = "pool") -> Object:
-    spec: Object = {"poolRef": {"name": pool}, **({} if priority is None else {"priority": priority})}
+def objective(name: str, priority: int | None = None, pool: str = "pool", **named: str) -> Object:
+    """``named`` is what else its reference to the pool says."""
+    spec: Object = {"poolRef": {"name": pool, **named}, **({} if priority is None else {"priority": priority})}
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
 
 

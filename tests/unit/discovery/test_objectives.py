@@ -37,13 +37,16 @@ async def test_objectives_of_the_pool_come_change_and_go() -> None:
         server.put(objective("chat", 10), OBJECTIVES)
         server.put(objective("plain"), OBJECTIVES)
         server.put(objective("theirs", 5, pool="another"), OBJECTIVES)
+        server.put(objective("full", 7, group="inference.networking.k8s.io", kind="InferencePool"), OBJECTIVES)
+        server.put(objective("elsewhere", 6, group="inference.networking.x-k8s.io"), OBJECTIVES)
+        server.put(objective("no-pool", 6, kind="Service"), OBJECTIVES)
         async with following(server) as told:
-            await told.until(lambda found: found == {"chat": 10, "plain": 0})
+            await told.until(lambda found: found == {"chat": 10, "full": 7, "plain": 0})
             server.put(objective("batch", -1), OBJECTIVES)
-            await told.until(lambda found: found == {"chat": 10, "plain": 0, "batch": -1})
+            await told.until(lambda found: found == {"chat": 10, "full": 7, "plain": 0, "batch": -1})
             server.put(objective("chat", 2), OBJECTIVES)
             server.delete("plain", OBJECTIVES)
-            await told.until(lambda found: found == {"chat": 2, "batch": -1})
+            await told.until(lambda found: found == {"chat": 2, "full": 7, "batch": -1})
 
 
 async def test_objectives_stay_while_the_server_does_not_answer_and_follow_after_410() -> None:

@@ -232,3 +232,15 @@ async def test_templates_that_loop_and_complain(checkpoint: Path, tmp_path: Path
 async def test_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"tokenizer\.json"):
         ModelRenderer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [("/v1/completions", {"model": 7, "prompt": "a"}, "model"), ("/v1/completions", {"prompt": {}}, "prompt"),
+     ("/v1/chat/completions", {"messages": ["hi"]}, "messages"), ("/v1/responses", {"input": 3}, "input"),
+     ("/v1/completions", {"prompt": "a", "priority": 2**40}, "priority"), ("/v1/completions", [], None)],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_is_named(path: str, fields: object, name: str | None) -> None:
+    with pytest.raises(BadRequest, match=path) as raised:
+        call_of({":method": "POST", ":path": path}, msgspec.json.encode(fields))
+    assert raised.value.param == name

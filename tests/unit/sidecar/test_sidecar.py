@@ -413,6 +413,31 @@ async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_wh
         may_end.set()
 
 
+async def test_a_hurried_sidecar_waits_for_no_client_that_does_not_read() -> None:
+    async with house() as found:
+        full, hurried = asyncio.Event(), asyncio.Event()
+
+        async def endless(http: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(http)
+            while True:
+                try:
+                    async with asyncio.timeout(0.3):
+                        await response.write(b"data: %s\n\n" % (b"x" * 65_000))
+                except TimeoutError:  # nobody takes any more
+                    full.set()
+                    await asyncio.Event().wait()
+
+        found.decode.answer = endless
+        async with found.session.post(f"{found.url}/v1/embeddings", json=CHAT) as answer:
+            async with asyncio.timeout(30):
+                await full.wait()
+            hurried.set()
+            async with asyncio.timeout(10):
+                await found.server.finish(30.0, hurried)
+            assert answer.status == 200
+
+
 async def refuses(found: House) -> bool:
     try:
         async with aiohttp.ClientSession() as another, another.get(found.url + "/health"):
@@ -491,6 +516,18 @@ async def test_kv_that_the_engine_does_not_book_is_computed(monkeypatch: pytest.
     async with AsyncExitStack() as stack, by_the_verbs(stack) as (_, prefill, ask):
         assert (await ask())["choices"]
         assert prefill.counters.prefill_tokens == 199
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("model", 7), ("model", ["m"]), ("model", {"m": 1}), ("model", ""), ("cache_salt", 7), ("cache_salt", ["s"]),
+     ("prompt", 7), ("prompt", {}), ("prompt", [[1], "a"]), ("prompt", [-1] * 64), ("prompt", [1.5] * 64),
+     ("prompt", [2**70] * 64), ("prompt", None), ("echo", {}), ("max_tokens", "many")],
+)  # fmt: skip
+async def test_fields_of_wrong_types_go_to_the_engine_which_says_so(name: str, wrong: Any) -> None:
+    async with asyncio.timeout(60), AsyncExitStack() as stack, by_the_verbs(stack, adapters="sql") as (_, _, ask):
+        said = await ask(**{name: wrong})
+        assert "choices" in said or (said["error"]["code"], said["error"]["param"]) == ("bad_request", name)
 
 
 async def test_a_prompt_with_an_adapter_is_prefilled_where_it_decodes() -> None:

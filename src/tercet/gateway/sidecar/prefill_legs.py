@@ -44,6 +44,10 @@ class PrefillLeg(Protocol):
         """Raises :class:`~tercet.protocol.TercetError` if the decode engine is not well."""
         ...
 
+    async def finish(self, seconds: float) -> None:
+        """What it does beside requests is over, or the seconds are."""
+        ...
+
 
 @dataclass
 class DecodeLeg:
@@ -86,8 +90,8 @@ class TercetLeg:
     async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
         try:
             call.require_whole()
-            await self._require_base_model(call)
-            salt = call.fields.get("cache_salt")
+            model, salt = call.text("model"), call.text("cache_salt")
+            await self._require_base_model(model)
             request = Request(seq_id=call.seq_id, prompt=await self._tokens(call), cache_salt=salt)
         except TercetError as error:
             prefill_here(self._engine.name, call.request_id, error, trace)
@@ -108,10 +112,13 @@ class TercetLeg:
         if status.stalled_s > self._stuck_s:
             raise EngineUnreachable(f"{self._engine.name} has stood still for {status.stalled_s:.1f} s")
 
-    async def _require_base_model(self, call: SplitCall) -> None:
+    async def finish(self, seconds: float) -> None:
+        """It does nothing beside requests."""
+
+    async def _require_base_model(self, model: str | None) -> None:
         """Raises :class:`~tercet.protocol.BadRequest` for a LoRA adapter: KV of the base model is none of it."""
         status = await self._engine.status()
-        if call.fields.get("model") in {adapter.name for adapter in status.adapters}:
+        if model in {adapter.name for adapter in status.adapters}:
             raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
 
     async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
@@ -195,6 +202,9 @@ class NixlLeg:
 
     async def look(self) -> None:
         await self._healthy(self._url)
+
+    async def finish(self, seconds: float) -> None:
+        await self.draining.wait(seconds)
 
     async def _prefilled_by(self, call: SplitCall, trace: VerbTrace, host: str) -> dict[str, Any]:
         url = f"{self._scheme}://{host}"

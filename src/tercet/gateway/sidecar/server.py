@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from ssl import SSLContext
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -28,9 +29,11 @@ from tercet.vllm_plugin.engine.server_access import is_loopback
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0
 """For requests that run when it is told to stop; a second signal ends them."""
-END_SECONDS = LAST_SECONDS + 2.0
-"""Until no connection is waited for any more: those that are given up have got their errors to their clients."""
+ERROR_SECONDS = 2.0
+"""For those that are given up, to get their errors to their clients; then connections are closed, read or not."""
+END_SECONDS = LAST_SECONDS + ERROR_SECONDS
 DRAIN_SECONDS = 10.0
+"""For KV that is fetched for clients who have left."""
 METRICS = "/sidecar/metrics"
 
 
@@ -61,25 +64,38 @@ class SidecarServer:
     port: int
     _proxy: Proxy
     _runner: web.AppRunner
+    _leg: PrefillLeg
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
         """Take nothing new, and return when nothing runs any more.
 
-        What still runs after so many seconds, or when ``hurried`` is set, ends with an error.
+        What still runs after so many seconds, or when ``hurried`` is set, ends with an error; a client that has not
+        read its error two seconds later is not waited for.
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
             await self._runner.cleanup()
+            await _unless(hurried, self._leg.finish(DRAIN_SECONDS))
         finally:
             giving_up.cancel()
 
     async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await hurried.wait()
-        except TimeoutError:
-            pass
+        await _unless(hurried, asyncio.sleep(seconds))
         self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and the request was not waited for"))
+        await asyncio.sleep(ERROR_SECONDS)
+        for connection in self._runner.server.connections if self._runner.server is not None else ():
+            if connection.transport is not None:
+                connection.transport.abort()  # close() would wait until all is read
+
+
+async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
+    """Until the ``work`` is done, or there is no time for it any more."""
+    tasks = {asyncio.ensure_future(work), asyncio.ensure_future(hurried.wait())}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @asynccontextmanager
@@ -107,7 +123,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
             raise BadRequest(
                 f"port: nothing can listen on {config.host}:{config.port}: {error.strerror}", "port"
             ) from error
-        yield SidecarServer(int(runner.addresses[0][1]), proxy, runner)
+        yield SidecarServer(int(runner.addresses[0][1]), proxy, runner, leg)
 
 
 @asynccontextmanager
@@ -122,7 +138,7 @@ async def _leg(
         try:
             yield leg
         finally:
-            await leg.draining.wait(DRAIN_SECONDS)
+            await leg.draining.close()
         return
     async with HttpEngine(url, url, secret=config.secret, tls=tls) as engine:
 

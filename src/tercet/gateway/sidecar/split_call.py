@@ -63,6 +63,16 @@ class SplitCall:
             if holds:
                 raise BadRequest(f"{what}: cannot be prefilled elsewhere")
 
+    def text(self, name: str) -> str | None:
+        """The field of that name, which is a text or left out.
+
+        Raises :class:`~tercet.protocol.BadRequest` for anything else: the engine says to its client what is wrong.
+        """
+        found = self.fields.get(name)
+        if found is None or isinstance(found, str):
+            return found
+        raise BadRequest(f"{name}: is no text, and cannot be prefilled elsewhere", name)
+
     def first_leg(self) -> bytes:
         """The body that an engine is asked with to prefill: the same request, for one token and no stream."""
         fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
