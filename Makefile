@@ -88,6 +88,7 @@ test-long: setup ## real engines, in full: 64 requests that move back and forth 
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
 
 test-models: setup ## tiny random models of each family on two engines each (an hour); ARGS="-k gemma2" for one
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/torchvision -r requirements/models.txt
 	$(BIN)/pytest tests/models $(ARGS)
 	$(BIN)/python -m tests.models.record
 

@@ -17,6 +17,7 @@ import msgspec
 from tercet.vllm_plugin.hooks import vllm_version
 
 from .families import FAMILIES
+from .features import FEATURE_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 LAST = ROOT / "build" / "models"
@@ -55,7 +56,7 @@ def noted(family: str) -> Generator[Record]:
 
 
 def page(records: dict[str, Record]) -> str:
-    """The table of docs/models.md."""
+    """The table of families in docs/models.md."""
     rows = ["| family | what is sent | share of 500 tokens' KV | run |", "| --- | --- | ---: | --- |"]
     for name, family in FAMILIES.items():
         found = records.get(name)
@@ -68,11 +69,24 @@ def page(records: dict[str, Record]) -> str:
         elif found is None:
             rows.append(f"| {family.title} | {family.kv} | | not run |")
         else:
-            missing = [run for run in RUNS if run not in found.runs]
-            what = "all five" if not missing else "all but " + ", ".join(missing)
             share = f"{found.sent:.2f}" if "migration of context" in found.runs else ""
-            rows.append(f"| {family.title} | {family.kv} | {share} | {what}: {_where(found)} |")
+            rows.append(f"| {family.title} | {family.kv} | {share} | {_shown(found)}: {_where(found)} |")
     return "\n".join(rows)
+
+
+def page_of_features(records: dict[str, Record]) -> str:
+    """The table of families with images, sound or video in docs/models.md."""
+    rows = ["| family | features | run |", "| --- | --- | --- |"]
+    for name, family in FEATURE_FAMILIES.items():
+        found = records.get(name)
+        how = "not run" if found is None else f"{_shown(found)}: {_where(found)}"
+        rows.append(f"| {family.title} | {', '.join(filter(None, (family.modality, family.notes)))} | {how} |")
+    return "\n".join(rows)
+
+
+def _shown(found: Record) -> str:
+    missing = [run for run in RUNS if run not in found.runs]
+    return "all five" if not missing else "all but " + ", ".join(missing)
 
 
 def _where(found: Record | None) -> str:
@@ -85,16 +99,19 @@ def recorded() -> dict[str, Record]:
 
 
 def with_table(text: str, records: dict[str, Record]) -> str:
-    """The page with this table between its two marks."""
-    before, mark, rest = text.partition("<!-- matrix -->\n")
-    _, end, after = rest.partition("<!-- /matrix -->")
-    return f"{before}{mark}{page(records)}\n{end}{after}"
+    """The page with its tables between their marks."""
+    for name, table in (("matrix", page(records)), ("features", page_of_features(records))):
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        text = f"{before}{mark}{table}\n{end}{after}"
+    return text
 
 
 def main() -> None:
     """Add the last outcomes to those that are known, and write the table."""
     last = {path.stem: msgspec.json.decode(path.read_bytes(), type=Record) for path in LAST.glob("*.json")}
-    records = {name: each for name, each in sorted({**recorded(), **last}.items()) if name in FAMILIES}
+    known = {*FAMILIES, *FEATURE_FAMILIES}
+    records = {name: each for name, each in sorted({**recorded(), **last}.items()) if name in known}
     OUTCOMES.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     PAGE.write_text(with_table(PAGE.read_text(), records))
 

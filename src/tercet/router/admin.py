@@ -20,6 +20,7 @@ from tercet.fleet.adapters import has
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
+from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, decode_call
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
@@ -43,13 +44,17 @@ class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/migrate_context``: token ids, and the names of two engines."""
+    """Body of ``POST /tercet/v1/migrate_context``: token ids, and the names of two engines.
+
+    ``mm_features`` are as the verbs take them, with their data.
+    """
 
     prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     source: str
     destination: str
     cache_salt: str | None = None
     adapter: str | None = None
+    mm_features: MultiModalFeatures = ()
 
 
 class VLLMLoadCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +247,10 @@ async def move_context(request: Request) -> Response:
     """Have a prefix in another engine's cache; answers with what was sent, the range and the bytes."""
     call = decode_call(await request.body(), MigrateCall)
     seq_id = f"context-{uuid.uuid4().hex}"
-    prefix = protocol.Request(seq_id=seq_id, prompt=call.prompt, cache_salt=call.cache_salt, adapter=call.adapter)
+    prefix = protocol.Request(
+        seq_id=seq_id, prompt=call.prompt, cache_salt=call.cache_salt, adapter=call.adapter,
+        mm_features=call.mm_features,
+    )  # fmt: skip
     sent = await migrate_context(_fleet(request), prefix, call.source, call.destination)
     if sent is None:
         return _json({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})

@@ -59,6 +59,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_hooks("engine")
         require_movable_groups(kv_cache_config)
         _require_prefill_behind_kv(vllm_config)
+        _require_positions_of_the_prompt(vllm_config)
         _require_whole_blocks(vllm_config)
         _require_kernels_of_states(kv_cache_config)
         _require_states_to_be_kept(vllm_config, kv_cache_config)
@@ -195,6 +196,16 @@ def _require_prefill_behind_kv(config: VllmConfig) -> None:
         raise UnsupportedVLLM(
             "on this CPU vLLM computes no tokens of an MLA model behind KV that is there already (it has turned "
             "chunked prefill and prefix caching off), so none could go on from KV that was sent. Serve it with vLLM"
+        )
+
+
+def _require_positions_of_the_prompt(config: VllmConfig) -> None:
+    # vLLM then moves positions by what its encoder makes of a video, which who goes on from sent KV has not computed.
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None and config.model_config.uses_mrope and (multimodal.video_pruning_rate or 0) > 0:
+        raise UnsupportedVLLM(
+            "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on what the encoder makes "
+            "of a video, and an engine that goes on from KV of another does not know them; start it without"
         )
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from tercet.cost import RouteDecision, RouteOption
 from tercet.fleet import Trace
+from tercet.protocol import Request
 from tercet.protocol.trace import TraceEvent
+from tercet.router import admin
 from tercet.router.metrics import Metrics
 
 from .conftest import Door, counted
@@ -20,6 +22,25 @@ async def test_a_context_moves_between_engines(door: Door) -> None:
     assert answer.status_code == 200
     assert (answer.json()["begin"], answer.json()["end"]) == (0, 64)
     assert [member.in_flight for member in door.fleet.members] == [0] * len(door.fleet.members)
+
+
+async def test_a_context_moves_with_its_images(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    async def noted(fleet: object, prefix: Request, source: str, destination: str) -> None:
+        asked.append(prefix)
+
+    monkeypatch.setattr(admin, "migrate_context", noted)
+    image = {"modality": "image", "digest": "ab" * 32, "offset": 1, "length": 4, "data": "AAEC"}
+    async with door.client() as client:
+        body = {"prompt": list(range(8)), "source": "a", "destination": "b", "mm_features": [image]}
+        answer = await client.post("/migrate_context", json=body)
+        assert answer.status_code == 200
+        wrong = await client.post("/migrate_context", json={**body, "mm_features": [{**image, "digest": "no"}]})
+    (prefix,) = asked
+    assert [(each.end, each.data) for each in prefix.mm_features] == [(5, b"\0\1\2")]
+    assert wrong.status_code == 400
+    assert "mm_features" in wrong.text
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from tercet.vllm_plugin.connector import (
     _require_drafter_without_kv,
     _require_generation,
     _require_one_rank,
+    _require_positions_of_the_prompt,
     _require_prefill_behind_kv,
 )
 from tercet.vllm_plugin.engine import core_methods
@@ -534,6 +535,20 @@ def test_latent_kv_is_refused_where_vllm_computes_nothing_behind_it() -> None:
         _require_prefill_behind_kv(config(use_mla=True, chunked=False))
     _require_prefill_behind_kv(config(use_mla=True, chunked=True))  # as with AMX
     _require_prefill_behind_kv(config(use_mla=False, chunked=False))
+
+
+def test_positions_that_go_by_what_an_encoder_makes_are_refused() -> None:
+    def config(rate: float | None, uses_mrope: bool = True) -> Any:
+        multimodal = SimpleNamespace(video_pruning_rate=rate)
+        return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=multimodal, uses_mrope=uses_mrope))
+
+    with pytest.raises(UnsupportedVLLM, match="--video-pruning-rate"):
+        _require_positions_of_the_prompt(config(0.5))
+    _require_positions_of_the_prompt(config(0.5, uses_mrope=False))
+    for none in (0.0, None):
+        _require_positions_of_the_prompt(config(none))
+    text: Any = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None, uses_mrope=True))
+    _require_positions_of_the_prompt(text)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "custom_class"])
