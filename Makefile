@@ -7,6 +7,8 @@ READY := $(VENV)/.tercet-ready
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Tests start hundreds of interpreters: what is compiled once is kept, whatever the caller's shell says.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup demo demo-envoy docs reference check charts test test-long test-models test-gpu test-vllm fuzz lint clean distclean
@@ -58,7 +60,7 @@ reference: setup ## write docs/reference anew from what the code declares
 
 # A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
-FAST = $(STUCK)=600 --numprocesses 4 --dist worksteal tests/unit tests/fuzz tests/conformance
+FAST = $(STUCK)=600 --numprocesses 3 --dist worksteal tests/unit tests/fuzz tests/conformance
 check: setup ## style, types, the manual and the fast tests, with few examples of each property
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -114,6 +114,7 @@ def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
     assert served.busy > 0.5 * by_turns.busy  # by all engines, and not by one with all prefixes
 
 
+@pytest.mark.processes
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     line = [
         "sim",

@@ -95,6 +95,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tercet {__version__}\n"
 
 
+@pytest.mark.processes
 def test_as_a_process_too() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tercet.cli", "up", "--port", "x"], capture_output=True, text=True, timeout=60
@@ -103,6 +104,7 @@ def test_as_a_process_too() -> None:
     assert re.fullmatch(r"tercet: .*--port.*\n", ended.stderr)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("line", ["--version", "profile list", "profile show llama-3.1-8b-h100-tp1"])
 def test_a_reader_that_has_left_is_nothing_to_complain_of(line: str) -> None:
     ended = with_nobody_reading(line.split())
@@ -161,6 +163,7 @@ def test_key_values_keep_what_follows_the_first_equals_sign() -> None:
     assert key_values(["a=b=c", "d="], "--x") == {"a": "b=c", "d": ""}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("typed", "expected"), [("tercet st", "status"), ("tercet engines dr", "drain")])
 def test_the_shell_completes_commands(typed: str, expected: str) -> None:
     env = {

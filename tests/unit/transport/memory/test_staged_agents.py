@@ -10,6 +10,8 @@ from tercet.transport.agent.agent_messages import Push, RevokeLease, SendComplet
 from tests.unit.transport.agents import ALL, BLOCKS, BYTES, END, LAYERS, edge, opening, rank, step
 from tests.unit.transport.ranks import content, expected_after
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(("sender_staged", "receiver_staged"), [(True, True), (True, False), (False, True)])
 def test_a_forward_pass_is_sent_layer_by_layer_through_buffers(sender_staged: bool, receiver_staged: bool) -> None:
