@@ -87,7 +87,7 @@ class Fleet:
             time.sleep(0.2)
 
     def _serves(self, name: str) -> bool:
-        return _answers(f"{self.places[name].url}/health") and self.engine(name)["reachable"]
+        return answers(f"{self.places[name].url}/health") and self.engine(name)["reachable"]
 
     def stop(self) -> None:
         for place in self.places.values():
@@ -146,7 +146,7 @@ def front_door_over(engines: Mapping[str, str], tmp: Path, *args: str) -> Genera
     with log.open("wb") as output, subprocess.Popen([*command, *args], stdout=output, stderr=output) as process:
         try:
             deadline = time.monotonic() + START_SECONDS  # engines may still be loading
-            while not _answers(f"{url}/health"):
+            while not answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(f"tercet router does not answer:\n{log.read_text()[-4000:]}")
                 time.sleep(0.5)
@@ -166,7 +166,7 @@ def running_engine(tmp: Path, name: str, *args: str) -> Generator[str]:
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
             deadline = time.monotonic() + START_SECONDS
-            while not _answers(f"http://127.0.0.1:{port}/health"):
+            while not answers(f"http://127.0.0.1:{port}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(log.read_text()[-4000:])
                 time.sleep(0.5)
@@ -175,7 +175,7 @@ def running_engine(tmp: Path, name: str, *args: str) -> Generator[str]:
             process.terminate()
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200

@@ -111,7 +111,8 @@ async def _context(fleet: Fleet, model: str, block: int, record: Record) -> None
         wanted = sum(count * planes for count, planes in zip(blocks, layers, strict=True))
         if layout.groups:
             assert sent.bytes == wanted * layout.block_bytes
-        record.sent = sent.bytes / (-(-len(prompt) // block) * layout.num_layers * layout.block_bytes)
+        all_bytes = -(-len(prompt) // block) * layout.num_layers * layout.block_bytes * layout.tp_size
+        record.sent = sent.bytes / all_bytes
         request = Request(
             seq_id=uuid.uuid4().hex, prompt=(*prompt, *prompt_of(40, seed=4)), cache_salt=salt,
             sampling_params={"temperature": 0, "max_tokens": 12, "ignore_eos": True},
