@@ -64,8 +64,19 @@ def _write(destination: Path) -> None:
     model: Any = Qwen2AudioForConditionalGeneration(config)
     randomized(model, SEED)
     model.save_pretrained(destination)
+    _name_as_published(destination / "model.safetensors")
     heard = WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins)
     Qwen2AudioProcessor(heard, tokenizer, chat_template=TEMPLATE).save_pretrained(destination)
+
+
+def _name_as_published(weights: Path) -> None:
+    """Transformers nests the language model once more than the family's checkpoints do, which vLLM reads."""
+    from safetensors.torch import load_file, save_file
+
+    found = load_file(weights)
+    nested = "language_model.model.model."
+    named = {name.replace(nested, "language_model.model."): tensor for name, tensor in found.items()}
+    save_file(named, weights, metadata={"format": "pt"})
 
 
 def sound(seed: int) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -19,8 +24,11 @@ from vllm.multimodal.inputs import (
 )
 
 from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
-from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine import core_methods, llm_requests
 from tercet.vllm_plugin.engine.call_checks import ModelLimits
+from tercet.vllm_plugin.engine.connector_messages import TercetParams
+from tercet.vllm_plugin.engine.llm_requests import LLMRequest
+from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
 
 from .tiny_engine import BLOCK, TinyEngine, crossed, tokens_of
@@ -93,6 +101,77 @@ def test_what_the_model_does_not_take_is_refused(modality: str, count: int, adap
     limits.check_features(tokens_of(50), [], "a")
     with pytest.raises(BadRequest, match="takes no image"):
         ModelLimits(100, 1000).check_features(tokens_of(50), [to_wire(spec(1.0))], None)
+
+
+# ---- beside the event loop ---------------------------------------------------------------------------------------
+
+
+class Gate:
+    """What coding calls: it waits in its thread until the event loop has opened it."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(10), "the event loop stands still"
+        return to_wire(spec(1.5))
+
+
+async def entered(gate: Gate) -> None:
+    async with asyncio.timeout(10):
+        while not gate.entered.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def test_the_loop_goes_on_while_a_front_door_codes_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    monkeypatch.setattr(conversion, "to_wire", gate)
+    request: Any = SimpleNamespace(mm_features=[spec(1.5)])
+    coding = asyncio.create_task(conversion.features_of(request))
+    await entered(gate)
+    gate.opened.set()
+    assert await coding == (to_wire(spec(1.5)),)
+    request.mm_features = None
+    assert await conversion.features_of(request) == ()
+
+
+async def test_tensors_that_are_elsewhere_are_a_clients_error() -> None:
+    request: Any = SimpleNamespace(mm_features=[to_specs([to_wire(spec(1.5))], 9)[0]])
+    with pytest.raises(VLLMValidationError, match="missing"):
+        await conversion.features_of(request)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_the_loop_goes_on_while_an_engine_reads_images(monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    """And what is aborted meanwhile does not begin."""
+    gate, begun = Gate(), list[Any]()
+
+    async def generate(prompt: Any, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+        begun.append(prompt)
+        yield SimpleNamespace(
+            num_cached_tokens=0, prompt_logprobs=None,
+            outputs=[SimpleNamespace(token_ids=[7], finish_reason="stop", stop_reason=None, logprobs=None)],
+        )  # fmt: skip
+
+    async def abort(_: str) -> None:
+        pass
+
+    model = SimpleNamespace(dtype=torch.float32)
+    client: Any = SimpleNamespace(
+        generate=generate, abort=abort, vllm_config=SimpleNamespace(model_config=model)
+    )  # fmt: skip
+    monkeypatch.setattr(llm_requests, "to_prompt", gate)
+    request = LLMRequest(client, [1] * 9, {}, TercetParams("token"), 0, None, features=[to_wire(spec(1.5))])
+    stream = request.outputs()
+    first = asyncio.ensure_future(anext(stream))
+    await entered(gate)
+    if aborted:
+        request.abort()
+    gate.opened.set()
+    assert (await first).finish_reason == ("abort" if aborted else "stop")
+    assert len(begun) == (not aborted)
+    await stream.aclose()
 
 
 # ---- in the prefix cache and in leases --------------------------------------------------------------------------

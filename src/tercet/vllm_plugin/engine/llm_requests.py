@@ -94,9 +94,9 @@ class LLMRequest:
         def put(item: Any) -> None:
             take(EngineError(f"the engine failed: {item}") if isinstance(item, Exception) else self._output_of(item))
 
-        prompt, params, more = self._for_vllm(self.sampling_params)
         self._submitting = True
         try:
+            prompt, params, more = await self._for_vllm(self.sampling_params)
             with _vllms_errors_as_ours():
                 queue = await self.client.add_request(self.request_id, prompt, params, **more)
         except TercetError:  # vLLM has not taken it
@@ -114,7 +114,10 @@ class LLMRequest:
             put(already)
 
     async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
-        prompt, params, more = self._for_vllm(sampling_params)
+        prompt, params, more = await self._for_vllm(sampling_params)
+        if self._aborted:
+            yield Output((), "abort")
+            return
         stream = self.client.generate(prompt, params, self.request_id, **more)
         try:
             with _vllms_errors_as_ours():
@@ -123,18 +126,21 @@ class LLMRequest:
         finally:
             await stream.aclose()
 
-    def _for_vllm(self, sampling_params: Mapping[str, Any]) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
+    async def _for_vllm(
+        self, sampling_params: Mapping[str, Any]
+    ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
         """Prompt, parameters and what else ``AsyncLLM`` takes. Raises :class:`~tercet.protocol.BadRequest`."""
-        prompt = self._prompt()
+        prompt = await self._prompt()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         lora = None if self.adapter is None else self.adapter.to_vllm()
         return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
 
-    def _prompt(self) -> TokensPrompt:
+    async def _prompt(self) -> TokensPrompt:
         if self.features:
             dtype = self.client.vllm_config.model_config.dtype
-            prompt = to_prompt(self.tokens, self.features, self.cache_salt, dtype)
+            # Digests and casts of megabytes: meanwhile the event loop goes on with the tokens of others.
+            prompt = await asyncio.to_thread(to_prompt, self.tokens, self.features, self.cache_salt, dtype)
             self.features = [feature.without_data() for feature in self.features]  # it is vLLM's from here on
             return prompt
         prompt = TokensPrompt(prompt_token_ids=self.tokens)

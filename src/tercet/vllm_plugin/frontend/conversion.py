@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,8 +33,16 @@ _FORWARDED = tuple(
 )
 
 
-def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str | None = None) -> Request:
-    """A program's request from vLLM's; raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet."""
+def to_request(
+    request: EngineCoreRequest,
+    headers: Mapping[str, str],
+    user: str | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> Request:
+    """A program's request from vLLM's, whose images and the like are ``features``.
+
+    Raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet.
+    """
     unsupported = {
         "prompt embeddings": request.prompt_embeds is not None,
         "pooling": request.pooling_params is not None,
@@ -51,8 +60,16 @@ def to_request(request: EngineCoreRequest, headers: Mapping[str, str], user: str
         headers=headers,
         user=user,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
-        mm_features=_features(request),
+        mm_features=features,
     )
+
+
+async def features_of(request: EngineCoreRequest) -> tuple[MultiModalFeature, ...]:
+    """The images and the like of a request. Raises ``VLLMValidationError``.
+
+    They are coded and digested in another thread: of megabytes that takes a while, in which others want their tokens.
+    """
+    return await asyncio.to_thread(_features, request) if request.mm_features else ()
 
 
 def _features(request: EngineCoreRequest) -> tuple[MultiModalFeature, ...]:

@@ -30,7 +30,7 @@ from tercet.protocol import (
     TercetError,
     Usage,
 )
-from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
+from tercet.vllm_plugin.frontend.conversion import features_of, to_core_output, to_request
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
 if TYPE_CHECKING:
@@ -167,7 +167,8 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or hand it to the plain stream that the request is."""
         context = current()
         try:
-            sequence = to_request(request, context.headers, context.asked.user)
+            features = await features_of(request)
+            sequence = to_request(request, context.headers, context.asked.user, features)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
