@@ -219,7 +219,7 @@ async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
         ("{missing}:shout", {}, "there is no file"),
         ("{broken}:shout", {}, "failed to load: SyntaxError"),
         ("{file}:shout", {"loud": "1"}, "no parameter 'loud'"),
-        ("{file}:shout", {"times": "many"}, "times=many"),
+        ("{file}:shout", {"times": "many"}, "times: must be a whole number, is .many"),
         ("data_parallel", {"min_send": "1"}, "no parameter 'min_send'"),
     ],
 )

@@ -22,6 +22,8 @@ MANY_MS = 1000.0
 HEADROOM = 1.04
 # Of the width of a panel.
 APART = 0.008
+# Of a load that is the only one: how far panels reach to both sides of it, and lines are apart.
+BESIDE, APART_ALONE = 0.5, 0.1
 # About what fits beside one another above the panels, in characters.
 LEGEND_WIDTH = 110
 
@@ -42,6 +44,9 @@ def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = Fa
                 axis.set_ylabel(unit)
                 _scale(drawn, axis, log=log)
         _rates(drawn, axes[-1], figure)
+        if len(loads := _loads(figure)) == 1:
+            axes[0][0].set_xlim(loads[0] * (1 - BESIDE), loads[0] * (1 + BESIDE))
+            axes[0][0].set_xticks(loads, [f"{loads[0]:.3g}"])
         for axis in axes[-1]:
             axis.set_xlabel("offered load, requests/s" if figure.x_label == OPEN_LOOP else figure.x_label)
         _legend(drawn, axes[0][0], [looks["label"] for _, looks in _looks(drawn, figure)], title or _title(figure))
@@ -75,12 +80,21 @@ def _latencies(drawn: Picture, axis: Any, figure: Figure, key: str, unit: Unit) 
         _line(axis, [point.x + shift for point in points], values, bars, looks)
 
 
+def _loads(figure: Figure) -> list[float]:
+    return sorted({point.x for line in figure.lines for point in line.points})
+
+
 def _shifts(figure: Figure) -> list[float]:
-    """Lines whose points have bars are moved apart a little, so that bars of one load do not lie on one another."""
-    loads = [point.x for line in figure.lines for point in line.points]
-    step = APART * (max(loads) - min(loads) or 1.0) if any(_ratios(figure)) else 0.0
-    middle = (len(figure.lines) - 1) / 2
-    return [(index - middle) * step for index in range(len(figure.lines))]
+    """Lines whose points have bars are moved apart a little, so that bars of one load do not lie on one another.
+
+    If there is only one load, no line leads from one mark to the next: then all of them stand side by side.
+    """
+    loads, count = _loads(figure), len(figure.lines)
+    if len(loads) == 1:
+        step = loads[0] * min(APART_ALONE, BESIDE / count)
+    else:
+        step = APART * (loads[-1] - loads[0]) if any(_ratios(figure)) else 0.0
+    return [(index - (count - 1) / 2) * step for index in range(count)]
 
 
 def _line(
@@ -136,15 +150,16 @@ def _rates(drawn: Picture, axes: Sequence[Any], figure: Figure) -> None:
     has_goodput = any(
         point.metrics.get("request_goodput") is not None for line in figure.lines for point in line.points
     )
+    shifts = _shifts(figure) if len(_loads(figure)) == 1 else [0.0] * len(figure.lines)
     second = ("goodput", "request_goodput", "requests/s")
     if not has_goodput:
         second = ("output", "output_throughput", "tokens/s")
     for axis, (name, key, unit) in zip(
         axes, (("achieved rate", "request_throughput", "requests/s"), second), strict=True
     ):
-        for line, looks in _looks(drawn, figure):
+        for shift, (line, looks) in zip(shifts, _looks(drawn, figure), strict=True):
             points = [point for point in line.points if point.metrics.get(key) is not None]
-            axis.plot([point.x for point in points], [_value(point, key) for point in points], **looks)
+            axis.plot([point.x + shift for point in points], [_value(point, key) for point in points], **looks)
         if figure.x_label == OPEN_LOOP and unit == "requests/s":
             _offered(drawn, axis, figure)
         axis.set_title(name)
@@ -154,10 +169,11 @@ def _rates(drawn: Picture, axes: Sequence[Any], figure: Figure) -> None:
 
 def _offered(drawn: Picture, axis: Any, figure: Figure) -> None:
     """The line on which all that is offered is achieved."""
-    loads = [point.x for line in figure.lines for point in line.points]
-    ends = [min(loads), max(loads)]
-    axis.plot(ends, ends, color=drawn.palette.faint, linewidth=0.8, linestyle=":", zorder=1)
-    axis.annotate("offered", (ends[1], ends[1]), xytext=(-2, 2), textcoords="offset points", color=drawn.palette.faint,
+    loads = _loads(figure)
+    ends = [loads[0], loads[-1]]
+    at = [loads[0] * (1 - BESIDE), loads[0] * (1 + BESIDE)] if len(loads) == 1 else ends
+    axis.plot(at, ends, color=drawn.palette.faint, linewidth=0.8, linestyle=":", zorder=1)
+    axis.annotate("offered", (at[1], ends[1]), xytext=(-2, 2), textcoords="offset points", color=drawn.palette.faint,
                   fontsize=6.5, horizontalalignment="right")  # fmt: skip
 
 

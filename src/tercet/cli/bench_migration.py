@@ -18,7 +18,7 @@ from tercet.bench.results import machine, where_and_when
 from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
-from tercet.settings import MoveSettings
+from tercet.settings import MoveSettings, require_url
 
 
 def migration(
@@ -53,6 +53,8 @@ def migration(
 
     Example: `tercet bench migration http://127.0.0.1:8001 http://127.0.0.1:8002`
     """
+    require_url(source, "SOURCE_URL")
+    require_url(destination, "DESTINATION_URL")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")

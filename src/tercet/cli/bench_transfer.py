@@ -24,6 +24,7 @@ from tercet.bench.transfer.transfer_figure import draw_transfer
 from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.terminal import console, require_folder, say, show_table
 from tercet.protocol import TransferFailed
+from tercet.settings import require_url
 from tercet.transport import TransportSettings
 
 
@@ -54,6 +55,8 @@ def transfer(
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
+    if engine is not None:
+        require_url(engine, "--engine")
     sizes = cases(numbers_in("--chunk", chunk, KIB), numbers_in("--total", total, MIB))
     backends = names_in("--backend", backend, BACKENDS)
     with console.status("starting") as status:

@@ -88,7 +88,7 @@ def import_silicon(
 
 
 @profile.command("measure")
-@given_as({"repeats": "--repeats", "max_step_tokens": "--max-step-tokens"})
+@given_as({"engine": "--engine", "repeats": "--repeats", "max_step_tokens": "--max-step-tokens"})
 def measure_engine(
     engine: Annotated[
         list[str],
@@ -141,7 +141,7 @@ async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
     async with AsyncExitStack() as stack:
         addresses = [engine_address(url, index) for index, url in enumerate(urls)]
         engines = [
-            await stack.enter_async_context(HttpEngine(each.name, each.url, secret=os.environ.get(SECRET_VARIABLE, "")))
+            await stack.enter_async_context(HttpEngine(each.url, each.url, secret=os.environ.get(SECRET_VARIABLE, "")))
             for each in addresses
         ]
         receiver = engines[1] if len(engines) > 1 else None

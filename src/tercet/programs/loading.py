@@ -19,6 +19,7 @@ from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.scheduling.registry import load_module, user_file
+from tercet.settings.declaration import complaint
 
 Program = Callable[[Request, Fleet], Answer]
 BUILT_IN: Mapping[str, Callable[..., Answer]] = {
@@ -79,7 +80,9 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -
             continue
         try:
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
-        except (msgspec.ValidationError, TypeError) as error:  # or what is annotated is no type
+        except msgspec.ValidationError as error:
+            raise complaint(f"args: {name}: {key}", hints.get(key, str), value, error, "args") from error
+        except TypeError as error:  # what is annotated is no type
             raise BadRequest(f"args: {name}: {key}={value}: {error}", "args") from error
     return converted
 

@@ -345,6 +345,14 @@ def compared(rounds: int = 5, requests: int = 24) -> list[BenchResult]:
     return [result(*points, ratios=tuple(ratios_of(points, config)), target=about, config=plain)]
 
 
+def test_lines_of_a_single_load_stand_side_by_side_at_that_load(tmp_path: Path) -> None:
+    file = tmp_path / "one.svg"
+    draw(figure_of([result(point("a", 4.0), point("b", 4.0))]), file)
+    numbers = [text for text in texts_of(file) if re.fullmatch(r"[34]\.\d+|4", text)]
+    assert numbers.count("4") >= 2
+    assert "3.996" not in numbers
+
+
 def test_the_figure_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed_chance: None) -> None:
     figure = figure_of(compared())
     assert [line.is_baseline for line in figure.lines] == [True, False, False]

@@ -283,7 +283,7 @@ def test_a_mix_is_joined_with_plus_and_paths_may_contain_it() -> None:
         ("poem", "the kinds are sonnet"),
         ("sonnet,input_length=4", "did you mean input_len?"),
         ("sonnet,input_len", "is not KEY=VALUE"),
-        ("sonnet,input_len=0", "input_len: expected `int` >= 1 (is 0)"),
+        ("sonnet,input_len=0", "input_len: must be at least 1, is 0"),
         ("sonnet,input_len=long", "input_len"),
         ("random,weight=0", "weight"),
         ("sessions,think_time=-1", "think_time"),

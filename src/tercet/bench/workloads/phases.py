@@ -14,6 +14,7 @@ from tercet.bench.workloads.conversations import Conversation, Draw, Vocabulary,
 from tercet.bench.workloads.recorded import Azure, BurstGPT, Mooncake, ShareGPT
 from tercet.bench.workloads.synthetic import MultiTurnSessions, RandomTokens, SharedPrefix, Sonnet
 from tercet.protocol import BadRequest
+from tercet.settings.declaration import complaint
 
 AnyWorkload = Sonnet | RandomTokens | SharedPrefix | MultiTurnSessions | ShareGPT | Mooncake | Azure | BurstGPT
 KINDS: dict[str, type[AnyWorkload]] = {
@@ -61,7 +62,7 @@ def _workload(text: str) -> AnyWorkload:
         key, equals, value = pair.partition("=")
         name = key.strip().replace("-", "_")
         if not equals:
-            raise BadRequest(f"workload {kind}: {pair!r} is not KEY=VALUE", "workload")
+            raise BadRequest(f"workload: {kind}: {pair!r} is not KEY=VALUE", "workload")
         fields[name] = value.strip()
     return _convert(kind, fields)
 
@@ -71,14 +72,12 @@ def _convert(kind: str, fields: dict[str, str]) -> AnyWorkload:
     known = [field.name for field in msgspec.structs.fields(model)]
     for name in fields:
         if name not in known:
-            raise BadRequest(f"workload {kind}: no key {name}; {_near(name, known, 'its keys are')}", name)
+            raise BadRequest(f"workload: {kind}: no key {name}; {_near(name, known, 'its keys are')}", name)
     try:
         return msgspec.convert(fields, model, strict=False)
     except msgspec.ValidationError as error:
-        why, _, path = str(error).partition(" - at ")
-        name = re.sub(r"[`$.]", "", path)
-        given = f" (is {fields[name]})" if name in fields else ""
-        raise BadRequest(f"workload {kind}: {name}: {why[:1].lower()}{why[1:]}{given}", name) from error
+        name = re.sub(r"[`$.]", "", str(error).partition(" - at ")[2])
+        raise complaint(f"workload: {kind}", model, fields, error, name) from error
 
 
 def _near(word: str, known: list[str], listing: str) -> str:

@@ -41,18 +41,18 @@ Exchange = tuple[str, str]
 def read_text(path: str, kind: str) -> str:
     """The text of a workload's file; raises :class:`~tercet.protocol.BadRequest` naming the workload and the file."""
     if not path:
-        raise BadRequest(f"workload {kind}: path is missing, as in {kind},path=FILE", "path")
+        raise BadRequest(f"workload: {kind}: path is missing, as in {kind},path=FILE", "path")
     try:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise BadRequest(f"workload {kind}: cannot read {path}: {error.strerror}", "path") from error
+        raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
     except UnicodeDecodeError as error:
-        raise BadRequest(f"workload {kind}: {path} is not UTF-8 text", "path") from error
+        raise BadRequest(f"workload: {kind}: {path} is not UTF-8 text", "path") from error
 
 
 def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
     """The error for one line of a file."""
-    return BadRequest(f"workload {kind}: {path}, line {line}: {why}", "path")
+    return BadRequest(f"workload: {kind}: {path}, line {line}: {why}", "path")
 
 
 class RecordedTrace(Workload, frozen=True):
@@ -208,7 +208,7 @@ def at_most(value: int, limit: int | None) -> int:
 
 def _some(found: list[T], kind: str, path: str) -> list[T]:
     if not found:
-        raise BadRequest(f"workload {kind}: {path} has no requests", "path")
+        raise BadRequest(f"workload: {kind}: {path} has no requests", "path")
     return found
 
 
@@ -240,7 +240,7 @@ class ShareGPT(Workload, frozen=True, tag="sharegpt"):
                     yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
                     number += 1
             if number == began_with:
-                raise BadRequest(f"workload sharegpt: no conversation of {self.path} is within the limits", "path")
+                raise BadRequest(f"workload: sharegpt: no conversation of {self.path} is within the limits", "path")
 
     def _turns(self, exchanges: list[Exchange], vocabulary: Vocabulary) -> tuple[ConversationTurn, ...]:
         found: list[ConversationTurn] = []
@@ -267,7 +267,7 @@ def read_sharegpt(path: str) -> list[list[Exchange]]:
     entries = _entries(text, path)
     found = [exchanges for entry in entries if (exchanges := _exchanges(entry))]
     if not found:
-        raise BadRequest(f"workload sharegpt: {path} has no conversation of a person with a model", "path")
+        raise BadRequest(f"workload: sharegpt: {path} has no conversation of a person with a model", "path")
     return found
 
 
@@ -276,7 +276,7 @@ def _entries(text: str, path: str) -> list[Any]:
         return msgspec.json.decode(text, type=list[Any])
     except msgspec.MsgspecError as error:
         if text.lstrip().startswith("["):
-            raise BadRequest(f"workload sharegpt: {path} is not JSON: {error}", "path") from error
+            raise BadRequest(f"workload: sharegpt: {path} is not JSON: {error}", "path") from error
     found: list[Any] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tercet.protocol import ShuttingDown, TercetError
+from tercet.protocol import ShuttingDown, TercetError, UnknownModel
 from tercet.protocol.wire import UNREADABLE
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ def with_named_code(body: bytes) -> bytes:
     said = _vllms(body)
     if said is None or not isinstance(said["code"], int):
         return body
-    return msgspec.json.encode({"error": {**said, "code": _name_of(said["code"])}})
+    return msgspec.json.encode({"error": {**said, "code": _name_of(said["code"], said["param"])}})
 
 
-def _name_of(status: int) -> str:
+def _name_of(status: int, param: str | None) -> str:
+    if status == UnknownModel.status and param == "model":
+        return UnknownModel.code
     try:
         return HTTPStatus(status).name.lower()
     except ValueError:

@@ -44,6 +44,10 @@ def test_vllms_errors_have_the_name_of_their_status_as_code(code: int, name: str
     assert error == {"message": "no", "type": "BadRequestError", "param": "top_p", "code": name}
 
 
+def test_a_model_that_is_not_served_has_the_code_that_it_has_elsewhere() -> None:
+    assert json.loads(with_named_code(vllms(404, param="model")))["error"]["code"] == "unknown_model"
+
+
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b'{"error": "text"}', b'{"error": {"code": 400}}', b"\xff"])
 def test_what_has_another_form_stays_as_it_is(body: bytes) -> None:
     assert with_named_code(body) == body
