@@ -83,9 +83,17 @@ def convert(content: object, to: type[T], at: str) -> T:
 def load_scheduling(path: Path) -> Scheduling:
     """What a scheduling file says; plugins of the user's are found from its folder.
 
-    Raises :class:`~tercet.protocol.BadRequest` that names the field that is wrong.
+    Raises :class:`~tercet.protocol.BadRequest` that names the file and the field that is wrong.
     """
-    content, passed_over = translated(load_yaml(path, f"scheduling: {path}", "scheduling"))
+    found = load_yaml(path, f"scheduling: {path}", "scheduling")
+    try:
+        return _assembled(found, path)
+    except BadRequest as error:
+        raise BadRequest(f"scheduling: {path}: {error.message}", error.param) from error
+
+
+def _assembled(found: object, path: Path) -> Scheduling:
+    content, passed_over = translated(found)
     for line in passed_over:
         logger.warning("scheduling: %s of llm-d is passed over: %s", path.name, line)
     config = convert(content, SchedulingConfig, "")

@@ -227,7 +227,8 @@ def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, field: str,
     with pytest.raises(BadRequest) as raised:
         loaded(tmp_path, text)
     assert raised.value.param == field
-    assert raised.value.message.startswith(f"{field}: ")
+    file = f"scheduling: {tmp_path / 'scheduling.yaml'}: "
+    assert raised.value.message.startswith(file if field == "scheduling" else f"{file}{field}: ")
     assert says in raised.value.message
     assert "\n" not in raised.value.message
 
