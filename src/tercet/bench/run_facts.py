@@ -85,7 +85,7 @@ def _target_of(result: BenchResult, point: Point) -> Mapping[str, Any]:
 def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
     plan = _mapping(target.get("program"))
     if asked is not None:
-        return _called(asked, plan.get("args") or {} if plan.get("program") == asked else {})
+        return _called(asked, plan.get("args") or {} if _name(plan) == asked else {})
     return program_served(target)
 
 
@@ -93,8 +93,13 @@ def program_served(target: Mapping[str, Any]) -> str | None:
     """What the front door runs for requests that name no program; None for a server that is none."""
     plan = _mapping(target.get("program"))
     if shares := plan.get("split"):
-        return " + ".join(f"{_called(each['program'], each.get('args') or {})} {each['weight']:g}" for each in shares)
-    return _called(plan["program"], plan.get("args") or {}) if plan.get("program") else None
+        return " + ".join(f"{_called(_name(each), each.get('args') or {})} {each['weight']:g}" for each in shares)
+    return _called(_name(plan), plan.get("args") or {}) if plan.get("program") else None
+
+
+def _name(arm: Mapping[str, Any]) -> str:
+    """What the front door calls a program of its plan."""
+    return str(arm.get("name") or arm.get("program"))
 
 
 def _called(program: str, args: Mapping[str, Any]) -> str:

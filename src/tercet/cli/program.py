@@ -39,8 +39,8 @@ def set_program(
 ) -> None:
     """Serve requests from now on by one program, or by a plan from a file.
 
-    Requests under way end under the program that they began with. A file that exists here is sent by its full path;
-    the front door reads it on its own machine.
+    Requests under way end under the program that they began with. A file that exists here is sent by its full path,
+    and the front door reads it on its own machine; the program is called what you write.
 
     Examples:
     - `tercet program set balanced --program-arg balance_ratio=0.2`
@@ -52,7 +52,7 @@ def set_program(
     if plan is not None and program_arg:
         raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
     args = key_values(program_arg, "--program-arg")
-    body = read_yaml(plan, "--plan").values if plan is not None else {"program": _located(str(name)), "args": args}
+    body = read_yaml(plan, "--plan").values if plan is not None else {**_called(str(name)), "args": args}
     show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
 
 
@@ -93,8 +93,8 @@ def split(
             *({**_arm(name, args), "model": of} for of, name in _rules(by_model, "--by-model")),
         ],
     }
-    unused = set(args) - {arm["program"] for arms in body.values() for arm in arms}
-    if unused:
+    given = {arm["program"] for arms in body.values() for arm in arms}
+    if unused := [name for name in args if _located(name) not in given]:
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
     if sticky is not None:
         body["sticky"] = sticky
@@ -109,6 +109,12 @@ def _located(name: str) -> str:
     path, colon, function = name.rpartition(":")
     file = Path(path).expanduser()
     return f"{file.absolute()}:{function}" if colon and file.is_file() else name
+
+
+def _called(name: str) -> dict[str, Any]:
+    """A program, under the name that was written for it."""
+    located = _located(name)
+    return {"program": located} if located == name else {"program": located, "name": name}
 
 
 def _share(item: str) -> tuple[str, float]:
@@ -140,13 +146,13 @@ def _args_of_each(given: Sequence[str]) -> dict[str, dict[str, str]]:
         name, colon, parameter = key.rpartition(":")
         if not colon:
             raise BadRequest(f"--program-arg: {key!r} does not say whose: PROGRAM:KEY=VALUE", "--program-arg")
-        found.setdefault(_located(name), {})[parameter] = value
+        found.setdefault(name, {})[parameter] = value
     return found
 
 
 def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    located = _located(name)
-    return {"program": located, "args": args.get(located, {})}
+    given = {key: value for of, each in args.items() if _located(of) == _located(name) for key, value in each.items()}
+    return {**_called(name), "args": given}
 
 
 # ---- showing -------------------------------------------------------------------------------------------------

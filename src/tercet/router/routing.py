@@ -77,7 +77,7 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of ``PUT /tercet/v1/program``: one ``program`` with ``args``, or a ``split``; and ``rules``.
+    """The body of ``PUT /tercet/v1/program``: a ``program`` with ``args`` and ``name``, or a ``split``; and ``rules``.
 
     The first rule that covers a request decides. The others are split by weight, at random; with ``sticky``, the name
     of a header, by the value of that header, so that requests with the same value get the same arm.
@@ -85,6 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     program: Name | None = None
     args: Args = {}
+    name: Name | None = None
     split: tuple[Share, ...] = ()
     rules: tuple[Rule, ...] = ()
     sticky: Name | None = None
@@ -94,6 +95,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("program: give either a program, or a split between several", "program")
         if self.args and self.program is None:
             raise BadRequest("args: belong to a program; in a split each program has its own", "args")
+        if self.name is not None and self.program is None:
+            raise BadRequest("name: belongs to a program; in a split each program has its own", "name")
         if self.sticky is not None and self.program is not None:
             raise BadRequest("sticky: goes with a split", "sticky")
         if self.split and not 0 < self.total < float("inf"):
@@ -110,7 +113,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def shares(self) -> tuple[Share, ...]:
         """The split; one share with everything if there is one program."""
-        return self.split or (Share(program=self.program or "", args=self.args),)
+        return self.split or (Share(program=self.program or "", args=self.args, name=self.name),)
 
     @property
     def total(self) -> float:

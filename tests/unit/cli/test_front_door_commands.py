@@ -95,7 +95,21 @@ def test_a_file_is_found_from_where_the_user_is(
     monkeypatch.chdir(tmp_path)
     tercet("program", "set", "mine.py:good")
     assert plan_of(front_door)["program"] == f"{tmp_path}/mine.py:good"
+    assert "version 2: mine.py:good\n" in tercet("program", "show")
     assert "raises" in tercet("program", "set", "mine.py:raises")
+
+
+def test_a_program_is_called_what_was_written(
+    front_door: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAMS)
+    monkeypatch.chdir(tmp_path)
+    service = front_door.door.service
+    tercet("program", "set", "mine.py:good")
+    assert service.program_called("mine.py:good").name == "mine.py:good"
+    tercet("program", "split", "mine.py:good=1", "./mine.py:raises=1", "--by-header", "x-any,mine.py:good")
+    assert service.program_called("./mine.py:raises").name == "./mine.py:raises"
+    assert set(service.routing.current.programs) == {"mine.py:good", "./mine.py:raises"}
 
 
 def test_show_tells_of_failures_and_returns(front_door: Running, tercet: Any, tmp_path: Path) -> None:
