@@ -164,8 +164,11 @@ async def test_metrics() -> None:
             await stream.send(served=verdict.endpoints[0], response_headers=HttpHeaders())
             assert await stream.read() == "response_headers"
         await envoy.request(b"{")
-        async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
-            text = await answer.text()
+        text = ""
+        async with asyncio.timeout(30):  # the picker hears of a stream's end after its client has left
+            while "tercet_picker_streams 0.0" not in text:
+                async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
+                    text = await answer.text()
     for line in (
         'inference_objective_request_total{model_name="m"} 2.0',
         'inference_objective_request_error_total{error_code="400"} 1.0',
