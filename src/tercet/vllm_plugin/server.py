@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tercet.protocol import BadRequest
+from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.log_noise import without_noise
 from tercet.vllm_plugin.standby import StandbyContext, stand_by
 
@@ -44,7 +46,12 @@ def main() -> None:
     if wanted.items() <= os.environ.items():
         without_noise()
         _share_one_import()
-        runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+        refuse_in_a_sentence()
+        try:
+            runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+        except BadRequest as error:
+            print(f"tercet: {error.message}", file=sys.stderr)
+            raise SystemExit(2) from None
     else:
         wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})

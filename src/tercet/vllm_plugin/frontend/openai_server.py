@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
@@ -71,6 +72,7 @@ def import_vllm() -> None:
     """
     without_leak_reports()
     require_hooks("frontend")
+    refuse_in_a_sentence()
     # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A picture's host could send us on to any other, and so past the list of those that are allowed.
@@ -83,17 +85,28 @@ def server_args(
     model: str, names: Sequence[str], host: str, port: int, max_model_len: int, more: Sequence[str]
 ) -> argparse.Namespace:
     """vLLM's options, parsed and checked by vLLM; ``more`` are the user's."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 
     argv = [
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
         "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *more,
     ]  # fmt: skip
-    parser: Any = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(argv)
+    args = _parsed(argv)
     validate_parsed_serve_args(args)
     return args
+
+
+def require_flags(given: Sequence[str]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not take."""
+    _parsed(given)
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: Any = make_arg_parser(FlexibleArgumentParser())
+    return parser.parse_args(list(argv))
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
