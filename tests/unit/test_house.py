@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,15 +57,22 @@ def test_no_two_files_have_a_name_that_says_nothing() -> None:
     assert not twice, f"one has to open these to tell them apart: {'; '.join(twice)}"
 
 
+@cache
+def lines_of_words() -> tuple[tuple[str, str], ...]:
+    """Every line of the package, with names taken apart, after the place where it is."""
+    return tuple(_lines_of_words())
+
+
+def _lines_of_words() -> Iterator[tuple[str, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        for number, line in enumerate(words_of(path.read_text()).splitlines(), 1):
+            yield f"{path.relative_to(SOURCE)}:{number}", line
+
+
 @pytest.mark.parametrize("word", RETIRED)
 def test_retired_words_stay_away(word: str) -> None:
     pattern = re.compile(rf"\b{re.escape(word)}s?\b")
-    found = [
-        f"{path.relative_to(SOURCE)}:{number}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if pattern.search(words_of(line))
-    ]
+    found = [place for place, line in lines_of_words() if pattern.search(line)]
     assert not found, f"say {RETIRED[word]}: {', '.join(found)}"
 
 

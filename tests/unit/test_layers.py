@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +86,7 @@ def imports_in(file: str, text: str) -> Iterator[Import]:
             yield from (Import(file, node.lineno, name) for name in modules)
 
 
+@cache
 def all_imports() -> list[Import]:
     return [
         found

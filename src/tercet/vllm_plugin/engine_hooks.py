@@ -414,6 +414,14 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="flags",
+        what="vLLM's parsers raise an error for flags that they do not take",
+        why="Their own complaint is below a list of all of vLLM's flags, of some 300 lines",
+        until="vLLM's complaint is one line",
+        replaces=("FlexibleArgumentParser.error",),
+        relies_on=(Takes("vllm.utils.argparse_utils:FlexibleArgumentParser.error", "message"),),
+    ),
+    Hook(
         name="loading stages",
         what="A worker's methods that load, profile and warm up say so in the log before they run",
         why="Who waits for an engine sees what it is at, and what is slow",

@@ -20,6 +20,8 @@ from tercet.sim import SimEngine, run_virtual
 
 from ..sim.models import engines_of, is_empty, profile_of, request_of
 
+pytestmark = pytest.mark.slow
+
 STEP = 0.010
 MANY = MoveSettings(at_once=64, per_engine=64, kv_usage=1.0)
 

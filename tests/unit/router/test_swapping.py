@@ -166,6 +166,7 @@ async def test_a_program_that_fights_its_cancellation_is_cancelled(door: Door, p
     assert counted("tercet_sequences_running") == 0
 
 
+@pytest.mark.slow
 async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: pytest.LogCaptureFixture) -> None:
     """Clients ask all the time, some leave; programs and the fleet change; some programs are broken."""
     caplog.set_level(logging.CRITICAL, logger="tercet.router")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,20 @@ METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricF
 INTERNAL = {"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"}
 
 
-def strings(path: Path) -> Iterator[str]:
+@cache
+def trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES]
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
     """Every string of a file that is no docstring."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose:
             yield node.value
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_is_declared() -> None:
     # In a process of its own: metrics of all commands beside one another would not be registered in one.
     command = [sys.executable, "-m", "scripts.reference", "--check"]
@@ -38,7 +44,7 @@ def test_the_pages_are_what_is_declared() -> None:
 @pytest.mark.parametrize("pattern", [r"TERCET_[A-Z_]+[A-Z]", r"x-tercet-[a-z-]+"])
 def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
-    used = {name for path in SOURCES for text in strings(path) for name in re.findall(pattern, text)}
+    used = {name for tree in trees() for text in strings(tree) for name in re.findall(pattern, text)}
     assert used
     assert {name for name in used - INTERNAL if f"`{name}`" not in pages} == set()
 
@@ -46,8 +52,8 @@ def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
 def test_every_metric_is_there() -> None:
     page = (REFERENCE / "metrics.md").read_text(encoding="utf-8")
     named: set[str] = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for tree in trees():
+        for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Name(id=kind), args=[ast.Constant(value=str(name)), *_]) if kind in METRICS:
                     named.add(name)
