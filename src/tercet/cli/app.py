@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from http import HTTPStatus
 from types import FrameType
 from typing import Annotated, Any
 
@@ -104,8 +103,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         command = error.ctx.command_path if error.ctx is not None else "tercet"
         return _complain(f"{message}; see {command} --help", 2) if message else 2
     except TercetError as error:
-        is_refused = HTTPStatus.BAD_REQUEST <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        return _complain(error.message, 2 if is_refused else 1)
+        return _complain(error.message, error.exit_code)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (NobodyReads, BrokenPipeError):

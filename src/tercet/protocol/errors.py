@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 
@@ -32,6 +33,11 @@ class TercetError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    @property
+    def exit_code(self) -> int:
+        """What a command ends with: 2 for what it was given, 1 for what happened."""
+        return 2 if HTTPStatus.BAD_REQUEST <= self.status < HTTPStatus.INTERNAL_SERVER_ERROR else 1
 
     def to_wire(self) -> dict[str, Any]:
         """The error body of an HTTP answer."""

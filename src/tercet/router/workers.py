@@ -22,6 +22,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.aio import signals_to
+from tercet.protocol import TercetError
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
@@ -70,7 +71,11 @@ def main() -> None:
     started = msgspec.json.decode(sys.stdin.buffer.read(), type=Started)
     loads = memoryview(mmap.mmap(started.loads, LOAD_BYTES * started.config.workers)).cast("i")
     with socket.socket(fileno=started.line) as line, socket.socket(fileno=started.listening) as listening:
-        serve(started.config, Shared(started.index, listening, loads, line))
+        try:
+            serve(started.config, Shared(started.index, listening, loads, line))
+        except TercetError as error:
+            print(f"tercet: {error.message}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
 
 
 # For a worker to give back what it has, after its requests have ended.

@@ -51,7 +51,7 @@ def main() -> None:
             runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
         except BadRequest as error:
             print(f"tercet: {error.message}", file=sys.stderr)
-            raise SystemExit(2) from None
+            raise SystemExit(error.exit_code) from None
     else:
         wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
