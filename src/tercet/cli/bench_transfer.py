@@ -22,7 +22,7 @@ from tercet.bench.transfer.measurement import (
 )
 from tercet.bench.transfer.transfer_figure import draw_transfer
 from tercet.cli.bench_options import names_in, numbers_in
-from tercet.cli.terminal import console, require_folder, say, show_table
+from tercet.cli.terminal import progress, require_folder, say, show_table
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
@@ -59,8 +59,8 @@ def transfer(
         require_url(engine, "--engine")
     sizes = cases(numbers_in("--chunk", chunk, KIB), numbers_in("--total", total, MIB))
     backends = names_in("--backend", backend, BACKENDS)
-    with console.status("starting") as status:
-        found = measure(sizes, backends, rounds, streams, status.update)
+    with progress("starting") as tell:
+        found = measure(sizes, backends, rounds, streams, tell)
     # No spinner here: it would be measured, too.
     idle = idle_cpu([name for name in backends if name in found.ways], streams, say)
     slowed = {} if engine is None else _interference(engine.rstrip("/"), backends, rounds, tokens, streams)
@@ -99,9 +99,9 @@ def _interference(
 ) -> dict[str, Interference | str]:
     """By how much each backend, and a plain copy beside, slows the engine's decode steps; or why it cannot be said."""
     found: dict[str, Interference | str] = {}
-    with console.status("starting") as status:
+    with progress("starting") as tell:
         for name in (MEMCPY, *backends):
-            status.update(f"decode steps of {engine} while it receives over {name}")
+            tell(f"decode steps of {engine} while it receives over {name}")
             settings = None if name == MEMCPY else TransportSettings(name, streams=streams)
             try:
                 found[name] = measure_interference(engine, rounds, tokens, settings)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -70,6 +71,17 @@ def forget_stdout() -> None:
 def note(line: str) -> None:
     """Say something about the progress, on standard error."""
     typer.echo(line, err=True)
+
+
+@contextmanager
+def progress(first: str) -> Generator[Callable[[str], None]]:
+    """While entered, tells how it gets on: in one place on a terminal, else by a line on standard error each time."""
+    if console.is_terminal:
+        with console.status(first) as status:
+            yield status.update
+    else:
+        note(first)
+        yield note
 
 
 def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
