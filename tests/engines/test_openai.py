@@ -147,7 +147,16 @@ async def both(fleet: Fleet, path: str, body: Any) -> tuple[Any, Any]:
         await post(url, path, body) for url in (fleet.url, fleet.engine_url("prefill"))
     ]
     assert status == expected, (ours, theirs)
-    return lasting(ours), lasting(theirs)
+    return lasting(ours), lasting(named(theirs))
+
+
+def named(answer: Any) -> Any:
+    """An engine's answer as it is but for an error's code: a name here, as OpenAI's are, and the status there."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return answer
+    names = {400: "bad_request", 403: "forbidden", 404: "unknown_model" if error["param"] == "model" else "not_found"}
+    return {"error": {**error, "code": names[error["code"]]}}
 
 
 def lasting(value: Any) -> Any:
