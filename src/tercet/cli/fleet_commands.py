@@ -15,7 +15,7 @@ import typer
 from tercet.cli.given_names import given_as
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, Role
-from tercet.settings import require_url
+from tercet.settings import require_engine_url, require_url
 from tercet.settings.variables import URL_VARIABLE
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The front door's base URL.")]
@@ -63,7 +63,7 @@ def add(
 
     Example: `tercet engines add decode-2 http://10.0.0.7:8001 --role decode`
     """
-    require_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
+    require_engine_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
     body = {"name": name, "url": engine_url.rstrip("/"), "role": role}
     with given_as({"url": "ENGINE_URL", "name": "NAME"}):
         typer.echo(engine_in_words(ask(url, api_key, "POST", "/engines", body)))

@@ -9,7 +9,7 @@ from tercet.settings.process_settings import EngineTLS
 from tercet.settings.rescheduler_config import ReschedulerConfig
 from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
 from tercet.settings.sidecar_config import SidecarConfig
-from tercet.settings.urls import require_url
+from tercet.settings.urls import require_engine_url, require_url
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -35,5 +35,6 @@ __all__ = [
     "from_environment",
     "key_values",
     "read_yaml",
+    "require_engine_url",
     "require_url",
 ]

@@ -22,7 +22,7 @@ from tercet.settings.declaration import (
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
-from tercet.settings.urls import require_url
+from tercet.settings.urls import require_engine_url, require_url
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
@@ -43,7 +43,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Mapping[Annotated[str, Meta(min_length=1)], str] = {}
 
     def __post_init__(self) -> None:
-        require_url(self.url, "url")
+        require_engine_url(self.url, "url")
 
 
 def engine_fields(given: Any, index: int) -> Any:

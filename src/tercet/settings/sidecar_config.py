@@ -18,7 +18,7 @@ from tercet.settings.prefill_settings import (
 )
 from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
-from tercet.settings.urls import require_url
+from tercet.settings.urls import require_engine_url
 
 Connector = Literal["tercet", "nixl"]
 
@@ -56,7 +56,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_url(self.engine, "engine")
+        require_engine_url(self.engine, "engine")
         self.allowed_prefillers()
 
     def allowed_prefillers(self) -> AllowedPrefillers:

@@ -16,3 +16,10 @@ def require_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -
         is_url = False
     if not is_url:
         raise BadRequest(f"{name}: {given!r} is not a URL such as {example}", name)
+
+
+def require_engine_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -> None:
+    """As :func:`require_url`, and none with a password: an engine's URL is shown in logs, metrics and traces."""
+    require_url(given, name, example)
+    if "@" in urlsplit(given).netloc:
+        raise BadRequest(f"{name}: engines' URLs have no user or password; engines ask for the secret", name)

@@ -76,8 +76,9 @@ class EngineConnection:
         """
         frame = frame_of(StreamCommand(starts=(call,)))
         if not fits(frame):
+            large = "mm_features" if call.mm_features else "prompt"
             raise RequestTooLarge(
-                f"prompt: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", "prompt"
+                f"{large}: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", large
             )
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
             raise EngineUnreachable(f"{self.engine} does not read what it is told")

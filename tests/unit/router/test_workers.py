@@ -183,7 +183,10 @@ class Answer:
 
 def refuses(port: int) -> bool:
     """Whether the front door takes nothing new; it must go on listening."""
-    status, found = ask(port, "POST", "/v1/chat/completions", CHAT)
+    try:
+        status, found = ask(port, "POST", "/v1/chat/completions", CHAT)
+    except (ConnectionResetError, urllib.error.URLError):
+        return False  # a worker that had nothing left has ended, and took the connection just before
     return status == 503 and found["error"]["code"] == "shutting_down"
 
 
