@@ -16,6 +16,8 @@ from tercet.protocol import TercetError
 GRACE_SECONDS = 20.0
 HURRY_SECONDS = 5.0
 SHARED_MEMORY = "/dev/shm/"
+# What commands end with that do not take what they were given, vLLM's server among them.
+REFUSED = 2
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
 _STRAGGLER_SECONDS = 3.0
@@ -26,6 +28,14 @@ class StartFailed(TercetError):
     """A process of the fleet ended or did not become ready; the message has the tail of its log."""
 
     code = "start_failed"
+
+
+class StartRefused(StartFailed):
+    """A process does not take what it was given; the message has the tail of its log."""
+
+    @property
+    def exit_code(self) -> int:
+        return REFUSED
 
 
 class Process:
@@ -105,7 +115,8 @@ class Process:
 
     def failure(self, what: str) -> StartFailed:
         """An error that says what happened, with the log's tail and place."""
-        return StartFailed("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
+        kind = StartRefused if self.returncode == REFUSED else StartFailed
+        return kind("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self) -> None:
         """SIGTERM to its whole group, SIGKILL to what is left after the grace period."""

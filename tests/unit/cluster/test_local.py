@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tercet.cluster import child_process, local, restarts
-from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.child_process import Process, StartFailed, StartRefused, describe_exit
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import RunningFleet, read_events
@@ -35,6 +35,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
 if mode == "dies":
     print("the model is not there"); sys.exit(3)
+if mode == "refuses":
+    print("there is no such flag"); sys.exit(2)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
@@ -186,6 +188,15 @@ async def test_the_last_engines_end_is_the_fleets(tmp_path: Path, scripts: dict[
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.01)
+
+
+async def test_one_that_refuses_what_it_was_given_is_a_refusal(tmp_path: Path, scripts: dict[str, str]) -> None:
+    scripts["decode-0"] = "refuses"
+    with pytest.raises(StartRefused, match=r"decode-0 ended with exit code 2.*\n.*\n?there is no such flag") as raised:
+        async with local_fleet(config_of(tmp_path), "m", lambda *_: None):
+            pytest.fail("it should not have started")
+    assert raised.value.exit_code == 2
+    assert gone(children_of(tmp_path / "logs"))
 
 
 async def test_an_engine_that_dies_is_started_anew_where_it_was(
