@@ -5,7 +5,6 @@ A small model with random weights, since SmolLM2 has three KV heads, which two r
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from tercet.client import HttpEngine
-from tercet.cluster.model import resolve_model
 
 from .conftest import settled
 from .prompts import complete, prompt_of, tokens_of
-from .unlike import engines_with, hand_over
+from .unlike import engines_with, hand_over, small_llama
 
-NUM_LAYERS, NUM_KV_HEADS = 4, 4
 FLAGS = {
     "whole": ("0",),
     "split": ("0|1", "--tensor-parallel-size", "2"),
@@ -31,23 +28,7 @@ LENGTHS = (1, 64, 65, 129, 300)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers with SmolLM2's tokenizer; random, but large enough weights that tokens differ."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(resolve_model("smollm2"), path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=NUM_LAYERS, num_attention_heads=8,
-        num_key_value_heads=NUM_KV_HEADS, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for weight in llama.parameters():
-            weight.mul_(3)
-    llama.save_pretrained(path)
-    return path
+    return small_llama(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,29 @@ from pathlib import Path
 import pytest
 
 from tercet.client import HttpEngine
+from tercet.cluster.model import resolve_model
 from tercet.protocol import Request
 
 from .conftest import START_SECONDS, free_port, get_json
+
+
+def small_llama(path: Path) -> Path:
+    """Four layers and KV heads, SmolLM2's tokenizer, and random weights, large enough that tokens differ."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(resolve_model("smollm2"), path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for weight in llama.parameters():
+            weight.mul_(3)
+    llama.save_pretrained(path)
+    return path
 
 
 @contextmanager
