@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .drafters import Drafter, eagle3_head, eagle_head, with_predictor
+
 WINDOW = 160
 """Tokens that layers with a window look back at: more than a block, and no whole number of them."""
 SIZES: dict[str, Any] = {
@@ -21,7 +23,8 @@ class Family:
     """``config`` makes a transformers configuration. ``kv`` says what a receiver is sent, in words.
 
     ``flags`` are vLLM's, which an engine of the family gets. ``refusal`` is part of what an engine says that refuses
-    the family at its start. ``not_on_cpu`` is why vLLM's CPU build does not run it in float32.
+    the family at its start. ``not_on_cpu`` is why vLLM's CPU build does not run it in float32. ``drafter`` guesses
+    tokens ahead. ``rewrite`` makes of what transformers saves, which is given with the configuration, what vLLM loads.
     """
 
     title: str
@@ -30,6 +33,13 @@ class Family:
     flags: tuple[str, ...] = ()
     refusal: str = ""
     not_on_cpu: str = ""
+    drafter: Drafter | None = None
+    rewrite: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
+
+    def found(self, length: int, block: int) -> int:
+        """How many of so many tokens a request takes that begins with them, once they are in the prefix cache."""
+        dropped = self.drafter is not None and self.drafter.drops_a_block
+        return max(0, length // block - dropped) * block
 
 
 def _of(name: str, **fields: Any) -> Callable[[], Any]:
@@ -59,11 +69,24 @@ LATENT_EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 ALTERNATING = _layers("sliding", "full", "sliding", "full")
 
+DRAFTED = "all blocks, of the drafter's layers, too"
+EXPERTS_OF_GLM: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", _of("Llama")),
     "llama_ngram": Family("Llama, n-gram speculation", _of("Llama"), flags=("--speculative-config", NGRAM)),
+    "llama_draft_model": Family(
+        "Llama, guesses of a draft model",
+        _of("Llama"),
+        DRAFTED,
+        drafter=Drafter("draft_model", "llama", drops_a_block=False),
+    ),
+    "llama_eagle": Family("Llama, EAGLE", _of("Llama"), DRAFTED, drafter=Drafter("eagle", "eagle_head")),
+    "llama_eagle3": Family("Llama, EAGLE-3", _of("Llama"), DRAFTED, drafter=Drafter("eagle3", "eagle3_head")),
     "llama_stages": Family("Llama, two pipeline stages", _of("Llama"), flags=("--pipeline-parallel-size", "2")),
     # Its heads are as wide as the hidden size makes them, and vLLM's CPU kernels know none of 16.
     "llama_one_head": Family(
@@ -73,6 +96,13 @@ FAMILIES: dict[str, Family] = {
         flags=("--tensor-parallel-size", "2"),
     ),
     "qwen2": Family("Qwen 2", _of("Qwen2", hidden_size=128)),
+    "glm4_moe": Family(
+        "GLM 4.5, multi-token prediction (MTP)",
+        _of("Glm4Moe", num_nextn_predict_layers=1, **EXPERTS_OF_GLM),
+        DRAFTED,
+        drafter=Drafter("mtp", None),
+        rewrite=with_predictor,
+    ),
     "qwen3": Family("Qwen 3", _of("Qwen3")),
     "qwen3_moe": Family("Qwen 3 MoE", _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
     "mistral": Family(
@@ -195,3 +225,15 @@ FAMILIES: dict[str, Family] = {
         MAMBA_2,
     ),
 }
+
+HEADS: dict[str, Family] = {
+    "eagle_head": Family("EAGLE's head of a Llama", _of("Llama", num_hidden_layers=1), rewrite=eagle_head),
+    "eagle3_head": Family(
+        "EAGLE-3's head of a Llama",
+        # vLLM's own choice among so few layers has one twice.
+        _of("Llama", num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+        rewrite=eagle3_head,
+    ),
+}
+"""What only drafts."""
+CHECKPOINTS = {**FAMILIES, **HEADS}

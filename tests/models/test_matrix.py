@@ -21,8 +21,8 @@ from tests.engines.moving import answer_of, moving, until
 from tests.engines.processes import processes_of, send_signal
 from tests.engines.prompts import BLOCK, alone, calls_of, complete, prompt_of, tokens_of
 
-from .checkpoints import checkpoint
-from .families import FAMILIES, WINDOW
+from .checkpoints import checkpoint, flags_of
+from .families import FAMILIES, WINDOW, Family
 from .record import Record, noted
 
 TRACE = {"x-tercet-trace": "1"}
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 def running(name: str, tmp: Path) -> Generator[tuple[Fleet, str]]:
     """Two engines of a family behind a front door, and what the model is called there."""
     args = ("--program-arg", "min_send=1", "--", "--max-model-len", "1024", "--max-num-batched-tokens", "256")
-    fleet = start_fleet(tmp, *args, *FAMILIES[name].flags, model=str(checkpoint(name)))
+    fleet = start_fleet(tmp, *args, *flags_of(name), model=str(checkpoint(name)))
     try:
         yield fleet, get_json(f"{fleet.url}/v1/models")["data"][0]["id"]
     finally:
@@ -53,8 +53,8 @@ async def test_same_tokens_as_one_engine(name: str, tmp_path: Path) -> None:
     with noted(name) as record, running(name, tmp_path) as (fleet, model):
         block = get_json(f"{fleet.engine_url('decode')}/tercet/v1/status")["block_size"]
         expected = await _alone(fleet, model)
-        await _programs(fleet, model, expected, block, record)
-        await _context(fleet, model, block, record)
+        await _programs(fleet, model, expected, block, record, FAMILIES[name])
+        await _context(fleet, model, block, record, FAMILIES[name])
         await _moves(fleet, model, record)
         for role in ("prefill", "decode"):
             async with HttpEngine(role, fleet.engine_url(role)) as engine:
@@ -71,7 +71,9 @@ async def _alone(fleet: Fleet, model: str) -> dict[int, list[int]]:
     return found
 
 
-async def _programs(fleet: Fleet, model: str, expected: dict[int, list[int]], block: int, record: Record) -> None:
+async def _programs(
+    fleet: Fleet, model: str, expected: dict[int, list[int]], block: int, record: Record, family: Family
+) -> None:
     for program in ("disaggregated", "balanced"):
         for length in LENGTHS:
             salt = uuid.uuid4().hex
@@ -92,11 +94,11 @@ async def _programs(fleet: Fleet, model: str, expected: dict[int, list[int]], bl
             # What was sent is prefix cache: a longer prompt finds it at the receiver.
             longer = await complete(fleet.url, prompt_of(length) + prompt_of(30, seed=2), headers, **fields)
             found = next(each for each in longer["tercet"]["events"] if each["verb"] == "prep_recv")
-            assert found.get("cached", 0) == length // block * block, (program, length)
+            assert found.get("cached", 0) == family.found(length, block), (program, length)
         record.ran(program)
 
 
-async def _context(fleet: Fleet, model: str, block: int, record: Record) -> None:
+async def _context(fleet: Fleet, model: str, block: int, record: Record, family: Family) -> None:
     """Context that was sent with no request to decode on it is there for whoever comes later."""
     prompt = prompt_of(500, seed=3)
     salt = uuid.uuid4().hex
@@ -120,7 +122,7 @@ async def _context(fleet: Fleet, model: str, block: int, record: Record) -> None
         outputs = [output async for output in receiver.start_generate(request)]
         first = outputs[0].usage
         assert first is not None
-        assert first.cached == len(prompt) // block * block
+        assert first.cached == family.found(len(prompt), block)
         expected = await complete(source, list(request.prompt), model=model, cache_salt="other", ignore_eos=True)
         assert [token for output in outputs for token in output.token_ids] == tokens_of(expected)
     record.ran("migration of context")
@@ -157,7 +159,7 @@ def test_what_cannot_be_moved_is_refused_at_start(name: str, tmp_path: Path) -> 
     family, log = FAMILIES[name], tmp_path / "engine.log"
     command = [
         sys.executable, "-m", "tercet.cli", "engine", "--model", str(checkpoint(name)), "--port", str(free_port()),
-        "--dtype", "float32", "--", "--max-model-len", "1024", *family.flags,
+        "--dtype", "float32", "--", "--max-model-len", "1024", *flags_of(name),
     ]  # fmt: skip
     with noted(name) as record, log.open("wb") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=START_SECONDS, check=False)

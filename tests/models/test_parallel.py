@@ -5,14 +5,17 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tercet.client import HttpEngine
+from tercet.protocol import LayoutMismatch
 from tests.engines.conftest import settled
 from tests.engines.prompts import complete, prompt_of, tokens_of
 from tests.engines.unlike import engines_with, hand_over
 
 from .checkpoints import checkpoint
+from .drafters import Drafter
 from .families import NGRAM
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -65,3 +68,45 @@ async def test_guessed_tokens_are_handed_over_only_once_they_are_accepted(tmp_pa
                     assert (tokens, received) == (tokens_of(alone), len(prompt))
             await settled(whole)
             await settled(guessing)
+
+
+async def test_what_a_drafter_remembers_goes_along_with_what_the_model_does(tmp_path: Path) -> None:
+    """The drafter is the model itself, so that it guesses right wherever it has the KV of all tokens before.
+
+    An engine without it has other layers, and refuses.
+    """
+    guessing = ("--speculative-config", Drafter("draft_model", "llama").speculative_config(checkpoint))
+    flags = {"source": ("0", *guessing), "target": ("1", *guessing), "plain": ("0|1",)}
+    with engines_with(flags, str(checkpoint("llama")), tmp_path) as urls:
+        async with (
+            HttpEngine("source", urls["source"]) as source,
+            HttpEngine("target", urls["target"]) as target,
+            HttpEngine("plain", urls["plain"]) as plain,
+        ):
+            for length in LENGTHS:
+                prompt = prompt_of(length, seed=length)
+                alone = await complete(
+                    urls["plain"], prompt, max_tokens=60, cache_salt=uuid.uuid4().hex, ignore_eos=True
+                )  # fmt: skip
+                before = await _guesses(urls["target"])
+                tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex, num_tokens=60)
+                assert (tokens, received) == (tokens_of(alone), length)
+                made, right = (now - then for now, then in zip(await _guesses(urls["target"]), before, strict=True))
+                # Of the last step more is guessed than there is room for.
+                assert made > 30
+                assert made - right <= 3, (length, made, right)
+            with pytest.raises(LayoutMismatch, match="drafter"):
+                await hand_over(plain, target, prompt_of(300), uuid.uuid4().hex)
+            for engine in (source, target, plain):
+                await settled(engine)
+
+
+async def _guesses(url: str) -> tuple[int, int]:
+    """How many tokens an engine has guessed so far, and how many of them were right."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    made, right = (
+        sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:spec_decode_num_{name}{{"))
+        for name in ("draft_tokens_total", "accepted_tokens_total")
+    )
+    return int(made), int(right)

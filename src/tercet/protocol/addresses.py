@@ -36,6 +36,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ``stages``: for each pipeline stage, how many planes of each group of layers it holds (a plane is the KV of a layer,
     or half of it where keys and values are apart); empty if one stage holds all. ``plane_order`` stands for the layers
     in the order of their planes. Ranks count through the first stage's tensor-parallel ones, then the next one's.
+    ``drafter`` stands for what guesses tokens ahead with KV of its own (speculative decoding), whose layers are counted
+    with the model's; empty if nothing does.
     """
 
     model: str
@@ -52,6 +54,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     groups: tuple[CacheGroup, ...] = ()
     stages: tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**32)], ...], ...] = ()
     plane_order: str = ""
+    drafter: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -68,7 +71,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Equal for all ranks, and all engines, whose KV can be exchanged."""
         head_bytes = self.block_bytes // self.heads_per_rank
         size = ("any", head_bytes // self.block_size) if self.splits_by_token else (self.block_size, head_bytes)
-        same = (self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.packing)
+        model = f"{self.model}+{self.drafter}" if self.drafter else self.model
+        same = (model, self.dtype, self.num_layers, self.num_kv_heads, self.head_size, self.packing)
         groups = [f"{group.kind}x{group.num_layers}w{group.window}" for group in self.groups]
         return "/".join(map(str, (*same, *size, *groups)))
 

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
+from tercet.vllm_plugin.engine.drafters import require_drafter
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
@@ -65,7 +66,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_states_to_be_kept(vllm_config, kv_cache_config)
         _require_generation(vllm_config)
         _require_one_rank(vllm_config)
-        _require_drafter_without_kv(vllm_config)
+        require_drafter(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
         self.token = secrets.token_hex(16)
@@ -247,20 +248,6 @@ def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> Non
                 "on a CPU vLLM fails at prompts of which one step computes more than a block, if the model has Mamba-2 "
                 f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
             )
-
-
-# What they draft comes from tokens, or from what the model has just computed.
-DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-
-
-def _require_drafter_without_kv(config: VllmConfig) -> None:
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTERS_WITHOUT_KV:
-        raise UnsupportedVLLM(
-            f"--speculative-config: the drafter {speculative.method!r} has KV of its own, of which the last token's "
-            f"depends on the token after it, so it is not what a send names. Tercet supports the methods "
-            f"{', '.join(DRAFTERS_WITHOUT_KV)}"
-        )
 
 
 def _require_generation(config: VllmConfig) -> None:

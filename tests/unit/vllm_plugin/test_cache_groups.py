@@ -34,7 +34,6 @@ from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease, Push
 from tercet.vllm_plugin import connector
 from tercet.vllm_plugin.connector import (
-    _require_drafter_without_kv,
     _require_generation,
     _require_one_rank,
     _require_positions_of_the_prompt,
@@ -47,6 +46,7 @@ from tercet.vllm_plugin.engine.cache_groups import (
     described,
     require_movable_groups,
 )
+from tercet.vllm_plugin.engine.drafters import require_drafter
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
@@ -552,15 +552,14 @@ def test_positions_that_go_by_what_an_encoder_makes_are_refused() -> None:
     _require_positions_of_the_prompt(text)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "custom_class"])
-def test_drafters_with_kv_of_their_own_are_refused(method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "mtp", "draft_model", "custom_class", None])
+def test_a_connector_for_hidden_states_is_not_what_drafters_need(method: str | None) -> None:
     def config(speculative: Any) -> Any:
         return SimpleNamespace(speculative_config=speculative)
 
-    with pytest.raises(UnsupportedVLLM, match="KV of its own"):
-        _require_drafter_without_kv(config(SimpleNamespace(method=method)))
-    _require_drafter_without_kv(config(SimpleNamespace(method="ngram")))
-    _require_drafter_without_kv(config(None))
+    require_drafter(config(method and SimpleNamespace(method=method)))
+    with pytest.raises(UnsupportedVLLM, match="one connector"):
+        require_drafter(config(SimpleNamespace(method="extract_hidden_states")))
 
 
 def parallel(**sizes: int | bool) -> VllmConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -85,12 +86,17 @@ class GuessingEngine(TinyEngine):
             assert self.written[blocks[at // BLOCK], at % BLOCK] == tuple(tokens[: at + 1]), at
 
 
-@pytest.fixture(scope="module")
-def guessing(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    config = tiny_config(tmp_path_factory.mktemp("guessing"))
+@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle"])
+def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Without KV of the drafter's, and with it: then slots are taken ahead for what it writes."""
+    directory = tmp_path_factory.mktemp("guessing")
+    config, method = tiny_config(directory), request.param
+    how: dict[str, Any] = {"model": str(directory)}
+    if method == "ngram":
+        how = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     config.speculative_config = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=GUESSES, prompt_lookup_max=3, prompt_lookup_min=1,
-        target_model_config=config.model_config, target_parallel_config=config.parallel_config,
+        method=method, num_speculative_tokens=GUESSES, target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config, **how,
     )  # fmt: skip
     return config
 
@@ -154,4 +160,23 @@ def test_a_sequence_goes_on_from_an_engine_that_guesses(guessing: VllmConfig, th
         assert (request.num_tokens, request.num_computed_tokens) == (there + 1, there)
         engine.step_with([True, True, True])
         assert (request.num_tokens, request.num_computed_tokens) == (there + 3, there + 2)
+        engine.abort("r")
+
+
+@pytest.mark.parametrize("end", range(BLOCK - 2 * GUESSES - 2, BLOCK + 2))
+def test_a_lease_has_room_for_the_step_that_decodes_on_it(guessing: VllmConfig, end: int) -> None:
+    """Nobody who holds blocks waits for one: not even when all others are taken, and guesses need room, too."""
+    with engine_of(guessing) as engine:
+        tokens = said(end + 1)
+        engine.reserve("a" * 32, tokens[:end])
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        engine.agent.received["a" * 32] = end
+        request = engine.add("r", tokens, max_tokens=100, lease="a" * 32, ignore_eos=True)
+        for at, block in enumerate(engine.blocks_of("r")):
+            for slot in range(BLOCK):
+                engine.written[block, slot] = tuple(said(at * BLOCK + slot + 1))
+        engine.step_with([True] * GUESSES)
+        assert (request.num_computed_tokens, request.num_preemptions) == (end + 1, 0)
+        pool.free_blocks(taken)
         engine.abort("r")

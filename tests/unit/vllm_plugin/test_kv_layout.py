@@ -73,6 +73,7 @@ def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVL
     vllm: Any = SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     planes, groups = planes_of(config), [group.layer_names for group in config.kv_cache_groups]

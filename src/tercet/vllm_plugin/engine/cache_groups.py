@@ -115,10 +115,14 @@ def _described(spec: KVCacheSpec, num_layers: int) -> CacheGroup:
 
 
 class GroupTables:
-    """The block tables of requests, by group, as vLLM's manager keeps them."""
+    """The block tables of requests, by group, as vLLM's manager keeps them.
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    ``step_tokens`` is for how many tokens a sequence that decodes needs blocks in a step.
+    """
+
+    def __init__(self, manager: KVCacheManager, step_tokens: int = 1) -> None:
         self._manager = manager
+        self._step_tokens = step_tokens
         self.block_size = self.groups[0].block_size
         self.states = [at for at, group in enumerate(self.groups) if isinstance(group.kv_cache_spec, MambaSpec)]
         """The groups that keep states."""
@@ -176,15 +180,18 @@ class GroupTables:
     def needed(self, end: int) -> int:
         """How many blocks a lease for ``end`` tokens holds, from which a request can be resumed.
 
-        One token more fits, so that decoding can begin: whoever holds blocks must not wait for another.
+        A step's tokens more fit, so that decoding can begin: whoever holds blocks must not wait for another.
         """
-        until, resumed = -(-(end + 1) // self.block_size), self.resumed_at(end)
+        until, resumed = self._until(end), self.resumed_at(end)
         return sum(until - self.first_needed(group, resumed) for group in range(len(self.groups)))
 
     def missing(self, request_id: str, end: int) -> int:
-        """How many blocks a request that has some needs beside them, so as to have ``end`` tokens and one more."""
-        until = -(-(end + 1) // self.block_size)
+        """How many blocks a request that has some needs beside them, so as to have ``end`` tokens and a step's more."""
+        until = self._until(end)
         return sum(max(0, until - len(blocks)) for blocks in self.of(request_id))
+
+    def _until(self, end: int) -> int:
+        return -(-min(end + self._step_tokens, self._manager.max_model_len) // self.block_size)
 
     def hand_over(self, owner: str, heir: str) -> None:
         """Give a request's blocks to another one, which has none."""

@@ -8,13 +8,13 @@ The KV cache manager sees a reservation as a request of its own which waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
 from tercet.vllm_plugin.engine.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, GroupTables
 from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
+from tercet.vllm_plugin.engine.drafters import tokens_of_a_step
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -53,7 +53,8 @@ class Reservations:
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
-        self._tables = GroupTables(self._manager)
+        self._step_tokens = tokens_of_a_step(scheduler)
+        self._tables = GroupTables(self._manager, self._step_tokens)
         self._block_size = self._tables.block_size
         self._max_blocks = max_blocks
         self._held: dict[str, Held] = {}
@@ -157,11 +158,11 @@ class Reservations:
         scheduler, pinned, most = self._scheduler, self._pinned(), self._max_blocks
         if pinned + more > most:
             raise NoSpace(f"{more} blocks on top of {pinned} under lease exceed max_lease_share ({most} blocks)")
-        promised = scheduler._inflight_prefill_reserved_blocks() + _spec_decode_blocks(scheduler)
+        promised = scheduler._inflight_prefill_reserved_blocks()
         allocated = self._manager.allocate_slots(
             owner,
             num_tokens,
-            num_lookahead_tokens=1,
+            num_lookahead_tokens=self._step_tokens,
             delay_cache_blocks=True,
             reserved_blocks=promised + needed_before,
             has_scheduled_reqs=bool(scheduler.running),
@@ -321,8 +322,3 @@ def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
         for request in (one, other)
     )
     return mine == theirs
-
-
-def _spec_decode_blocks(scheduler: Scheduler) -> int:
-    found = cast(int | Callable[[], int], scheduler._spec_decode_step_blocks)  # in vLLM 0.31 it is a method
-    return found if isinstance(found, int) else found()

@@ -1,0 +1,37 @@
+"""What stands for a model: two engines with the same one compute the same KV."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+# Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
+WINDOW_BYTES = 64 * 1024
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+# Where a config was loaded from, or by what, does not change the model.
+IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def model_fingerprint(model: str, hf_config: dict[str, Any]) -> str:
+    """A short hash of a model's config and, for a local checkpoint, of samples of its weights."""
+    digest = hashlib.sha256()
+    kept = {key: value for key, value in hf_config.items() if key not in IGNORED_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    path = Path(model)
+    files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern)) if path.is_dir() else []
+    for file in files:
+        _sample(file, digest)
+    if not files:
+        digest.update(model.encode())
+    return digest.hexdigest()[:16]
+
+
+def _sample(file: Path, digest: hashlib._Hash) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name}:{size}".encode())
+    with file.open("rb") as opened:
+        for offset in (0, max(0, size // 2), max(0, size - WINDOW_BYTES)):
+            opened.seek(offset)
+            digest.update(opened.read(WINDOW_BYTES))
