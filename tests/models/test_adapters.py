@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tercet.client import HttpEngine
@@ -34,12 +35,15 @@ def adapters(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Generator[Fleet]:
-    """Two engines that begin with the adapters a and b."""
+def fleet(
+    request: pytest.FixtureRequest, tmp_path: Path, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Generator[Fleet]:
+    """Two engines that begin with the adapters a and b, with what flags of vLLM's a test asks for."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     modules = [part for name in "ab" for part in ("--lora-modules", f"{name}={adapters[name]}")]
     args = ("--program-arg", "min_send=1", *modules, "--", "--max-model-len", "1024", "--max-loras", "2")
-    running = start_fleet(tmp_path, *args, "--max-num-batched-tokens", "256", model=str(checkpoint("llama")))
+    more = ("--max-num-batched-tokens", "256", *getattr(request, "param", ()))
+    running = start_fleet(tmp_path, *args, *more, model=str(checkpoint("llama")))
     yield running
     running.stop()
 
@@ -53,6 +57,7 @@ async def test_adapters_follow_their_requests(fleet: Fleet, adapters: dict[str, 
     await _moves(fleet, base)
     await _contents(fleet, adapters)
     await _loading(fleet, adapters)
+    await _in_place(fleet, adapters)
     for role in ("prefill", "decode"):
         async with HttpEngine(role, fleet.engine_url(role)) as engine:
             await settled(engine)
@@ -136,6 +141,46 @@ async def _contents(fleet: Fleet, adapters: dict[str, str]) -> None:
         await sender.unload_adapter("c")
 
 
+# A block of them is nobody's. Each of the five requests below needs five in the end, and three in the beginning.
+FEW_BLOCKS = 16
+
+
+@pytest.mark.parametrize("fleet", [("--num-gpu-blocks-override", str(FEW_BLOCKS))], indirect=True)
+async def test_preempted_requests_go_on_with_their_adapters(fleet: Fleet) -> None:
+    """Requests outgrow the pool together, one of them on a lease that another engine has filled."""
+    source, target = fleet.engine_url("prefill"), fleet.engine_url("decode")
+    base = get_json(f"{fleet.url}/v1/models")["data"][0]["id"]
+    sampling: dict[str, Any] = {"max_tokens": 5 * BLOCK - 301, "ignore_eos": True}
+
+    async def generated(engine: HttpEngine, request: Request) -> list[int]:
+        return [token async for output in engine.start_generate(request) for token in output.token_ids]
+
+    async with HttpEngine("prefill", source) as sender, HttpEngine("decode", target) as receiver:
+        free = (await settled(receiver)).free_blocks
+        assert free == FEW_BLOCKS - 1
+        requests = [_request(300, adapter, uuid.uuid4().hex, **sampling) for adapter in ("a", "b", "a", None, "b")]
+        expected = {
+            name: await alone(source, prompt_of(300, seed=3), model=name or base, **sampling)
+            for name in ("a", "b", None)
+        }
+        assert len({tuple(tokens) for tokens in expected.values()}) == 3
+        before = await _preemptions(target)
+        async with receiver.prep_recv(requests[0]) as space:
+            sent = await sender.remote_send(requests[0], space, 0)
+            assert sent.end == 300
+            found = await asyncio.gather(*(generated(receiver, request) for request in requests))
+        assert found == [expected[request.adapter] for request in requests]
+        assert await _preemptions(target) > before
+        for engine in (sender, receiver):
+            assert (await settled(engine)).free_blocks == free
+
+
+async def _preemptions(url: str) -> float:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_preemptions_total{"))
+
+
 async def _until_listed(fleet: Fleet, name: str, listed: bool = True) -> dict[str, Any]:
     """What the front door says of an adapter that an engine has loaded by itself, once it has noticed."""
     async with asyncio.timeout(30):
@@ -172,6 +217,58 @@ async def _loading(fleet: Fleet, adapters: dict[str, str]) -> None:
             await engine.load_adapter("a", adapters["d"])
         with pytest.raises(TercetError, match=r"has no adapter|No adapter"):
             await engine.load_adapter("e", "/nowhere")
+
+
+async def _in_place(fleet: Fleet, adapters: dict[str, str]) -> None:
+    """A name stands for other weights, from another path and from its own, and never while requests run with it."""
+    prompt, fields = prompt_of(300, seed=8), {"cache_salt": uuid.uuid4().hex, "ignore_eos": True}
+    one = fleet.engine_url("prefill")
+    before, old = await _until_listed(fleet, "a"), tokens_of(await complete(fleet.url, prompt, model="a", **fields))
+    running = asyncio.create_task(
+        complete(fleet.url, prompt, model="a", cache_salt=uuid.uuid4().hex, max_tokens=300, ignore_eos=True)
+    )
+    await until(fleet, lambda all_running: any(each["tokens"] > 3 for each in all_running))
+    generating = next(each["url"] for each in get_json(f"{fleet.url}/tercet/v1/engines") if each["in_flight"])
+    for url in (fleet.url, generating):
+        assert await _loaded_in_place(url, "a", adapters["c"]) == 409
+    status, answer = await ask(fleet, "PUT", "/adapters/a", json={"path": adapters["c"]})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    assert await _until_listed(fleet, "a") == before
+    assert len(tokens_of(await running)) == 300
+    async with HttpEngine("decode", fleet.engine_url("decode")) as engine:
+        async with engine.prep_recv(_request(300, "a", uuid.uuid4().hex)):
+            assert await _loaded_in_place(fleet.url, "a", adapters["c"]) == 409, "a lease uses it, too"
+        await settled(engine)
+    again = Path(adapters["c"]).with_name("again")  # what an engine has by that name, to compare with
+    for seed, alias in ((3, "same"), (33, "others")):
+        if alias == "others":  # in the same place, as who trains an adapter on and on writes it
+            write_adapter(checkpoint("llama"), Path(adapters["c"]), seed)
+            with pytest.raises(AssertionError, match=r"does not exist|are not those"):
+                await complete(fleet.url, prompt, model="a", **fields)
+        assert await _loaded_in_place(fleet.url, "a", adapters["c"]) == 200
+        found = await _until_listed(fleet, "a")
+        assert (len(found["engines"]), found["path"]) == (2, adapters["c"])
+        same = write_adapter(checkpoint("llama"), again / alias, seed)
+        async with HttpEngine("prefill", one) as engine:
+            assert found["digest"] == (await engine.load_adapter(alias, str(same))).digest
+        new = tokens_of(await complete(fleet.url, prompt, model="a", **fields))
+        assert new == await alone(one, prompt, model=alias, ignore_eos=True)
+        assert new != old, "with the same salt: nothing of the old one's KV was found"
+        old = new
+        async with HttpEngine("prefill", one) as engine:
+            await engine.unload_adapter(alias)
+
+
+async def _loaded_in_place(url: str, name: str, path: str) -> int:
+    """What vLLM's own route answers, at a front door or at an engine."""
+    body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/load_lora_adapter", json=body) as answer,
+    ):
+        if answer.status >= 400:
+            assert (await answer.json())["error"]["code"] == "conflict"
+        return answer.status
 
 
 async def _failover(fleet: Fleet) -> None:

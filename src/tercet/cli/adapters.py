@@ -13,7 +13,7 @@ from tercet.cli.given_names import given_as
 from tercet.protocol import BadRequest
 
 adapters = typer.Typer(
-    name="adapters", no_args_is_help=True, help="Show, load and unload LoRA adapters of a running fleet."
+    name="adapters", no_args_is_help=True, help="Show, load, replace and unload LoRA adapters of a running fleet."
 )
 
 
@@ -35,11 +35,26 @@ def load(
 
     Example: `tercet adapters load sql=/models/adapters/sql-v3`
     """
-    name, equals, path = adapter.partition("=")
-    if not (name and equals and path):
-        raise BadRequest(f"NAME=PATH: {adapter!r} has not both; such as sql=/models/adapters/sql-v3", "NAME=PATH")
+    name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
         found = ask(url, api_key, "POST", "/adapters", {"name": name, "path": path})
+    for line in _in_words([found]):
+        typer.echo(line)
+
+
+@adapters.command()
+def replace(
+    adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where the new one is.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Have a name stand for what is at PATH now, on every engine or on none; not while requests use what it stood for.
+
+    Example: `tercet adapters replace sql=/models/adapters/sql-v4`
+    """
+    name, path = _name_and_path(adapter)
+    with given_as({"name": "NAME", "path": "PATH"}):
+        found = ask(url, api_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
     for line in _in_words([found]):
         typer.echo(line)
 
@@ -52,6 +67,13 @@ def unload(
     with given_as({"name": "NAME"}):
         ask(url, api_key, "DELETE", f"/adapters/{quote(name, safe='')}")
     typer.echo(f"{name} is served no more")
+
+
+def _name_and_path(adapter: str) -> tuple[str, str]:
+    name, equals, path = adapter.partition("=")
+    if not (name and equals and path):
+        raise BadRequest(f"NAME=PATH: {adapter!r} has not both; such as sql=/models/adapters/sql-v3", "NAME=PATH")
+    return name, path
 
 
 def _in_words(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -52,6 +52,7 @@ from tercet.protocol.wire import (
     PrepRecvCall,
     ReleaseCall,
     RemoteSendCall,
+    ReplaceAdapterCall,
     StartGenerateCall,
 )
 from tercet.streams import EngineConnection, StreamListener
@@ -262,10 +263,14 @@ class HttpEngine:
         """See :class:`~tercet.protocol.TakesAdapters`."""
         return await self._post("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
 
+    async def replace_adapter(self, name: str, path: str) -> AdapterReport:
+        """See :class:`~tercet.protocol.TakesAdapters`."""
+        async with self._call(_adapter(name), ReplaceAdapterCall(path=path), PATIENT, "PUT") as response:
+            return await self._decode(response, AdapterReport)
+
     async def unload_adapter(self, name: str) -> None:
         """See :class:`~tercet.protocol.TakesAdapters`."""
-        where = f"adapters/{quote(name, safe='')}"
-        async with self._call(where, None, QUICK, "DELETE") as response:
+        async with self._call(_adapter(name), None, QUICK, "DELETE") as response:
             await self._decode(response, dict[str, Any])
 
     async def status(self) -> EngineStatus:
@@ -387,6 +392,10 @@ class HttpEngine:
         if self._session is None:
             raise RuntimeError("HttpEngine is used outside its async context")
         return self._session
+
+
+def _adapter(name: str) -> str:
+    return f"adapters/{quote(name, safe='')}"
 
 
 def _error_of(status: int, body: bytes) -> TercetError:

@@ -102,7 +102,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """An engine that loads and unloads LoRA adapters while it runs."""
+    """An engine that loads, replaces and unloads LoRA adapters while it runs."""
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
         """Serve the adapter at ``path``, on the engine's machine, under ``name``; what it is.
@@ -110,6 +110,14 @@ class TakesAdapters(Protocol):
         Raises :class:`~tercet.protocol.errors.Unauthorized` if its operator does not allow that,
         :class:`~tercet.protocol.errors.Conflict` for a name or path that stands for something else, and
         :class:`~tercet.protocol.errors.BadRequest` for what is no adapter of its model.
+        """
+        ...
+
+    async def replace_adapter(self, name: str, path: str) -> AdapterReport:
+        """Have ``name`` stand for the adapter at ``path``, whatever it stood for; what it is.
+
+        Raises as :meth:`load_adapter` does, and :class:`~tercet.protocol.errors.Conflict` while requests use what is to
+        be replaced; then nothing changes.
         """
         ...
 

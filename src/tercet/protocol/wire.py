@@ -30,6 +30,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
+Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Prompt = str | list[TokenId]
 
 
@@ -154,7 +155,13 @@ class LoadAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Body of ``POST /tercet/v1/adapters``: a name for the LoRA adapter at ``path``, on the engine's machine."""
 
     name: Name
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    path: Path
+
+
+class ReplaceAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``PUT /tercet/v1/adapters/{name}``: the name stands for the LoRA adapter at ``path`` from now on."""
+
+    path: Path
 
 
 C = TypeVar("C")

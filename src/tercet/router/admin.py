@@ -21,7 +21,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.multimodal import MultiModalFeatures
-from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, decode_call
+from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -62,6 +62,7 @@ class VLLMLoadCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lora_name: Name
     lora_path: Name
+    load_inplace: bool = False
 
 
 class VLLMUnloadCall(msgspec.Struct, frozen=True):
@@ -326,6 +327,13 @@ async def load_adapter(request: Request) -> Response:
     return await _load_adapter(request, call.name, call.path)
 
 
+@router.put("/adapters/{name:path}")
+async def replace_adapter(request: Request, name: str) -> Response:
+    """Have the name of a LoRA adapter stand for what is at this path now, on every engine, unless requests use it."""
+    call = decode_call(await request.body(), ReplaceAdapterCall)
+    return await _replace_adapter(request, name, call.path)
+
+
 @router.delete("/adapters/{name:path}")
 async def unload_adapter(request: Request, name: str) -> Response:
     """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
@@ -333,10 +341,24 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 
 async def _load_adapter(request: Request, name: str, path: str) -> Response:
+    _require_free(request, name)
+    behind = await _shared(request).load_adapter(name, path, _asked(request))
+    return _json(_adapter(request, name), 201, behind)
+
+
+async def _replace_adapter(request: Request, name: str, path: str) -> Response:
+    _require_free(request, name)
+    behind = await _shared(request).replace_adapter(name, path, _asked(request))
+    return _json(_adapter(request, name), behind=behind)
+
+
+def _require_free(request: Request, name: str) -> None:
     if name in request.app.state.tercet_models:
         raise BadRequest(f"name: {name!r} is what the base model is called", "name")
-    behind = await _shared(request).load_adapter(name, path, _asked(request))
-    return _json(next(each for each in _adapters(_fleet(request)) if each["name"] == name), 201, behind)
+
+
+def _adapter(request: Request, name: str) -> dict[str, Any]:
+    return next(each for each in _adapters(_fleet(request)) if each["name"] == name)
 
 
 async def _unload_adapter(request: Request, name: str) -> Response:
@@ -364,7 +386,8 @@ vllms = APIRouter(tags=["tercet"], route_class=_Route)
 async def load_lora_adapter(request: Request) -> Response:
     """As vLLM's."""
     call = decode_call(await request.body(), VLLMLoadCall)
-    await _load_adapter(request, call.lora_name, call.lora_path)
+    change = _replace_adapter if call.load_inplace else _load_adapter
+    await change(request, call.lora_name, call.lora_path)
     return Response(f"Success: LoRA adapter '{call.lora_name}' added successfully.")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 from tercet.fleet import EngineFleet, Member
@@ -34,23 +35,39 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
     at ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine; then it is unloaded again
     where it was not before.
     """
-    takers = [member for member in fleet.members if _takes(member)]
-    if not takers:
-        raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
+    takers = _takers(fleet)
     new = [member for member in takers if name not in member.adapters]
     found = await asyncio.gather(*(_load(member, name, path) for member in takers), return_exceptions=True)
-    reports = {member.name: each for member, each in zip(takers, found, strict=True) if not isinstance(each, Exception)}
-    failed = next((each for each in found if isinstance(each, BaseException)), None)
-    contents = {cast(AdapterReport, report).digest for report in reports.values()}
-    if failed is None and len(contents) > 1:
-        said = ", ".join(f"{engine} {cast(AdapterReport, report).digest}" for engine, report in reports.items())
-        failed = Conflict(f"path: the files at {path} are not the same on all engines: {said}", "path")
+    loaded = [member for member, each in zip(takers, found, strict=True) if not isinstance(each, BaseException)]
     try:
+        failed = _failure(takers, found, path)
         if failed is not None:
-            undone = [member for member in new if member.name in reports]
+            undone = [member for member in new if member in loaded]
             await asyncio.gather(*(_unload(member, name) for member in undone), return_exceptions=True)
             raise failed
-        return cast(AdapterReport, next(iter(reports.values())))
+        return cast(AdapterReport, found[0])
+    finally:
+        await membership.ask(takers)
+
+
+async def replace_everywhere(
+    fleet: EngineFleet, membership: Membership, before: AdapterReport, path: str
+) -> AdapterReport:  # fmt: skip
+    """Have every engine that answers and takes adapters mean by a name what is at ``path``; what it is.
+
+    Raises as :func:`load_everywhere` does, and :class:`~tercet.protocol.Conflict` while requests use what the name
+    stood for ``before``, on any engine. Then those that have replaced it go back to that; one that cannot, since its
+    files are not there any more, is left without.
+    """
+    takers = _takers(fleet)
+    found = await asyncio.gather(*(_replace(member, before.name, path) for member in takers), return_exceptions=True)
+    replaced = [member for member, each in zip(takers, found, strict=True) if not isinstance(each, BaseException)]
+    try:
+        failed = _failure(takers, found, path)
+        if failed is not None:
+            await asyncio.gather(*(_return(member, before) for member in replaced), return_exceptions=True)
+            raise failed
+        return cast(AdapterReport, found[0])
     finally:
         await membership.ask(takers)
 
@@ -115,14 +132,52 @@ class AdapterLoader:
         return refused is None or time.monotonic() - refused[1] > AGAIN_SECONDS
 
 
+def _takers(fleet: EngineFleet) -> list[Member]:
+    takers = [member for member in fleet.members if _takes(member)]
+    if not takers:
+        raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
+    return takers
+
+
+def _failure(
+    takers: Sequence[Member], found: Sequence[AdapterReport | BaseException], path: str
+) -> BaseException | None:  # fmt: skip
+    """Why engines do not all have the same adapter now; None if they have."""
+    failed = next((each for each in found if isinstance(each, BaseException)), None)
+    digests = [each.digest for each in found if isinstance(each, AdapterReport)]
+    if failed is None and len({*digests}) > 1:
+        said = ", ".join(f"{member.name} {digest}" for member, digest in zip(takers, digests, strict=True))
+        failed = Conflict(f"path: the files at {path} are not the same on all engines: {said}", "path")
+    return failed
+
+
 def _takes(member: Member) -> bool:
     return member.reachable and member.max_adapters > 0
 
 
 async def _load(member: Member, name: str, path: str) -> AdapterReport:
+    async with _in_time(member, name):
+        return await _of(member).load_adapter(name, path)
+
+
+async def _replace(member: Member, name: str, path: str) -> AdapterReport:
+    async with _in_time(member, name):
+        return await _of(member).replace_adapter(name, path)
+
+
+async def _return(member: Member, before: AdapterReport) -> None:
+    """Have an engine that has replaced an adapter mean what it was again; or nothing, if that cannot be had."""
+    with suppress(TercetError):
+        if (await _replace(member, before.name, before.path)).digest == before.digest:
+            return
+    await _unload(member, before.name)
+
+
+@asynccontextmanager
+async def _in_time(member: Member, name: str) -> AsyncGenerator[None]:
     try:
         async with asyncio.timeout(LOAD_SECONDS):
-            return await _of(member).load_adapter(name, path)
+            yield
     except TimeoutError:
         raise EngineUnreachable(f"{member.name} has not loaded {name!r} within {LOAD_SECONDS:.0f} s") from None
 

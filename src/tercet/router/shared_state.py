@@ -17,7 +17,7 @@ from tercet.aio import TaskSet, run_in_thread
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, TercetError, UnknownAdapter
-from tercet.router.fleet_adapters import load_everywhere, unload_everywhere
+from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.fleet_state import AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.recovery import LOOK_SECONDS
@@ -257,6 +257,18 @@ class SharedState:
         report = await load_everywhere(self._fleet, self._membership, name, path)
         adapter = AdapterState(name, path, report.digest)
         return await self.change(lambda state: state.with_adapter(adapter), reason)
+
+    async def replace_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
+        """Have an adapter's name stand for what is at ``path`` now; one that nobody has yet is loaded.
+
+        Raises :class:`~tercet.protocol.Conflict` while requests use what it stands for.
+        """
+        before = self._fleet.adapters.get(name)
+        if before is None:
+            return await self.load_adapter(name, path, reason)
+        report = await replace_everywhere(self._fleet, self._membership, before, path)
+        adapter = AdapterState(name, path, report.digest)
+        return await self.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
 
     async def unload_adapter(self, name: str, reason: str = ASKED) -> Sequence[str]:
         """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""

@@ -44,12 +44,12 @@ def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
 
 
 def _of_adapters(before: FleetState, after: FleetState) -> Iterator[Change]:
-    known, wanted = ({each.name: each.path for each in state.adapters} for state in (before, after))
+    known, wanted = ({each.name: each for each in state.adapters} for state in (before, after))
     for name in known.keys() - wanted.keys():
         yield Change(events.ADAPTER_UNLOADED, {"adapter": name})
-    for name, path in wanted.items():
-        if known.get(name) != path:
-            yield Change(events.ADAPTER_LOADED, {"adapter": name, "path": path})
+    for name, adapter in wanted.items():
+        if known.get(name) != adapter:
+            yield Change(events.ADAPTER_LOADED, {"adapter": name, "path": adapter.path})
 
 
 def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:

@@ -33,6 +33,7 @@ from tercet.protocol.wire import (
     ReleaseAnswer,
     ReleaseCall,
     RemoteSendCall,
+    ReplaceAdapterCall,
     StartGenerateCall,
     decode_call,
     require_incarnation,
@@ -275,6 +276,13 @@ async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows that."""
     call = await _call(request, LoadAdapterCall)
     return _json(await _verbs(request).adapters.load(call.name, call.path))
+
+
+@router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
+async def replace_adapter(request: Request, name: str) -> Response:
+    """Have the name of a LoRA adapter stand for what is at this path now, unless requests use it."""
+    call = await _call(request, ReplaceAdapterCall)
+    return _json(await _verbs(request).adapters.replace(name, call.path))
 
 
 @router.delete("/adapters/{name:path}")

@@ -298,8 +298,8 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="adapters",
-        what="Adapters are found, loaded and unloaded where vLLM's own API has them, none is replaced in place, and a "
-        "lease's request names one",
+        what="Adapters are found, loaded and unloaded where vLLM's own API has them, one that is loaded in place gets "
+        "a number of its own, and a lease's request names one",
         why="KV of an adapter has the same names whoever computes it, no request goes on with other weights, and who "
         "uses which one is reported",
         until="an engine's adapters are known beside its OpenAI layer",
@@ -308,6 +308,9 @@ ENGINE_HOOKS = (
             Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
             Takes(f"{SERVING_MODELS}.load_lora_adapter", "request"),
             Says(f"{SERVING_MODELS}.load_lora_adapter", "load_inplace=request.load_inplace"),
+            Says(f"{SERVING_MODELS}.__init__", "self.lora_id_counter = AtomicCounter(0)"),
+            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states: dict[str, RequestState]"),
+            Says(f"{OUTPUTS}:RequestState.__init__", "self.lora_name = "),
             Takes("vllm.lora.request:LoRARequest", "load_inplace"),
             Takes(f"{SERVING_MODELS}.unload_lora_adapter", "request"),
             Says(f"{SERVING_MODELS}.load_lora_adapter", "await self.engine_client.add_lora(lora_request)"),
@@ -317,7 +320,11 @@ ENGINE_HOOKS = (
             Takes("vllm.lora.utils:get_adapter_absolute_path", "lora_path"),
             Takes(f"{REQUEST}.__init__", "lora_request"),
             Takes(f"{ASYNC_LLM}.add_request", "lora_request"),
-            Says("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys", "lora_request.lora_name"),
+            Says(
+                "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
+                "lora_request.lora_name",
+                "lora_request.lora_path",
+            ),
             Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.lora_states = LoRARequestStates("),
             Says("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
         ),

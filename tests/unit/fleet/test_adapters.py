@@ -53,6 +53,9 @@ class Host:
         self.adapters[name] = AdapterReport(name, path, self.contents)
         return self.adapters[name]
 
+    async def replace_adapter(self, name: str, path: str) -> AdapterReport:
+        return await self.load_adapter(name, path)
+
     async def unload_adapter(self, name: str) -> None:
         if self.adapters.pop(name, None) is None:
             raise UnknownAdapter(f"there is no {name}")

@@ -29,11 +29,13 @@ from .test_shared_state import joined
 
 
 class Host(Engine):
-    """An engine that takes adapters; ``contents`` are at every path of its machine."""
+    """An engine that takes adapters; ``contents`` are at every path of its machine but those that ``others`` names."""
 
     def __init__(self, name: str, contents: str = "1") -> None:
         super().__init__(name)
         self.contents = contents
+        self.others: dict[str, str] = {}
+        self.in_use = False
         self.refusal: Exception | None = None
         self.adapters: dict[str, AdapterReport] = {}
 
@@ -44,8 +46,13 @@ class Host(Engine):
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
         if self.refusal is not None:
             raise self.refusal
-        self.adapters[name] = AdapterReport(name, path, self.contents)
+        self.adapters[name] = AdapterReport(name, path, self.others.get(path, self.contents))
         return self.adapters[name]
+
+    async def replace_adapter(self, name: str, path: str) -> AdapterReport:
+        if self.in_use:
+            raise Conflict(f"name: {name!r} is in use", "name")
+        return await self.load_adapter(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         if self.adapters.pop(name, None) is None:
@@ -152,6 +159,44 @@ async def test_vllms_own_routes_are_there_if_its_variable_says_so(door: Door, ho
         answer = await asked.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
         assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'a' removed successfully.")
         assert not any(host.adapters for host in hosts.values())
+
+
+@pytest.mark.parametrize("route", ["/tercet/v1/adapters/a", "/v1/load_lora_adapter"])
+async def test_an_adapter_is_replaced_everywhere_or_nowhere(door: Door, hosts: dict[str, Host], route: str) -> None:
+    async with client(door, loads_adapters=True) as asked:
+
+        async def replaced(path: str) -> httpx.Response:
+            if route.startswith("/v1"):
+                body = {"lora_name": "a", "lora_path": path, "load_inplace": True}
+                return await asked.post(route, json=body)
+            return await asked.put(route, json={"path": path})
+
+        assert (await replaced("/1")).status_code == 200  # there is none yet
+        for host in hosts.values():
+            host.others["/2"] = "2"
+        hosts["d"].in_use = True
+        refused = await replaced("/2")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+        assert [host.adapters["a"].digest for host in hosts.values()] == ["1", "1"]
+        assert door.shared.state.adapters == (AdapterState("a", "/1", "1"),)
+        hosts["d"].in_use = False
+        assert (await replaced("/2")).status_code == 200
+        assert door.shared.state.adapters == (AdapterState("a", "/2", "2"),)
+        assert door.fleet.adapters == {"a": AdapterReport("a", "/2", "2")}
+        assert door.fleet.pinned(Request(seq_id="s", prompt=(1,), adapter="a")).adapter_digest == "2"
+
+
+async def test_an_engine_that_cannot_go_back_is_left_without(door: Door, hosts: dict[str, Host]) -> None:
+    """The files that it had are overwritten, and another engine still uses what they were."""
+    await door.shared.load_adapter("a", "/a")
+    hosts["p"].contents, hosts["d"].in_use = "2", True
+    with pytest.raises(Conflict, match="in use"):
+        await door.shared.replace_adapter("a", "/a")
+    assert {name: bool(host.adapters) for name, host in hosts.items()} == {"p": False, "d": True}
+    hosts["d"].contents, hosts["d"].in_use = "2", False
+    await door.shared.replace_adapter("a", "/a")
+    assert {host.adapters["a"].digest for host in hosts.values()} == {"2"}
+    assert door.fleet.adapters["a"].digest == "2"
 
 
 async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(

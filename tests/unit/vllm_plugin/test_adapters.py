@@ -16,13 +16,14 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, RankAddress, Unauthorized, UnknownAdapter
 from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.vllm_plugin.engine import core_methods
-from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, digest_of
+from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, _require_done, digest_of
 from tercet.vllm_plugin.engine.call_checks import check_adapter
 from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
 
@@ -50,7 +51,7 @@ class Models:
         self._numbers += 1
         self.lora_requests[name] = Adapter(name, self._numbers, path, "").to_vllm()
 
-    async def load_lora_adapter(self, request: Any) -> Any:
+    async def load_lora_adapter(self, request: Any, base_model_name: str | None = None) -> Any:
         if self.refusal is not None:
             return SimpleNamespace(error=SimpleNamespace(code=400, message=self.refusal))
         self.put(request.lora_name, request.lora_path)
@@ -137,10 +138,15 @@ async def test_who_wants_other_contents_is_refused(adapters: Adapters, models: M
 
 
 class Client:
-    """As much of vLLM's client as loads adapters; ``before`` happens while it does."""
+    """As much of vLLM's client as loads adapters; ``before`` happens while it does. ``running`` are users of some."""
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.before = before
+        self.running = dict[str, Any]()
+
+    @property
+    def output_processor(self) -> Any:
+        return SimpleNamespace(request_states=self.running)
 
     async def add_lora(self, lora_request: Any) -> bool:
         self.before()
@@ -180,41 +186,129 @@ class Loading(Models):
 
     def __init__(self) -> None:
         super().__init__()
-        self.client, self.loaded = Client(), list[Any]()
+        self.client, self.loaded, self.lora_id_counter = Client(), list[Any](), AtomicCounter(0)
 
-    async def load_lora_adapter(self, request: Any) -> Any:
-        asked = LoRARequest(request.lora_name, 7, request.lora_path, load_inplace=request.load_inplace)
+    async def load_lora_adapter(self, request: Any, base_model_name: str | None = None) -> Any:
+        name, known = request.lora_name, self.lora_requests.get(request.lora_name)
+        if known is not None and not request.load_inplace:
+            return SimpleNamespace(error=SimpleNamespace(code=400, message=f"{name} has been loaded"))
+        number = self.lora_id_counter.inc(1) if known is None else known.lora_int_id
+        asked = LoRARequest(name, number, request.lora_path, load_inplace=request.load_inplace)
         await self.client.add_lora(asked)
         self.loaded.append(asked)
-        return await super().load_lora_adapter(request)
+        self.lora_requests[name] = asked
+        return "Success"
+
+    def runs(self, *names: str) -> None:
+        self.client.running = {name: SimpleNamespace(lora_name=name) for name in names}
 
 
 @pytest.fixture
-async def in_place(monkeypatch: pytest.MonkeyPatch) -> Loading:
+def loading() -> Loading:
+    return Loading()
+
+
+@pytest.fixture
+async def watched(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> Adapters:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    models = Loading()
-    await Adapters(lambda: models, 2).watch(models.client)  # type: ignore[arg-type,return-value]
-    return models
+    found = Adapters(lambda: loading, 2)  # type: ignore[arg-type,return-value]
+    await found.watch(loading.client)  # type: ignore[arg-type]
+    return found
 
 
 def asked(name: str, path: str) -> LoadLoRAAdapterRequest:
     return LoadLoRAAdapterRequest(lora_name=name, lora_path=path, load_inplace=True)
 
 
-async def test_vllms_own_api_replaces_no_weights_that_requests_run_with(in_place: Loading, tmp_path: Path) -> None:
-    await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
-    with pytest.raises(Conflict, match="unload it first"):
-        await in_place.load_lora_adapter(asked("a", write(tmp_path / "b", b"others")))
-    with pytest.raises(Conflict, match="from another path"):
-        await in_place.load_lora_adapter(asked("a", write(tmp_path / "a", b"others")))
-    assert len(in_place.loaded) == 1
+@pytest.mark.parametrize("where", ["from another path", "from the same path"])
+async def test_nothing_is_replaced_while_it_is_used(
+    loading: Loading, watched: Adapters, tmp_path: Path, where: str
+) -> None:  # fmt: skip
+    path = write(tmp_path / "a")
+    before = await watched.load("a", path)
+    old = await watched.find("a")
+    other = write(tmp_path / ("a" if "same" in where else "b"), b"others, of another length")
+    loading.runs("b", "a")
+    for replacing in (watched.replace("a", other), loading.load_lora_adapter(asked("a", other))):
+        with pytest.raises(Conflict, match="in use"):
+            await replacing
+    loading.runs()
+    leased = ["a"]
+    watched.count_users(lambda: leased)
+    with pytest.raises(Conflict, match="in use"):
+        await watched.replace("a", other)
+    assert len(loading.loaded) == 1
+    leased.clear()
+    loading.runs("b")
+    after = await watched.replace("a", other)
+    new = await watched.find("a", after.digest)
+    assert after.digest != before.digest
+    assert (after.name, after.path) == ("a", other)
+    assert old is not None
+    assert new is not None
+    assert old.number != new.number, "what runs keeps the weights of its own number"
+    assert old.path != new.path, "vLLM names KV by name and path"
+    assert Path(new.path).samefile(other)
+    with pytest.raises(UnknownAdapter, match="other contents"):
+        await watched.find("a", before.digest)
 
 
-async def test_what_is_loaded_in_place_is_not_read_again_by_each_step(in_place: Loading, tmp_path: Path) -> None:
+async def test_contents_that_come_back_find_the_kv_that_they_left(watched: Adapters, tmp_path: Path) -> None:
+    path, names = write(tmp_path / "a"), list[Any]()
+    for weights in (b"weights", b"2", b"3", b"weights", b"3"):
+        write(tmp_path / "a", weights)
+        await watched.replace("a", path)
+        found = await watched.find("a")
+        names.append(found and (found.path, found.digest))
+    assert names[0] == names[3]
+    assert names[2] == names[4]
+    assert len({*names}) == len({path for path, _ in names}) == len({digest for _, digest in names}) == 3
+
+
+async def test_what_is_loaded_in_place_is_not_read_again_by_each_step(
+    loading: Loading, watched: Adapters, tmp_path: Path
+) -> None:
     """The flag would stay with every request for it."""
-    await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
-    assert "already" in await in_place.load_lora_adapter(asked("a", write(tmp_path / "a")))
-    assert [each.load_inplace for each in in_place.loaded] == [False]
+    await loading.load_lora_adapter(asked("a", write(tmp_path / "a")))
+    loading.runs("a")
+    assert "already" in await loading.load_lora_adapter(asked("a", write(tmp_path / "a")))
+    loading.runs()
+    await loading.load_lora_adapter(asked("a", write(tmp_path / "b", b"others")))
+    assert [each.load_inplace for each in loading.loaded] == [False, False]
+
+
+async def test_what_was_unloaded_is_loaded_anew_with_other_contents(
+    loading: Loading, watched: Adapters, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a")
+    before = await watched.load("a", path)
+    await watched.unload("a")
+    write(tmp_path / "a", b"others, of another length")
+    loading.runs("a")  # it goes on, and may have its weights read again from there
+    with pytest.raises(Conflict, match="in use"):
+        await watched.load("a", path)
+    loading.runs()
+    after = await watched.load("a", path)
+    assert (after.path, await watched.load("a", path)) == (path, after)
+    assert after.digest != before.digest
+    with pytest.raises(BadRequest, match="has been loaded"):
+        _require_done(await loading.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="a", lora_path=path)))
+
+
+async def test_what_cannot_be_loaded_replaces_nothing(loading: Loading, watched: Adapters, tmp_path: Path) -> None:
+    before = await watched.load("a", write(tmp_path / "a"))
+    other = write(tmp_path / "b", b"others")
+
+    def refuse() -> None:
+        raise ValueError("its rank is too large")
+
+    loading.client.before = refuse
+    with pytest.raises(ValueError, match="rank"):
+        await watched.replace("a", other)
+    assert await watched.reports() == (before,)
+    loading.client.before = lambda: None
+    write(tmp_path / "b", b"mended, of another length")
+    assert (await watched.replace("a", other)).path == other
 
 
 async def test_what_is_no_adapter_is_vllms_to_refuse(adapters: Adapters, tmp_path: Path) -> None:
@@ -253,17 +347,6 @@ async def test_an_adapter_is_loaded_once_and_unloaded(adapters: Adapters, models
     await adapters.unload("a")
     with pytest.raises(UnknownAdapter):
         await adapters.unload("a")
-
-
-async def test_other_contents_under_the_same_name_and_path_are_not_loaded(adapters: Adapters, tmp_path: Path) -> None:
-    """vLLM's names of KV blocks are made of name and path: it would take the old one's KV for the new one's."""
-    path = write(tmp_path / "a")
-    await adapters.load("a", path)
-    await adapters.unload("a")
-    write(tmp_path / "a", b"others")
-    with pytest.raises(Conflict, match="from another path"):
-        await adapters.load("a", path)
-    assert (await adapters.load("a", write(tmp_path / "moved", b"others"))).name == "a"
 
 
 async def test_what_vllm_refuses_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:

@@ -1,49 +1,40 @@
 """LoRA adapters of this engine: which it has by name, and whether their contents are still what they were.
 
 Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, on its methods
-``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse,
-and on whatever loads an adapter while the server runs doing it by ``AsyncLLM.add_lora``.
+``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse, on
+its ``lora_id_counter`` giving numbers that no adapter has had, on whatever loads an adapter while the server runs doing
+it by ``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` being all requests that are not over.
 
 vLLM names KV by an adapter's name and path. What is at the path may be other than it was, so here KV goes by a digest
-of the files; and an adapter whose files are not what they were when it was met is served to nobody.
+of the files, other contents get another path (:mod:`~tercet.vllm_plugin.engine.adapter_contents`), and an adapter whose
+files are not what they were when it was met is served to nobody.
 
 vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they go on with KV of the
-old ones, and from then on each step reads the files again. So here nothing is replaced under a name that is in use.
+old ones, and from then on each step reads the files again. So here what is loaded in place gets a number of its own,
+and while anything uses the old contents they are not replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import os
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import envs
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
 
 from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, EngineError, Unauthorized, UnknownAdapter
+from tercet.vllm_plugin.engine.adapter_contents import Contents, read_contents
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.*", "new_embeddings.*")
-# Who trained it on what, and where that lay, does not change what it computes.
-IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"})
 ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-READ_BYTES = 1 << 20
-Stamp = tuple[tuple[str, int, int, int], ...]
 Load = Callable[..., Awaitable[Any]]
 
 
@@ -66,35 +57,38 @@ def digest_of(adapter: Adapter | None) -> str:
     return "" if adapter is None else adapter.digest
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What was found at a path: ``digest`` of its files, and ``stamp``, which changes when they do."""
-
-    digest: str
-    stamp: Stamp
-
-
 class Adapters:
     """The adapters that vLLM's own API has, which ``models`` gives; ``most`` in one step, 0 if LoRA is off."""
 
     def __init__(self, models: Callable[[], OpenAIServingModels], most: int) -> None:
         self.most = most
         self._models = models
-        self._met: dict[tuple[str, str], _Contents] = {}  # by name and path, as vLLM names KV
+        self._vllms_load: Load | None = None
+        self._met: dict[tuple[str, str], Contents] = {}  # by name and path, as vLLM names KV
+        self._given: dict[str, str] = {}  # how callers spell a path that is spelled otherwise here
+        self._users: list[Callable[[], Iterable[str | None]]] = []
         self._reading, self._changing = asyncio.Lock(), asyncio.Lock()
+
+    def count_users(self, names: Callable[[], Iterable[str | None]]) -> None:
+        """``names`` are those of adapters in use: what they stand for is not replaced then."""
+        self._users.append(names)
 
     async def watch(self, client: AsyncLLM) -> None:
         """Know the contents of every adapter as vLLM loads it: of those that it has now, and of any that it will have.
 
         Read later, a digest could be of files that are not those which were loaded.
         """
+        self.count_users(lambda: [each.lora_name for each in client.output_processor.request_states.values()])
         if self.most:
             models = self._models()
-            models.load_lora_adapter = partial(self._load_in_place, models.load_lora_adapter)
+            self._vllms_load = models.load_lora_adapter
+            models.load_lora_adapter = self._load_by_vllms_api
         load = client.add_lora
 
         async def add_lora(lora_request: LoRARequest) -> bool:
-            lora_request.load_inplace = False  # its number is new: what it would replace is nobody's
+            if lora_request.load_inplace:
+                lora_request.load_inplace = False
+                lora_request.lora_int_id = self._models().lora_id_counter.inc(1)
             key = lora_request.lora_name, lora_request.lora_path
             known = key in self._met
             with suppress(BadRequest):  # vLLM says it, too, and to whoever asked for it
@@ -109,15 +103,58 @@ class Adapters:
         client.add_lora = add_lora
         await self.reports()
 
-    async def _load_in_place(self, load: Load, request: LoadLoRAAdapterRequest, *base_model: Any, **named: Any) -> Any:
-        """vLLM's own ``load``, which replaces no weights that requests run with: as :meth:`load`, and raises so."""
-        if not request.load_inplace:
-            return await load(request, *base_model, **named)
+    async def _load_by_vllms_api(
+        self, request: LoadLoRAAdapterRequest, base_model_name: str | None = None
+    ) -> Any:  # fmt: skip
+        """In place of vLLM's own. Raises :class:`~tercet.protocol.Conflict` where contents in use would be replaced."""
         async with self._changing:
-            if request.lora_name not in self._known():
-                return await load(request, *base_model, **named)
-            await self._load(request.lora_name, request.lora_path)
-            return f"Success: LoRA adapter '{request.lora_name}' has these contents already."
+            return await self._load_by_vllm(request, base_model_name)
+
+    async def _load_by_vllm(self, request: LoadLoRAAdapterRequest, base_model_name: str | None = None) -> Any:
+        name, path = request.lora_name, request.lora_path
+        known, load = self._known().get(name), self._vllms_load or self._models().load_lora_adapter
+        try:
+            found = await asyncio.to_thread(read_contents, path)
+        except BadRequest:
+            found = None
+        if found is None or (known is not None and not request.load_inplace):
+            return await load(request, base_model_name)  # which is refused
+        if known is not None and self._path_of(known) == path and self._still_there(known, found):
+            return f"Success: LoRA adapter '{name}' has these contents already."
+        spelled = self._spelled(name, path, found)
+        if known is not None or spelled != path:
+            self._require_unused(name)
+        return await load(request.model_copy(update={"lora_path": spelled}), base_model_name)
+
+    def _still_there(self, known: LoRARequest, found: Contents) -> bool:
+        """Whether what was ``found`` at the path of an adapter is what it was loaded from; its files are those then."""
+        key = known.lora_name, known.lora_path
+        met = self._met.get(key)
+        if met is None or met.digest != found.digest:
+            return False
+        self._met[key] = found
+        return True
+
+    def _spelled(self, name: str, path: str, found: Contents) -> str:
+        """The path by which vLLM names KV of these contents, and of no others."""
+        named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
+        spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
+        if met is not None:
+            self._met[name, spelled] = found
+        self._given[spelled] = path
+        return spelled
+
+    def _path_of(self, known: LoRARequest) -> str:
+        """Where an adapter is, as whoever loaded it has spelled that."""
+        return self._given.get(known.lora_path, known.lora_path)
+
+    def _require_unused(self, name: str) -> None:
+        if any(name in names() for names in self._users):
+            raise Conflict(
+                f"name: {name!r} is in use, and requests stay with the weights that they began with; try again when "
+                "none uses it, or load the new ones under another name",
+                "name",
+            )
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
         """The adapter of that name; None for the base model. Any contents will do if no ``digest`` is wanted.
@@ -146,11 +183,8 @@ class Adapters:
         """Those that can be served: of the others, whose files have changed or cannot be read, whoever asks is told."""
         found: list[AdapterReport] = []
         for name in list(self._known()):
-            try:
-                adapter = await self._named(name)
-            except (UnknownAdapter, Conflict, BadRequest):
-                continue
-            found.append(AdapterReport(adapter.name, adapter.path, adapter.digest))
+            with suppress(UnknownAdapter, Conflict, BadRequest):
+                found.append(await self._reported(name))
         return tuple(found)
 
     async def load(self, name: str, path: str) -> AdapterReport:
@@ -160,30 +194,36 @@ class Adapters:
         :class:`~tercet.protocol.Conflict` for a name that is another one's, or other contents than before, and
         :class:`~tercet.protocol.BadRequest` for what vLLM cannot load.
         """
-        self._require_allowed()
-        if not self.most:
-            raise BadRequest("adapter: this engine was started without --enable-lora", "adapter")
+        self._require_loading()
         async with self._changing:
-            return await self._load(name, path)
-
-    async def _load(self, name: str, path: str) -> AdapterReport:
-        known = self._models().lora_requests.get(name)
-        if known is not None and known.lora_path != path:
-            raise Conflict(f"name: {name!r} is the adapter at {known.lora_path}; unload it first", "name")
-        before = self._met.get((name, path))
-        if before is not None:
-            found = await asyncio.to_thread(_read, path)
-            if found.digest != before.digest:
+            known = self._known().get(name)
+            if known is None:
+                await self._asked_of_vllm(name, path)
+            elif self._path_of(known) != path:
+                raise Conflict(f"name: {name!r} is the adapter at {self._path_of(known)}; unload it first", "name")
+            elif not self._still_there(known, await asyncio.to_thread(read_contents, path)):
                 raise _changed(name, path)
-            self._met[name, path] = found
-        if known is None:
-            from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+            return await self._reported(name)
 
-            _require_done(
-                await self._models().load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
-            )
+    async def replace(self, name: str, path: str) -> AdapterReport:
+        """Have a name stand for what is at ``path`` now, whatever it stood for; one that nobody has yet is loaded.
+
+        Raises as :meth:`load` does, and :class:`~tercet.protocol.Conflict` while other contents of that name are in
+        use; then nothing changes.
+        """
+        self._require_loading()
+        async with self._changing:
+            await self._asked_of_vllm(name, path, load_inplace=True)
+            return await self._reported(name)
+
+    async def _asked_of_vllm(self, name: str, path: str, **how: bool) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        _require_done(await self._load_by_vllm(LoadLoRAAdapterRequest(lora_name=name, lora_path=path, **how)))
+
+    async def _reported(self, name: str) -> AdapterReport:
         adapter = await self._named(name)
-        return AdapterReport(name, path, adapter.digest)
+        return AdapterReport(name, self._given.get(adapter.path, adapter.path), adapter.digest)
 
     async def unload(self, name: str) -> None:
         """No more requests for it, whatever its files are now; what runs with it goes on.
@@ -213,18 +253,23 @@ class Adapters:
     async def _met_as(self, request: LoRARequest) -> Adapter:
         name, path = request.lora_name, request.lora_path
         contents = await self._contents(request)
-        if _stamp(contents.stamp) != contents.stamp:
-            raise _changed(name, path)
+        if not contents.are_there:
+            raise _changed(name, self._path_of(request))
         return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
 
-    async def _contents(self, request: LoRARequest) -> _Contents:
+    async def _contents(self, request: LoRARequest) -> Contents:
         """What was found when an adapter of this name was first met at its path; that is now, if it was not yet."""
         key = request.lora_name, request.lora_path
         if key not in self._met:
             async with self._reading:
                 if key not in self._met:
-                    self._met[key] = await asyncio.to_thread(_read, request.lora_path)
+                    self._met[key] = await asyncio.to_thread(read_contents, request.lora_path)
         return self._met[key]
+
+    def _require_loading(self) -> None:
+        self._require_allowed()
+        if not self.most:
+            raise BadRequest("adapter: this engine was started without --enable-lora", "adapter")
 
     @staticmethod
     def _require_allowed() -> None:
@@ -238,8 +283,8 @@ class Adapters:
 
 def _changed(name: str, path: str) -> Conflict:
     return Conflict(
-        f"adapter: the files at {path} are not those that {name!r} was loaded from, and KV may be here that the old "
-        "ones made; put them back, or load the new ones from another path",
+        f"adapter: the files at {path} are not those that {name!r} was loaded from; put them back, or load the new "
+        "ones in place, once no request uses it",
         "adapter",
     )
 
@@ -249,35 +294,3 @@ def _require_done(answer: Any) -> None:
     if error is not None:
         kind = BadRequest if error.code in (400, 404) else EngineError
         raise kind(f"adapter: {error.message}", "adapter")
-
-
-def _read(path: str) -> _Contents:
-    """What is at an adapter's path, all of it: adapters are small. Raises ``BadRequest`` if that is none."""
-    root = Path(get_adapter_absolute_path(path))
-    files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        stamp = _stamp(tuple((str(file), 0, 0, 0) for file in files))
-        config: dict[str, Any] = json.loads(files[0].read_bytes())
-        kept = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
-        for file in files[1:]:
-            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as opened:
-                while part := opened.read(READ_BYTES):
-                    digest.update(part)
-    except (OSError, ValueError) as error:
-        raise BadRequest(f"path: {path} has no adapter: {error}", "path") from error
-    return _Contents(digest.hexdigest(), stamp)
-
-
-def _stamp(of: Stamp) -> Stamp:
-    """The files of a stamp as they are now; a file that is gone has none."""
-    found: list[tuple[str, int, int, int]] = []
-    for file, *_ in of:
-        try:
-            about = os.stat(file)
-        except OSError:
-            continue
-        found.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
-    return tuple(found)

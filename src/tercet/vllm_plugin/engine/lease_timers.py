@@ -92,6 +92,10 @@ class LeaseTimers:
         """Whether the sequence has a lease."""
         return seq_id in self._of_seq
 
+    def adapters(self) -> list[str]:
+        """The names of those adapters that leases are for."""
+        return [held.adapter.name for held in self._leases.values() if held.adapter is not None]
+
     async def reserve(
         self,
         seq_id: str,

@@ -107,6 +107,7 @@ class EngineVerbs:
         self._tasks = TaskSet()
         self._agents = agents
         self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
+        adapters.count_users(self._leases.adapters)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
         self._generated = SequenceTable(partial(core.call, core_methods.sequences))
         self._numbers = itertools.count(1)
