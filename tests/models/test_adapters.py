@@ -41,8 +41,8 @@ def fleet(
     """Two engines that begin with the adapters a and b, with what flags of vLLM's a test asks for."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     modules = [part for name in "ab" for part in ("--lora-modules", f"{name}={adapters[name]}")]
-    args = ("--program-arg", "min_send=1", *modules, "--", "--max-model-len", "1024", "--max-loras", "2")
-    more = ("--max-num-batched-tokens", "256", *getattr(request, "param", ()))
+    args = ("--program-arg", "min_send=1", *modules, "--", "--max-loras", "2", "--max-num-batched-tokens", "256")
+    more = getattr(request, "param", ("--max-model-len", "1024"))
     running = start_fleet(tmp_path, *args, *more, model=str(checkpoint("llama")))
     yield running
     running.stop()
@@ -141,16 +141,20 @@ async def _contents(fleet: Fleet, adapters: dict[str, str]) -> None:
         await sender.unload_adapter("c")
 
 
-# A block of them is nobody's. Each of the five requests below needs five in the end, and three in the beginning.
-FEW_BLOCKS = 16
+# With fewer blocks the tiny model's KV would be too little to be shared. One of them is nobody's.
+FEW_BLOCKS = 128
+SHARERS = ("a", "b", "a", None, "a", "b")
+# Together they have 120 blocks in the beginning, and want 132 in the end.
+PROMPT, OUTPUT = 20 * BLOCK - 20, BLOCK + 60
+SMALL_POOL = ("--max-model-len", "4096", "--num-gpu-blocks-override", str(FEW_BLOCKS))
 
 
-@pytest.mark.parametrize("fleet", [("--num-gpu-blocks-override", str(FEW_BLOCKS))], indirect=True)
+@pytest.mark.parametrize("fleet", [SMALL_POOL], indirect=True)
 async def test_preempted_requests_go_on_with_their_adapters(fleet: Fleet) -> None:
     """Requests outgrow the pool together, one of them on a lease that another engine has filled."""
     source, target = fleet.engine_url("prefill"), fleet.engine_url("decode")
     base = get_json(f"{fleet.url}/v1/models")["data"][0]["id"]
-    sampling: dict[str, Any] = {"max_tokens": 5 * BLOCK - 301, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": OUTPUT, "ignore_eos": True}
 
     async def generated(engine: HttpEngine, request: Request) -> list[int]:
         return [token async for output in engine.start_generate(request) for token in output.token_ids]
@@ -158,21 +162,28 @@ async def test_preempted_requests_go_on_with_their_adapters(fleet: Fleet) -> Non
     async with HttpEngine("prefill", source) as sender, HttpEngine("decode", target) as receiver:
         free = (await settled(receiver)).free_blocks
         assert free == FEW_BLOCKS - 1
-        requests = [_request(300, adapter, uuid.uuid4().hex, **sampling) for adapter in ("a", "b", "a", None, "b")]
-        expected = {
-            name: await alone(source, prompt_of(300, seed=3), model=name or base, **sampling)
-            for name in ("a", "b", None)
-        }
+        requests = [_request(PROMPT, adapter, uuid.uuid4().hex, **sampling) for adapter in SHARERS]
+        expected = dict[str | None, list[int]]()
+        for name in ("a", "b", None):
+            expected[name] = await alone(source, prompt_of(PROMPT, seed=3), model=name or base, **sampling)
         assert len({tuple(tokens) for tokens in expected.values()}) == 3
         before = await _preemptions(target)
-        async with receiver.prep_recv(requests[0]) as space:
-            sent = await sender.remote_send(requests[0], space, 0)
-            assert sent.end == 300
-            found = await asyncio.gather(*(generated(receiver, request) for request in requests))
-        assert found == [expected[request.adapter] for request in requests]
+        *others, adopting = requests
+        async with receiver.prep_recv(adopting) as space:
+            assert (await sender.remote_send(adopting, space, 0)).end == PROMPT
+            running = [asyncio.create_task(generated(receiver, request)) for request in others]
+            await _until_busy(receiver, len(others))
+            # The last to come is the first that vLLM preempts.
+            found = [await generated(receiver, adopting), *await asyncio.gather(*running)]
+        assert found == [expected[request.adapter] for request in (adopting, *others)]
         assert await _preemptions(target) > before
         for engine in (sender, receiver):
             assert (await settled(engine)).free_blocks == free
+
+
+async def _until_busy(engine: HttpEngine, requests: int) -> None:
+    while (status := await engine.status()).running + status.waiting < requests:
+        await asyncio.sleep(0.05)
 
 
 async def _preemptions(url: str) -> float:

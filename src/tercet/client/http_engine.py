@@ -30,6 +30,7 @@ from tercet.protocol import (
     Output,
     OutputStream,
     Request,
+    RequestTooLarge,
     Reservation,
     Sent,
     SequenceReport,
@@ -40,6 +41,7 @@ from tercet.protocol import (
 from tercet.protocol.bearer import bearer
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import (
+    JSON,
     PREFIX,
     UNREADABLE,
     AbortCall,
@@ -54,6 +56,8 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     ReplaceAdapterCall,
     StartGenerateCall,
+    encode_call,
+    large_field_of,
 )
 from tercet.streams import EngineConnection, StreamListener
 
@@ -61,7 +65,6 @@ T = TypeVar("T")
 DATA = b"data: "
 # An output with the log probabilities of a long prompt is one line.
 LONGEST_LINE = 16 * 1024 * 1024
-JSON = {"content-type": "application/json"}
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
 SILENCE_SECONDS = 300.0
 # A verb that only books or frees waits for one engine step at most.
@@ -352,16 +355,20 @@ class HttpEngine:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         method = method or ("GET" if call is None else "POST")
         url = f"{self.url}{PREFIX}/{verb}"
-        body = None if call is None else msgspec.json.encode(call)
+        body, content_type = (None, JSON) if call is None else encode_call(call)
+        headers = {"content-type": content_type, **headers}
         try:
-            response = await self._client.request(method, url, data=body, headers=JSON | headers, timeout=timeout)
+            response = await self._client.request(method, url, data=body, headers=headers, timeout=timeout)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
         try:
             if response.status >= 400:
-                await self._decode(response, dict[str, Any])
+                try:
+                    await self._decode(response, dict[str, Any])
+                except RequestTooLarge as error:
+                    raise self._too_large(error, call) from error
             yield response
         finally:
             # Closing an unfinished answer is how the engine learns that nobody waits for it any more.
@@ -375,6 +382,13 @@ class HttpEngine:
         if response.status >= 400:
             raise _error_of(response.status, body)
         return self._understood(body, kind)
+
+    def _too_large(self, error: RequestTooLarge, call: msgspec.Struct | None) -> RequestTooLarge:
+        """An engine that has not read a body cannot say what in it is too much."""
+        if error.param is not None or call is None:
+            return error
+        large = large_field_of(call)
+        return RequestTooLarge(f"{large}: too large for {self.name}: {error.message}", large)
 
     def _understood(self, said: bytes, kind: type[T]) -> T:
         try:

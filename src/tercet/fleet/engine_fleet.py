@@ -141,6 +141,12 @@ class EngineFleet:
             member.said_stamp = load.adapters.stamp
         self.on_report(name, load)
 
+    @property
+    def model_dtype(self) -> str:
+        """In what all engines compute that have said it; empty if they differ."""
+        said = {member.model_dtype for member in self._members.values() if member.model_dtype}
+        return said.pop() if len(said) == 1 else ""
+
     # ---- adapters --------------------------------------------------------------------------------------------
 
     @property

@@ -22,7 +22,8 @@ class Member:
     when somebody (the front door's watch) finds it well. ``draining`` is its operator's wish, ``stopping`` its own
     word. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV
     cache has room; 0 while it has not said so. ``adapters`` are the LoRA adapters that it said it has, by name,
-    ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``said_stamp`` is what its reports say
+    ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``model_dtype`` is in what it
+    computes. ``said_stamp`` is what its reports say
     that changes with them, ``asked_stamp`` what they said when it was asked last. ``on_change`` is told of each field
     of ``FOLLOWED`` that is set: who picks keeps columns of them, and does not look at every engine for every pick.
     """
@@ -42,6 +43,7 @@ class Member:
     stopping: bool = False
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     max_adapters: int = 0
+    model_dtype: str = ""
     said_stamp: int = 0
     asked_stamp: int = 0
     on_change: Callable[[Member, str], object] | None = field(default=None, init=False, repr=False, compare=False)

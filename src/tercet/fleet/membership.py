@@ -289,6 +289,7 @@ class Membership:
         """An engine has said how it is; one that breaks the promise is not picked, and why is logged once."""
         self._fleet.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
+        member.model_dtype = status.model_dtype
         self._fleet.has_adapters(member, status)
         try:
             self._admit(status)

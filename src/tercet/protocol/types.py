@@ -148,9 +148,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None
     for an engine that publishes none. ``incarnation`` is another one after each start, and is what calls may be
-    addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV. ``stalled_s``
-    as in :class:`EngineLoad`. ``max_adapters`` is how many LoRA adapters one step may serve, 0 if it serves none;
-    ``adapters`` are those that it has.
+    addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV, and
+    ``model_dtype`` that in which it computes, empty if it has not said. ``stalled_s`` as in :class:`EngineLoad`.
+    ``max_adapters`` is how many LoRA adapters one step may serve, 0 if it serves none; ``adapters`` are those that it
+    has.
     """
 
     engine: str
@@ -171,6 +172,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     fingerprint: str = ""
     dtype: str = ""
+    model_dtype: str = ""
     stalled_s: NotNegativeNumber = 0.0
     max_adapters: int = 0
     adapters: tuple[AdapterReport, ...] = ()

@@ -1,4 +1,4 @@
-"""The verbs as JSON over HTTP: one struct per call. Unknown fields are refused.
+"""The verbs over HTTP, as JSON or as MessagePack: one struct per call. Unknown fields are refused.
 
 Fields that have their defaults are left out: an engine of an earlier version, which lacks a field, takes the calls that
 do not need it.
@@ -24,6 +24,7 @@ from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.multimodal import MultiModalFeatures
 
 PREFIX = "/tercet/v1"
+JSON, MSGPACK = "application/json", "application/msgpack"
 # As vLLM's arrays and its tokenizers take them.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # What vLLM's own messages can carry.
@@ -181,14 +182,28 @@ def require_incarnation(named: str | None, own: str) -> None:
         )
 
 
-def decode_call(body: bytes, kind: type[C]) -> C:
+def encode_call(call: msgspec.Struct) -> tuple[bytes, str]:
+    """A call's body and its content type: MessagePack with tensors in it, which JSON has as base64 text, else JSON."""
+    if any(feature.data for feature in getattr(call, "mm_features", ())):
+        return msgspec.msgpack.encode(call), MSGPACK
+    return msgspec.json.encode(call), JSON
+
+
+def decode_call(body: bytes, kind: type[C], content_type: str = JSON) -> C:
     """Parse a call's body; raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field."""
+    is_packed = content_type.partition(";")[0].strip().lower() == MSGPACK
+    decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode(body, type=kind)
     except UNREADABLE as error:
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}{error}", field) from error
+
+
+def large_field_of(call: msgspec.Struct) -> str:
+    """The field that makes a call large."""
+    return "mm_features" if getattr(call, "mm_features", ()) else "prompt"
 
 
 def field_of(error: Exception) -> str | None:

@@ -20,6 +20,11 @@ class ServicePrograms:
     def run(self, request: Request, context: RequestContext) -> TracedRun:
         return TracedRun(self._service, request, context)
 
+    @property
+    def model_dtype(self) -> str:
+        """In what the engines compute; empty if they differ."""
+        return self._service.fleet.model_dtype
+
     def failed(self, seq_id: str, error: TercetError) -> None:
         """A sequence has ended in an error; one of the client's own making is no news to anybody else."""
         self._service.metrics.errors.labels(error.code).inc()

@@ -160,7 +160,7 @@ class Verbs:
         return checked
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
-        call = decode_call(await http.read(), PrepRecvCall)
+        call = decode_call(await http.read(), PrepRecvCall, http.content_type)
         if call.lease is not None:
             found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
             return json_of(PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl))
@@ -171,13 +171,13 @@ class Verbs:
 
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
         """Prefill, and tell the receiver when the KV would have arrived."""
-        call = decode_call(await http.read(), RemoteSendCall)
+        call = decode_call(await http.read(), RemoteSendCall, http.content_type)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         """Decode; outputs go to a front door, or are server-sent events, or one answer with ``stream: false``."""
-        call = decode_call(await http.read(), StartGenerateCall)
+        call = decode_call(await http.read(), StartGenerateCall, http.content_type)
         if call.door is not None:
             await self._relay(call, call.door)
             return json_of({"accepted": True})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
-from tercet.protocol.wire import StartGenerateCall
+from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
 # What an engine that has stopped reading may leave unread before it is asked for nothing more.
@@ -76,7 +76,7 @@ class EngineConnection:
         """
         frame = frame_of(StreamCommand(starts=(call,)))
         if not fits(frame):
-            large = "mm_features" if call.mm_features else "prompt"
+            large = large_field_of(call)
             raise RequestTooLarge(
                 f"{large}: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", large
             )

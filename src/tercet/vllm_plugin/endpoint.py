@@ -24,6 +24,8 @@ from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
+    JSON,
+    MSGPACK,
     PREFIX,
     AbortCall,
     ConnectCall,
@@ -140,7 +142,7 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
 def _verbs(request: Request) -> EngineVerbs:
@@ -154,11 +156,12 @@ async def _call(request: Request, kind: type[T]) -> T:
     body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
     if body is None:
         raise ClientDisconnect
-    return decode_call(body, kind)
+    return decode_call(body, kind, request.headers.get("content-type", ""))
 
 
 def _body(kind: type) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined_schema(kind)}}}}
+    content = {"schema": _inlined_schema(kind)}
+    return {"requestBody": {"required": True, "content": dict.fromkeys((JSON, MSGPACK), content)}}
 
 
 def _inlined_schema(kind: type) -> dict[str, Any]:

@@ -11,6 +11,7 @@ feature has the same name on every engine, and nobody can choose it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,15 +31,22 @@ from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
 
 # Past any tensor: none is left beside the message.
 INLINE = 2**62
+# What takes fewer bytes than float32, in which processors make their tensors.
+SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # No host's name, so that vLLM's own check refuses all of them; its message says what is allowed.
 NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 
-def to_wire(spec: MultiModalFeatureSpec) -> MultiModalFeature:
-    """A feature as it goes to engines; raises ``ValueError`` for one whose data is elsewhere."""
+def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFeature:
+    """A feature as it goes to engines; raises ``ValueError`` for one whose data is elsewhere.
+
+    Engines that compute in ``model_dtype`` cast it to that: where that is shorter it is cast before it travels, and
+    its digest is of what travels.
+    """
     if spec.data is None:
         raise ValueError("the data of a feature is missing")
-    (encoded,) = MsgpackEncoder(size_threshold=INLINE).encode(spec.data)  # one buffer, which is not torch's
+    item = _cast(spec.data, SHORT[model_dtype]) if model_dtype in SHORT else spec.data
+    (encoded,) = MsgpackEncoder(size_threshold=INLINE).encode(item)  # one buffer, which is not torch's
     place, mask = spec.mm_position, spec.mm_position.is_embed
     embeds = b"" if mask is None else bytes(mask.to(torch.uint8).tolist())
     data = bytes(memoryview(encoded))  # type: ignore[arg-type]
@@ -96,7 +104,7 @@ def keep_data_here(renderer: Any, model_config: Any) -> None:
 
 
 def process_exactly(model_config: Any) -> None:
-    """Let the processor leave tensors as they are: engines, which know in what they compute, cast them as it would."""
+    """Let the processor leave tensors as they are: they are cast to that in which engines turn out to compute."""
     model_config.dtype = torch.float32
 
 
@@ -112,13 +120,19 @@ def _place_of(feature: MultiModalFeature) -> PlaceholderRange:
 
 
 def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargsItem:
+    try:
+        return _cast(MsgpackDecoder(MultiModalKwargsItem).decode(feature.data), dtype)
+    except Exception as error:  # vLLM's decoder and torch raise whatever they meet
+        raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error
+
+
+def _cast(item: MultiModalKwargsItem, dtype: torch.dtype) -> MultiModalKwargsItem:
+    """The item, whose tensors of floating-point numbers have this ``dtype``."""
+
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    try:
-        item: MultiModalKwargsItem = MsgpackDecoder(MultiModalKwargsItem).decode(feature.data)
-        for element in item.values():
-            element.data = json_map_leaves(cast, element.data)  # type: ignore[assignment]
-        return item
-    except Exception as error:  # vLLM's decoder and torch raise whatever they meet
-        raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error
+    elements = {key: (element, json_map_leaves(cast, element.data)) for key, element in item.items()}
+    return MultiModalKwargsItem(
+        {key: dataclasses.replace(element, data=data) for key, (element, data) in elements.items()}
+    )  # fmt: skip

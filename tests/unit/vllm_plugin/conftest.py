@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.config import VllmConfig
 
+from .moving_kv import NewPair, pairs_of
 from .tiny_engine import TinyEngine, tiny_config
 
 
@@ -20,3 +21,8 @@ def engine(config: VllmConfig) -> Iterator[TinyEngine]:
     tiny = TinyEngine(config)
     yield tiny
     tiny.assert_nothing_held()
+
+
+@pytest.fixture(scope="session")
+def new_pair(config: VllmConfig) -> NewPair:
+    return pairs_of(config)

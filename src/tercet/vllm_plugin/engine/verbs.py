@@ -433,6 +433,7 @@ class EngineVerbs:
             incarnation=self.incarnation,
             fingerprint=self._layout.model,
             dtype=self._layout.dtype,
+            model_dtype=str(self._client.vllm_config.model_config.dtype).removeprefix("torch."),
             stalled_s=self._probe.stalled_s,
             counters=_sum(self._probe.agent_counters),
             max_adapters=self.adapters.most,

@@ -64,17 +64,19 @@ def to_request(
     )
 
 
-async def features_of(request: EngineCoreRequest) -> tuple[MultiModalFeature, ...]:
-    """The images and the like of a request. Raises ``VLLMValidationError``.
+async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:
+    """The images and the like of a request, for engines that compute in ``model_dtype``.
+
+    Raises ``VLLMValidationError``.
 
     They are coded and digested in another thread: of megabytes that takes a while, in which others want their tokens.
     """
-    return await asyncio.to_thread(_features, request) if request.mm_features else ()
+    return await asyncio.to_thread(_features, request, model_dtype) if request.mm_features else ()
 
 
-def _features(request: EngineCoreRequest) -> tuple[MultiModalFeature, ...]:
+def _features(request: EngineCoreRequest, model_dtype: str) -> tuple[MultiModalFeature, ...]:
     try:
-        return tuple(to_wire(spec) for spec in request.mm_features or ())
+        return tuple(to_wire(spec, model_dtype) for spec in request.mm_features or ())
     except (ValueError, TypeError) as error:
         raise VLLMValidationError(f"multi-modal input: {error}") from error
 

@@ -59,6 +59,11 @@ class ProgramRun(Protocol):
 class Programs(Protocol):
     """What runs programs for vLLM's layer."""
 
+    @property
+    def model_dtype(self) -> str:
+        """In what the engines compute that the programs may use; empty if they differ."""
+        ...
+
     def run(self, request: Request, context: RequestContext) -> ProgramRun:
         """The program of one sequence of an HTTP request."""
         ...
@@ -167,7 +172,7 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or hand it to the plain stream that the request is."""
         context = current()
         try:
-            features = await features_of(request)
+            features = await features_of(request, self._programs.model_dtype)
             sequence = to_request(request, context.headers, context.asked.user, features)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
