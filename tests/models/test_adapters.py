@@ -232,7 +232,8 @@ async def _loading(fleet: Fleet, adapters: dict[str, str]) -> None:
 
 async def _in_place(fleet: Fleet, adapters: dict[str, str]) -> None:
     """A name stands for other weights, from another path and from its own, and never while requests run with it."""
-    prompt, fields = prompt_of(300, seed=8), {"cache_salt": uuid.uuid4().hex, "ignore_eos": True}
+    prompt = prompt_of(300, seed=8)
+    fields: dict[str, Any] = {"cache_salt": uuid.uuid4().hex, "ignore_eos": True}
     one = fleet.engine_url("prefill")
     before, old = await _until_listed(fleet, "a"), tokens_of(await complete(fleet.url, prompt, model="a", **fields))
     running = asyncio.create_task(

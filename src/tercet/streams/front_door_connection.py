@@ -21,9 +21,10 @@ from tercet.protocol import (
     FrontDoorUnreachable,
     MoveProposal,
     Output,
+    RequestTooLarge,
     TercetError,
 )
-from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall
+from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall, large_field_of
 from tercet.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,
@@ -95,13 +96,16 @@ class SequenceSender:
 class FrontDoorConnection(asyncio.Protocol):
     """Output batches go out, commands come in. ``lost`` is called once it is over; every sequence is stopped then.
 
-    ``address`` is the front door's. ``start`` does what commands ask for; what it raises ends the sequence.
+    ``address`` is the front door's. ``start`` does what commands ask for; what it raises ends the sequence. A call has
+    ``longest_call`` bytes at most.
     """
 
     def __init__(
-        self, address: str, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object]
-    ) -> None:
+        self, address: str, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object],
+        longest_call: int = LONGEST_FRAME,
+    ) -> None:  # fmt: skip
         self.address = address
+        self._longest_call = longest_call
         self._load = load
         self._start = start
         self._lost = lost
@@ -264,12 +268,25 @@ class FrontDoorConnection(asyncio.Protocol):
         for received in command.starts:
             unread = _unread_calls.decode(received)
             try:
-                call = _calls.decode(received)
-            except UNREADABLE as error:
-                refusal = BadRequest(f"start_generate: {error}")
+                call = self._read(received)
+            except TercetError as refusal:
                 self.send(failed_delta(unread.door.number, len(unread.output), refusal))
             else:
                 self._starting.spawn(self._begin(call, unread.door))
+
+    def _read(self, received: msgspec.Raw) -> StartGenerateCall:
+        try:
+            call = _calls.decode(received)
+        except UNREADABLE as error:
+            raise BadRequest(f"start_generate: {error}") from error
+        size, large = len(memoryview(received)), large_field_of(call)
+        if size > self._longest_call:
+            raise RequestTooLarge(
+                f"{large}: the call has {size} bytes, and this engine takes {self._longest_call} "
+                "(max_request_bytes in kv_connector_extra_config)",
+                large,
+            )
+        return call
 
     async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
         try:

@@ -10,7 +10,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreachable, OutputStream
 from tercet.protocol.wire import Destination
 from tercet.streams.front_door_connection import FrontDoorConnection, SequenceSender, Start
-from tercet.streams.wire_format import REPORT_SECONDS
+from tercet.streams.wire_format import LONGEST_FRAME, REPORT_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,18 @@ class FrontDoors:
 
     ``incarnation`` says which start of the engine speaks. ``load`` says how busy it is; it is asked each time, so
     it must be cheap. ``start`` has the engine generate what front doors ask for over their connections. Without
-    connections nothing runs.
+    connections nothing runs. A call to ``start`` has ``longest_call`` bytes at most.
     """
 
-    def __init__(self, engine: str, incarnation: str, load: Callable[[], EngineLoad | None], start: Start) -> None:
+    def __init__(
+        self, engine: str, incarnation: str, load: Callable[[], EngineLoad | None], start: Start,
+        longest_call: int = LONGEST_FRAME,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._incarnation = incarnation
         self._load = load
         self._start = start
+        self._longest_call = longest_call
         self._connecting: dict[tuple[str, str], asyncio.Task[FrontDoorConnection]] = {}
         self._connections: dict[tuple[str, str], FrontDoorConnection] = {}
         self._tick: asyncio.TimerHandle | None = None
@@ -74,7 +78,9 @@ class FrontDoors:
         if len(self._connections) >= MOST_CONNECTIONS:
             raise FrontDoorUnreachable(f"door: {len(self._connections)} front doors are connected already", "door")
         loop = asyncio.get_running_loop()
-        connection = FrontDoorConnection(address, self._load, self._start, lambda: self._connections.pop(where, None))
+        connection = FrontDoorConnection(
+            address, self._load, self._start, lambda: self._connections.pop(where, None), self._longest_call
+        )  # fmt: skip
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, host, port)

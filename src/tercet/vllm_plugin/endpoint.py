@@ -96,7 +96,8 @@ class TercetEndpoints:
         lora = engine_client.vllm_config.lora_config
         adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
         await adapters.watch(engine_client)  # type: ignore[arg-type]
-        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters)  # type: ignore[arg-type]
+        most = settings.max_request_bytes
+        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
         state.tercet_prefilling = None
         if state.tercet_prefillers:

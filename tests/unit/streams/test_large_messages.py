@@ -15,6 +15,7 @@ from tercet.protocol import (
     EngineError,
     EngineUnreachable,
     FrontDoorUnreachable,
+    MultiModalFeature,
     Output,
     OutputStream,
     RequestTooLarge,
@@ -166,6 +167,23 @@ async def test_a_call_that_no_message_holds_is_refused_before_it_is_sent() -> No
             call = msgspec.structs.replace(call_of(pair, "s", number), prompt=[70_000] * LONGEST)
             with pytest.raises(RequestTooLarge, match="at most 4096"):
                 pair.engine.start(call)
+        await other.require_whole(pair)
+        assert not pair.started.calls
+
+
+@pytest.mark.parametrize("features", [False, True])
+async def test_a_call_that_is_more_than_an_engine_takes_is_refused_by_its_field(features: bool) -> None:
+    """Whether it comes by the token stream or by itself, it is the engine's own limit that holds."""
+    async with connected(longest_call=500) as pair:
+        other, outputs = Other(pair), stream_fed_here()
+        with pair.engine.sequence(0, outputs) as number:
+            call = call_of(pair, "s", number)
+            picture = MultiModalFeature(modality="image", digest="0" * 64, offset=0, length=2, data=b"x" * 600)
+            more: dict[str, Any] = {"mm_features": (picture,)} if features else {"prompt": [1] * 600}
+            pair.engine.start(msgspec.structs.replace(call, **more))
+            with pytest.raises(RequestTooLarge, match=r"takes 500 .max_request_bytes") as refused:
+                await anext(outputs)
+            assert refused.value.param == ("mm_features" if features else "prompt")
         await other.require_whole(pair)
         assert not pair.started.calls
 

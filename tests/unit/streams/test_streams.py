@@ -26,7 +26,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import Destination, StartGenerateCall
 from tercet.streams import EngineConnection, FrontDoorConnection, FrontDoors, OutputBatch, StreamHello, StreamListener
-from tercet.streams.wire_format import LONGEST_HELLO, PROTOCOL, frame_of
+from tercet.streams.wire_format import LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, frame_of
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
 ENGINE_URL = "http://127.0.0.1:1"
@@ -63,13 +63,13 @@ class Pair:
 
 
 @asynccontextmanager
-async def connected() -> AsyncGenerator[Pair]:
+async def connected(longest_call: int = LONGEST_FRAME) -> AsyncGenerator[Pair]:
     loads: list[EngineLoad] = []
     async with StreamListener() as listener:
         engine = listener.connection_of("e", loads.append)
         address = await listener.address_for(ENGINE_URL)
         started = Started()
-        front_doors = FrontDoors("e", "i", lambda: LOAD, started.start)
+        front_doors = FrontDoors("e", "i", lambda: LOAD, started.start, longest_call)
         try:
             yield Pair(
                 listener, engine, front_doors, await front_doors.connect(address, engine.key), address, loads, started

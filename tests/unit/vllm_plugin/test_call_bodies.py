@@ -71,6 +71,19 @@ async def test_what_is_read_is_the_call(app: FastAPI) -> None:
     assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
 
 
+async def test_a_packed_call_is_read_as_well() -> None:
+    body = msgspec.msgpack.encode({"lease": "l"})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    state = SimpleNamespace(tercet_max_request_bytes=MOST)
+    request: Any = SimpleNamespace(
+        app=SimpleNamespace(state=state), receive=receive, headers={"content-type": "application/msgpack"}
+    )
+    assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
+
+
 def test_the_limit_is_a_setting() -> None:
     assert parse_settings({}).max_request_bytes == MAX_REQUEST_BYTES
     assert parse_settings({"max_request_bytes": 5}).max_request_bytes == 5

@@ -23,7 +23,16 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
+from tercet.protocol import BadRequest, KVAddrInfo, MultiModalFeature, RankAddress, digest_of_feature
+from tercet.protocol.wire import (
+    JSON,
+    MSGPACK,
+    PrepRecvCall,
+    RemoteSendCall,
+    StartGenerateCall,
+    decode_call,
+    encode_call,
+)
 from tercet.vllm_plugin.engine import core_methods, llm_requests
 from tercet.vllm_plugin.engine.call_checks import ModelLimits
 from tercet.vllm_plugin.engine.connector_messages import TercetParams
@@ -31,8 +40,9 @@ from tercet.vllm_plugin.engine.llm_requests import LLMRequest
 from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
 
-from .tiny_engine import BLOCK, TinyEngine, crossed, tokens_of
+from .tiny_engine import BLOCK, LAYOUT, TinyEngine, crossed, tokens_of
 
+INFO = KVAddrInfo("f" * 32, "d", 0, 16, "tcp", (RankAddress(0, ("tcp://127.0.0.1:1",)),), LAYOUT)
 MASK = torch.tensor([False, True, True, False])
 
 
@@ -59,6 +69,62 @@ def test_digests_are_of_what_the_model_is_given() -> None:
     assert to_wire(spec(1.5)).digest == to_wire(spec(1.5, offset=8)).digest
     others = [to_wire(each).digest for each in (spec(1.5), spec(2.5), spec(1.5, mask=None), spec(1.5, mask=~MASK))]
     assert len(set(others)) == len(others)
+
+
+def spec_of(pixels: torch.Tensor) -> MultiModalFeatureSpec:
+    grid = MultiModalFieldElem(torch.tensor([1, 4, 6]), MultiModalBatchedField())
+    item = MultiModalKwargsItem(
+        {"pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField()), "image_grid_thw": grid}
+    )
+    return MultiModalFeatureSpec(item, "image", "vllms", PlaceholderRange(0, 4), "vllms")
+
+
+@settings(deadline=None)
+@given(numbers=st.lists(st.floats(width=32), min_size=1, max_size=40), name=st.sampled_from(["bfloat16", "float16"]))
+def test_a_model_is_given_the_same_wherever_its_tensors_are_cast(numbers: list[float], name: str) -> None:
+    """Cast at the front door they take half the bytes, and no other digest than at another front door."""
+    pixels, dtype = torch.tensor(numbers), getattr(torch, name)
+    precise, short = to_wire(spec_of(pixels)), to_wire(spec_of(pixels), name)
+    assert precise == to_wire(spec_of(pixels), "float32") == to_wire(spec_of(pixels), "float64")
+    assert short == to_wire(spec_of(pixels.clone()), name)
+    assert short.digest != precise.digest
+    assert len(precise.data) - len(short.data) >= 2 * len(numbers) - 1  # its name may be longer by a letter
+    for feature in (precise, short):
+        prompt: Any = to_prompt(tokens_of(9), [feature], None, dtype)
+        (item,) = prompt["mm_kwargs"]["image"]
+        assert item["pixel_values"].data.dtype == dtype
+        assert item["pixel_values"].data.view(torch.int16).equal(pixels.to(dtype).view(torch.int16))
+        assert item["image_grid_thw"].data.equal(torch.tensor([1, 4, 6]))
+
+
+def test_what_the_processor_keeps_stays_as_it_was() -> None:
+    kept = spec(1.5)
+    to_wire(kept, "bfloat16")
+    assert kept.data is not None
+    assert kept.data["pixel_values"].data.dtype == torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [PrepRecvCall, RemoteSendCall, StartGenerateCall])
+def test_calls_with_tensors_are_packed(kind: Any) -> None:
+    needed: dict[str, Any] = {"kv_addr_info": INFO, "begin": 0} if kind is RemoteSendCall else {}
+    features = (to_wire(spec(1.5)),)
+    call = kind(prompt=[1, 2], seq_id="s", mm_features=features, **needed)
+    body, content_type = encode_call(call)
+    assert content_type == MSGPACK
+    assert len(body) < len(msgspec.json.encode(call))
+    assert decode_call(body, kind, content_type) == call
+    named = kind(prompt=[1, 2], seq_id="s", mm_features=tuple(each.without_data() for each in features), **needed)
+    body, content_type = encode_call(named)
+    assert (content_type, decode_call(body, kind)) == (JSON, named)
+
+
+@given(garbage=st.binary(max_size=200))
+def test_a_packed_call_that_is_none_is_refused(garbage: bytes) -> None:
+    with pytest.raises(BadRequest):
+        decode_call(garbage, StartGenerateCall, f"{MSGPACK}; charset=x")
+    packed_call = msgspec.msgpack.encode({"prompt": [-1], "seq_id": "s"})
+    with pytest.raises(BadRequest, match="prompt"):
+        decode_call(packed_call, StartGenerateCall, MSGPACK)
 
 
 def test_a_feature_whose_tensors_are_elsewhere_is_an_error() -> None:

@@ -65,6 +65,7 @@ from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers, usage
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
+from tercet.vllm_plugin.engine.plugin_settings import MAX_REQUEST_BYTES
 from tercet.vllm_plugin.engine.send_destinations import destinations_of
 from tercet.vllm_plugin.engine.sequence_table import SequenceTable
 from tercet.vllm_plugin.hooks import vllm_version
@@ -94,6 +95,7 @@ class EngineVerbs:
         probe: LivenessProbe,
         adapters: Adapters,
         secret: str = "",
+        longest_call: int = MAX_REQUEST_BYTES,
     ) -> None:
         self._client = client
         self._name = name
@@ -119,13 +121,15 @@ class EngineVerbs:
         if description.kv_events is not None:
             self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
         self._meter = LoadMeter(client, probe, adapters)
-        self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate)
+        self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate, longest_call)
 
     @classmethod
-    async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters) -> EngineVerbs:
+    async def attach(
+        cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest_call: int
+    ) -> EngineVerbs:  # fmt: skip
         """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector.
 
-        ``secret`` is the fleet's; empty if it has none.
+        ``secret`` is the fleet's; empty if it has none. A call has ``longest_call`` bytes at most.
         """
         core = CoreCalls(client)
         description = await core.call(core_methods.describe)
@@ -138,7 +142,7 @@ class EngineVerbs:
         await probe.start()
         await practise_first_uses(client, core, description.token)
         agent_metrics.export(probe)
-        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret)
+        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret, longest_call)
 
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
