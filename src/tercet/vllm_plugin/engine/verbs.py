@@ -117,32 +117,27 @@ class EngineVerbs:
         self._bypass = None if tables is None else Bypass(open_table(tables), self._layout.block_size)
         self._reports = AgentReports(len(description.transports), self._leases.note)
         self.incarnation = uuid.uuid4().hex
-        self._kv_events = None
-        if description.kv_events is not None:
-            self._kv_events = KVEvents(**description.kv_events, epoch=self.incarnation)
+        events = description.kv_events
+        self._kv_events = None if events is None else KVEvents(**events, epoch=self.incarnation)
         self._meter = LoadMeter(client, probe, adapters)
         self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate, longest_call)
 
     @classmethod
-    async def attach(
-        cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest_call: int
-    ) -> EngineVerbs:  # fmt: skip
+    async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
         """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector.
 
-        ``secret`` is the fleet's; empty if it has none. A call has ``longest_call`` bytes at most.
+        ``secret`` is the fleet's; empty if it has none. A call has ``longest`` bytes at most.
         """
         core = CoreCalls(client)
         description = await core.call(core_methods.describe)
         agents = [AsyncControlClient(*endpoint) for endpoint in description.agents]
         workers = [AsyncControlClient(*endpoint) for endpoint in description.workers]
-        about_agents, about_workers = (
-            [partial(each.call, ReadCounters()) for each in asked] for asked in (agents, workers)
-        )
-        probe = LivenessProbe(partial(core.call, core_methods.status), about_agents, about_workers)
+        counters = [[partial(each.call, ReadCounters()) for each in asked] for asked in (agents, workers)]
+        probe = LivenessProbe(partial(core.call, core_methods.status), *counters)
         await probe.start()
         await practise_first_uses(client, core, description.token)
         agent_metrics.export(probe)
-        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret, longest_call)
+        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret, longest)
 
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
