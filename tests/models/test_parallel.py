@@ -20,37 +20,48 @@ from .families import NGRAM
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
+WHOLE = ("0",)
 STAGES, RANKS = ("0|1", "--pipeline-parallel-size", "2"), ("0|1", "--tensor-parallel-size", "2")
+BOTH = ("0|1|0|1", *STAGES[1:], *RANKS[1:])
 LENGTHS = (5, 128, 129, 300)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 async def test_stages_and_one_engine_without_hand_over_to_each_other(family: str, tmp_path: Path) -> None:
     """Layers of several groups are cut between the two stages."""
-    await _hand_over_to_each_other(family, STAGES, tmp_path)
+    await _hand_over_to_each_other(family, WHOLE, STAGES, tmp_path)
 
 
 async def test_ranks_that_hold_the_same_head_and_one_that_holds_it_alone_hand_over_to_each_other(
     tmp_path: Path,
 ) -> None:
     """One KV head on two ranks: each of them has all of it."""
-    await _hand_over_to_each_other("llama_one_head", RANKS, tmp_path)
+    await _hand_over_to_each_other("llama_one_head", WHOLE, RANKS, tmp_path)
 
 
-async def _hand_over_to_each_other(family: str, split_by: tuple[str, ...], tmp_path: Path) -> None:
-    flags = {"whole": ("0",), "split": split_by}
-    with engines_with(flags, str(checkpoint(family)), tmp_path) as urls:
-        async with HttpEngine("whole", urls["whole"]) as whole, HttpEngine("split", urls["split"]) as split:
+@pytest.mark.parametrize(("one", "other"), [(STAGES, RANKS), (WHOLE, BOTH)], ids=["unlike", "both"])
+async def test_stages_and_ranks_hand_over_to_each_other(
+    one: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
+) -> None:
+    """All heads of some layers on one side, some heads of all layers on the other; or a part of both."""
+    await _hand_over_to_each_other("llama", one, other, tmp_path)
+
+
+async def _hand_over_to_each_other(
+    family: str, one: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
+) -> None:  # fmt: skip
+    with engines_with({"one": one, "other": other}, str(checkpoint(family)), tmp_path) as urls:
+        async with HttpEngine("one", urls["one"]) as first, HttpEngine("other", urls["other"]) as second:
             for length in LENGTHS:
                 prompt = prompt_of(length, seed=length)
-                alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
-                own = await complete(urls["split"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+                alone = await complete(urls["one"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+                own = await complete(urls["other"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
                 assert tokens_of(own) == tokens_of(alone)
-                for source, target in ((whole, split), (split, whole)):
+                for source, target in ((first, second), (second, first)):
                     tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex)
                     assert (tokens, received) == (tokens_of(alone), length)
-            await settled(whole)
-            await settled(split)
+            await settled(first)
+            await settled(second)
 
 
 async def test_guessed_tokens_are_handed_over_only_once_they_are_accepted(tmp_path: Path) -> None:
