@@ -21,7 +21,8 @@ from tests.engines.prompts import chat, tokens_of
 
 from .images import SIDE, picture, vision_checkpoint
 
-PICTURE_BYTES = SIDE * SIDE * 3 * 2
+# Three colours in 16 bits, and what says which pixels there are, in 64.
+PICTURE_BYTES = SIDE * SIDE * (3 * 2 + 8)
 ENGINE_TAKES = PICTURE_BYTES + 100_000
 DOOR_TAKES = 600_000
 FIELDS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
