@@ -72,7 +72,7 @@ class SharedState:
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
-        self._turn = asyncio.Lock()
+        self._turn, self._changing_adapters = asyncio.Lock(), asyncio.Lock()
         self._stamp: object = None
         self._serving = False
         self._failure = ""
@@ -253,6 +253,10 @@ class SharedState:
 
     async def load_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
         """Serve a LoRA adapter, once every engine that answers and takes adapters has loaded it."""
+        async with self._changing_adapters:
+            return await self._load_adapter(name, path, reason)
+
+    async def _load_adapter(self, name: str, path: str, reason: str) -> Sequence[str]:
         self.state.with_adapter(AdapterState(name, path))
         report = await load_everywhere(self._fleet, self._membership, name, path)
         adapter = AdapterState(name, path, report.digest)
@@ -263,19 +267,21 @@ class SharedState:
 
         Raises :class:`~tercet.protocol.Conflict` while requests use what it stands for.
         """
-        before = self._fleet.adapters.get(name)
-        if before is None:
-            return await self.load_adapter(name, path, reason)
-        report = await replace_everywhere(self._fleet, self._membership, before, path)
-        adapter = AdapterState(name, path, report.digest)
-        return await self.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
+        async with self._changing_adapters:
+            before = self._fleet.adapters.get(name)
+            if before is None:
+                return await self._load_adapter(name, path, reason)
+            report = await replace_everywhere(self._fleet, self._membership, before, path)
+            adapter = AdapterState(name, path, report.digest)
+            return await self.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
 
     async def unload_adapter(self, name: str, reason: str = ASKED) -> Sequence[str]:
         """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
-        if name not in self._fleet.adapters:
-            raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
-        behind = await self.change(lambda state: state.without_adapter(name), reason)
-        return [*behind, *await unload_everywhere(self._fleet, self._membership, name)]
+        async with self._changing_adapters:
+            if name not in self._fleet.adapters:
+                raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
+            behind = await self.change(lambda state: state.without_adapter(name), reason)
+            return [*behind, *await unload_everywhere(self._fleet, self._membership, name)]
 
     async def change(
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None

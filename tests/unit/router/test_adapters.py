@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import msgspec
 import pytest
@@ -29,12 +31,16 @@ from .test_shared_state import joined
 
 
 class Host(Engine):
-    """An engine that takes adapters; ``contents`` are at every path of its machine but those that ``others`` names."""
+    """An engine that takes adapters; ``contents`` are at every path of its machine but those that ``others`` names.
+
+    ``late`` is in how many seconds one at a path is there.
+    """
 
     def __init__(self, name: str, contents: str = "1") -> None:
         super().__init__(name)
         self.contents = contents
         self.others: dict[str, str] = {}
+        self.late: dict[str, float] = {}
         self.in_use = False
         self.refusal: Exception | None = None
         self.adapters: dict[str, AdapterReport] = {}
@@ -52,6 +58,7 @@ class Host(Engine):
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
         if self.in_use:
             raise Conflict(f"name: {name!r} is in use", "name")
+        await asyncio.sleep(self.late.get(path, 0.0))
         return await self.load_adapter(name, path)
 
     async def unload_adapter(self, name: str) -> None:
@@ -197,6 +204,17 @@ async def test_an_engine_that_cannot_go_back_is_left_without(door: Door, hosts: 
     await door.shared.replace_adapter("a", "/a")
     assert {host.adapters["a"].digest for host in hosts.values()} == {"2"}
     assert door.fleet.adapters["a"].digest == "2"
+
+
+async def test_of_two_that_replace_it_at_once_the_second_one_holds_everywhere(
+    door: Door, hosts: dict[str, Host]
+) -> None:  # fmt: skip
+    await door.shared.load_adapter("a", "/a")
+    for host, late in zip(hosts.values(), (("/2", 0.05), ("/3", 0.05)), strict=True):
+        host.others, host.late = {"/2": "2", "/3": "3"}, dict([late])
+    await asyncio.gather(*(door.shared.replace_adapter("a", path) for path in ("/2", "/3")))
+    assert [host.adapters["a"].digest for host in hosts.values()] == ["3", "3"]
+    assert door.fleet.adapters["a"].digest == "3"
 
 
 async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(
