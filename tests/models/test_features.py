@@ -163,7 +163,7 @@ async def test_what_is_no_picture_here(served: Served, url: str, said: str) -> N
     with pytest.raises(AssertionError) as refused:
         await chat(served.fleet.url, [{"type": "image_url", "image_url": {"url": url}}], model=served.model)
     error = refused.value.args[0]["error"]
-    assert error["code"] == 400, error
+    assert error["code"] == "bad_request", error
     assert said.lower() in error["message"].lower(), error
 
 
