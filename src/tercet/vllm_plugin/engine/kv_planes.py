@@ -160,7 +160,7 @@ def _extent_of(plane: torch.Tensor) -> _Extent:
         # Its first and last page may hold somebody else's data, which can change while pages are exchanged.
         raise UnsupportedVLLM(
             f"a KV cache tensor of {size} bytes is too small to be shared; it takes {OWN_MAPPING_BYTES}: "
-            "raise VLLM_CPU_KVCACHE_SPACE"
+            "raise VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
         )
     return _Extent(start // PAGE_BYTES * PAGE_BYTES, -(-(start + size) // PAGE_BYTES) * PAGE_BYTES)
 

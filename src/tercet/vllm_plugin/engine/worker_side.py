@@ -11,6 +11,7 @@ from tercet.vllm_plugin.engine.device_export import DeviceExport
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
 from tercet.vllm_plugin.engine.step_layers import StepLayers
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 
 class WorkerSide:
@@ -22,6 +23,7 @@ class WorkerSide:
         self._step = StepMetadata()
         self._device: DeviceExport | None = None
         self._layers = 0
+        self._started: AgentProcess | None = None
         # Of what the agents are asked a worker knows nothing; it says how many layers it has run since its start.
         self._life = ControlServer(lambda _: {"layers": self._layers})
 
@@ -50,10 +52,16 @@ class WorkerSide:
                 mapped,
                 self._device and self._device.rdma,
             )
-            self._agent = AgentProcess(setup)
+            self._started = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
         finally:
             os.close(kv)  # the agent has its own; the mapping stays
+
+    @property
+    def _agent(self) -> AgentProcess:
+        if self._started is None:
+            raise UnsupportedVLLM("vLLM has not registered this rank's KV cache with its connector")
+        return self._started
 
     def handshake(self) -> WorkerHandshake:
         """This rank's endpoints, for the scheduler's process."""
@@ -92,8 +100,9 @@ class WorkerSide:
             self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
 
     def close(self) -> None:
-        """Stop the agent, and the thread that answers for this process."""
-        self._agent.close()
+        """Stop the agent, if it was started, and the thread that answers for this process."""
+        if self._started is not None:
+            self._started.close()
         self._life.close()
 
 
