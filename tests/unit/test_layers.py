@@ -43,7 +43,11 @@ THE_PROTOCOL_IS_MADE_OF = sys.stdlib_module_names | {"msgspec"}
 BARRED_FROM_DECISIONS = {"torch", "vllm", "socket", "aiohttp", "zmq"}
 ENGINE_LIBRARIES = {"torch", "vllm"}
 # One converts a checkpoint in a process of its own, the other copies KV of accelerators.
-OUTSIDE_OF_THE_PLUGIN = {"cluster/model.py", "transport/memory/torch_blocks.py"}
+OUTSIDE_OF_THE_PLUGIN = {
+    "cluster/model.py",
+    "transport/memory/torch_blocks.py",
+    "transport/memory/torch_devices.py",
+}
 
 
 class Import(NamedTuple):

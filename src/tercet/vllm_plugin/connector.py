@@ -67,6 +67,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         _require_generation(vllm_config)
         _require_one_rank(vllm_config)
         require_drafter(vllm_config)
+        _require_memory_that_stays(vllm_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
         self.token = secrets.token_hex(16)
@@ -116,6 +117,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See :meth:`start_load_kv`."""
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """It does not: others have mapped the cache. vLLM asks from 0.33 on, before it loads anything."""
+        return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -248,6 +254,15 @@ def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> Non
                 "on a CPU vLLM fails at prompts of which one step computes more than a block, if the model has Mamba-2 "
                 f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
             )
+
+
+def _require_memory_that_stays(config: VllmConfig) -> None:
+    # vLLM's own allocator takes memory away and brings other memory back, and what others have mapped is neither.
+    if getattr(config.model_config, "enable_cumem_allocator", False) and not current_platform.is_cpu():
+        raise UnsupportedVLLM(
+            "--enable-sleep-mode and --enable-cumem-allocator: KV in such memory cannot be mapped by the process that "
+            "moves it; start the engine without"
+        )
 
 
 def _require_generation(config: VllmConfig) -> None:

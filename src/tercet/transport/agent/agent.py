@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import msgspec
 import zmq
 
-from tercet.protocol import TercetError
+from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.agent.agent_messages import (
     CancelSend,
     Command,
@@ -207,8 +207,15 @@ def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory,
     shape, device = region.shape, setup.device
     planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
     offer = b"" if device is None or not setup.mapped else msgspec.msgpack.encode(device)
-    blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order, offer, rdma=setup.rdma)
-    staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
+    try:
+        blocks = torch_blocks.TorchBlocks(planes, MAX_CHUNK_BYTES, shape.order, offer, rdma=setup.rdma)
+        staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
+    except RuntimeError as error:
+        raise TransferFailed(
+            f"no room for what moves KV, on the device or in pinned memory: {error}; give the engine less of the "
+            "device: --gpu-memory-utilization"
+        ) from error
+    staged.practise()
     logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
                 blocks.device_bytes >> 20)  # fmt: skip
     return staged, None if device is None else torch_blocks.ComputedEvents(device)

@@ -20,7 +20,8 @@ from tercet.transport.agent.agent import MAX_NOTE_BYTES, AgentSetup, Ready
 from tercet.transport.agent.agent_messages import StepNote
 
 logger = logging.getLogger(__name__)
-START_SECONDS = 60.0
+# Where KV is on a device, an agent imports PyTorch, makes a context and pins memory: many seconds, with a cold disk.
+START_SECONDS = 180.0
 STOP_SECONDS = 5.0
 CHANNEL_BYTES = 4 * 1024 * 1024
 # Notes that are kept, past those that the channel holds, while the agent does not read; more than any stall that is no

@@ -182,6 +182,7 @@ class NixlDeviceReader(Reader):
 
     def _fetch(self, chunk: ReadDescriptors, landing: Landing) -> None:
         """Read a chunk into a landing: layer by layer, block by block. Of whole blocks, neighbours come together."""
+        self._ours.device.attach()  # UCX takes the calling thread's device
         numbers, counts = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64), 1
         planes = self._theirs.planes[chunk.sources.start : chunk.sources.stop]
         if all(stride == chunk.size for _, stride in planes):

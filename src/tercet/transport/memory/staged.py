@@ -59,6 +59,10 @@ class DeviceBlocks(Protocol):
     offer: bytes
     rdma: RdmaHandles | None
 
+    def attach(self) -> None:
+        """Prepare this thread for calls of libraries that use the device."""
+        ...
+
     def landing(self, nbytes: int) -> Landing:
         """Memory of this process where the blocks are, for one chunk."""
         ...
@@ -104,14 +108,30 @@ class DeviceHangs(TransferFailed):
     """A device has not done in time what takes a millisecond."""
 
 
+class DeviceLost(TransferFailed):
+    """A device does nothing more for this process; CUDA says so of everything from the first error on."""
+
+
+@contextmanager
+def ending_where_a_device_is_lost() -> Generator[None]:
+    """End this process, and with it the worker beside it, for whom nobody would move KV any more."""
+    try:
+        yield
+    except DeviceLost as error:
+        logger.critical("%s; this engine ends", error.message)
+        end_process()
+        raise
+
+
 @contextmanager
 def ending_where_a_device_hangs() -> Generator[None]:
-    """End this process, and with it the worker beside it, if a copy into blocks is not over in time.
+    """As :func:`ending_where_a_device_is_lost`, and where a copy into blocks is not over in time.
 
     It may still be carried out, and nobody could say when its blocks are safe to be given to somebody else.
     """
     try:
-        yield
+        with ending_where_a_device_is_lost():
+            yield
     except DeviceHangs as error:
         logger.critical("%s, and may still write there; this engine ends", error.message)
         end_process()
@@ -146,8 +166,42 @@ class StagedMemory(KVMemory):
         buffer = self._out.take()
         try:
             into = buffer.bytes[:nbytes]
-            self._copy(buffer, lambda: self.device.begin_out(layers, blocks, offset, size, into))
+            with ending_where_a_device_is_lost():
+                self._copy(buffer, lambda: self.device.begin_out(layers, blocks, offset, size, into))
             yield whole(into)
+        finally:
+            buffer.give_back()
+
+    def practise(self) -> None:
+        """Copy a block in and out, while nobody uses the cache, and leave it as it was.
+
+        So what is slow at its first use (kernels are loaded, memory is taken) has been used, and a device, or a mapping
+        of it, that does not copy what it is given is found before anybody relies on it. Raises
+        :class:`~tercet.protocol.TransferFailed`.
+        """
+        was, size = self._practised(None), self._shape.block_bytes
+        some = np.random.default_rng(size).bytes(size)
+        try:
+            if self._practised(some) != some:
+                raise TransferFailed("the device's copies of KV do not bring back what they took there")
+        finally:
+            self._practised(was)
+
+    def _practised(self, given: bytes | None) -> bytes:
+        """Put ``given`` into the first block of the first layer, if it is; what is there then."""
+        layer, block, size = range(1), np.zeros(1, dtype=np.int64), self._shape.block_bytes
+        if given is not None:
+            room = self.room()
+            try:
+                room.bytes[:size] = given
+                self.put(room, layer, block, 0, size)
+            finally:
+                room.give_back()
+        nbytes, buffer = self._checked(layer, block, 0, size), self._out.take()
+        try:
+            into = buffer.bytes[:nbytes]
+            self._copy(buffer, lambda: self.device.begin_out(layer, block, 0, size, into))
+            return bytes(into)
         finally:
             buffer.give_back()
 

@@ -1,20 +1,17 @@
 """The thin shell around PyTorch: a rank's KV as tensors in the agent's process, and copies from and to them.
 
-The one file of the transport that imports torch; only agents of ranks with staged memory do. On an accelerator, the
-worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream and room for one chunk on the
-device. Host tensors in the device's role go through the same calls; their copies are over when they have begun.
+With :mod:`.torch_devices` it is what of the transport imports torch; only agents of ranks with staged memory do. On an
+accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream and room for one
+chunk on the device. Host tensors in the device's role go through the same calls.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from tercet.protocol import TransferFailed
@@ -22,6 +19,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles, MemoryKind, RdmaHandles
 from tercet.transport.memory.staged import DeviceBlocks, IsOver, Landing, Places, wait_until
+from tercet.transport.memory.torch_devices import CudaDevice, Device, Direction, answers, device_of
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
 # The widest item first: gathering moves one item at a time.
@@ -37,37 +35,46 @@ def host_planes(region: KVRegion) -> list[torch.Tensor]:
     return [_blocks_of(memory, plane, shape.block_bytes, shape) for plane in shape.planes]
 
 
-def device_planes(handles: DeviceHandles, shape: RegionShape) -> list[torch.Tensor]:
-    """The worker's KV, mapped; raises :class:`~tercet.protocol.TransferFailed` if it cannot be."""
+def device_planes(handles: DeviceHandles, shape: RegionShape, index: int | None = None) -> list[torch.Tensor]:
+    """A worker's KV, mapped for our device ``index``: for the worker's own, by the same number here, if not given.
+
+    CUDA maps memory of another device, too, if ours reaches it, even one that this process does not see. So the numbers
+    that another engine's devices have there mean nothing here.
+    Raises :class:`~tercet.protocol.TransferFailed` if it cannot be mapped.
+    """
+    device = CudaDevice(handles.device if index is None else index)
     try:
-        torch.cuda.set_device(handles.device)
+        device.attach()
         storage_class: Any = torch.UntypedStorage  # what PyTorch's own reductions call, and has no public name
-        opened = [storage_class._new_shared_cuda(handles.device, *each) for each in handles.storages]
-        tensors = [torch.empty(0, dtype=torch.uint8, device=f"cuda:{handles.device}").set_(each) for each in opened]
-    except RuntimeError as error:
+        opened = [storage_class._new_shared_cuda(device.where.index, *each) for each in handles.storages]
+        tensors = [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in opened]
+        return [_blocks_of(tensors[storage], begin, stride, shape) for storage, begin, stride in handles.planes]
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise TransferFailed(
-            f"the worker's KV cannot be mapped into its agent (CUDA IPC): {error}; PYTORCH_CUDA_ALLOC_CONF must not "
-            "say expandable_segments:True, and vLLM's --enable-sleep-mode must be off"
+            f"a worker's KV cannot be mapped (CUDA IPC): {error}; it takes one container or the same network and IPC "
+            "namespaces, devices that reach each other, and no exclusive compute mode (nvidia-smi -q -d COMPUTE)"
         ) from error
-    return [_blocks_of(tensors[storage], begin, stride, shape) for storage, begin, stride in handles.planes]
 
 
 def _blocks_of(memory: torch.Tensor, begin: int, stride: int, shape: RegionShape) -> torch.Tensor:
     return memory.as_strided((shape.num_blocks, shape.block_bytes), (stride, 1), begin)
 
 
-OpenPlanes = Callable[[bytes, RegionShape], Sequence[torch.Tensor]]
+OpenPlanes = Callable[[bytes, RegionShape, Device], Sequence[torch.Tensor]]
 
 
-def open_device_planes(offer: bytes, shape: RegionShape) -> Sequence[torch.Tensor]:
-    """The planes that a rank on this machine offers; raises :class:`~tercet.protocol.TransferFailed`."""
+def open_device_planes(offer: bytes, shape: RegionShape, device: Device) -> Sequence[torch.Tensor]:
+    """The planes that a rank on this machine offers, mapped for our device.
+
+    Raises :class:`~tercet.protocol.TransferFailed`.
+    """
     try:
         handles = msgspec.msgpack.decode(offer, type=DeviceHandles)
     except UNREADABLE as error:
         raise TransferFailed(f"ipc: the sender's offer cannot be understood: {error}") from error
     if len(handles.planes) != len(shape.planes):
         raise TransferFailed("ipc: the sender offers other planes than its region has")
-    return device_planes(handles, shape)
+    return device_planes(handles, shape, device.where.index)
 
 
 @dataclass(frozen=True)
@@ -92,22 +99,26 @@ class TorchBlocks(DeviceBlocks):
         offer: bytes = b"",
         open_planes: OpenPlanes = open_device_planes,
         rdma: RdmaHandles | None = None,
+        device: Device | None = None,
     ) -> None:
         self._planes, self._order, self.rdma = planes, order, rdma
         self.offer, self._open_planes = offer, open_planes
-        self._device = planes[0].device
-        self._out, self._in = (_Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
+        self._device = device or device_of(planes[0].device)
+        self._out, self._in = (Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
 
     @property
     def device_bytes(self) -> int:
         """Memory of the device beside KV and the process's context."""
-        return self._out.room.nbytes + self._in.room.nbytes if self._device.type != "cpu" else 0
+        return self._out.room.nbytes + self._in.room.nbytes if self._device.where.type != "cpu" else 0
+
+    def attach(self) -> None:
+        self._device.attach()
 
     def buffer(self, nbytes: int) -> memoryview:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu").numpy().data
+        return self._device.host_room(nbytes).numpy().data
 
     def opened(self, offer: bytes, shape: RegionShape) -> PeerBlocks:
-        return PeerBlocks(self._open_planes(offer, shape))
+        return PeerBlocks(self._open_planes(offer, shape, self._device))
 
     def begin_across(
         self,
@@ -122,22 +133,19 @@ class TorchBlocks(DeviceBlocks):
         (their_layers, sources, begin), (layers, blocks, offset) = there, here
         with self._in.next() as room:
             gathered = room[: len(layers) * len(sources) * size].view(len(layers), len(sources), size)
-            # The gather runs where the sender's blocks are; to another device it is copied as a whole.
+            numbers = self._device.numbers(sources)
             for layer, rows in zip(their_layers, gathered, strict=True):
-                plane = theirs.planes[layer]
-                items, found = _items(plane[:, begin : begin + size], rows)
-                numbers = torch.tensor(sources, device=plane.device)
-                if plane.device == self._device:
-                    torch.index_select(items, 0, numbers, out=found)
-                else:
-                    found.copy_(items.index_select(0, numbers), non_blocking=True)
+                items, found = _items(theirs.planes[layer][:, begin : begin + size], rows)
+                torch.index_select(items, 0, numbers, out=found)
             self._scatter(gathered, layers, blocks, offset, order)
             return self._in.mark()
 
     def landing(self, nbytes: int) -> Landing:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        kind: MemoryKind = "DRAM" if self._device.type == "cpu" else "VRAM"
-        return Landing(memory.data_ptr(), nbytes, kind, self._device.index or 0, memory)
+        where = self._device.where
+        self._device.attach()
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        kind: MemoryKind = "DRAM" if where.type == "cpu" else "VRAM"
+        return Landing(memory.data_ptr(), nbytes, kind, where.index or 0, memory)
 
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
         layers, blocks, offset = here
@@ -150,16 +158,13 @@ class TorchBlocks(DeviceBlocks):
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
         with self._out.next() as room:
-            numbers = self._numbers(blocks)
+            numbers = self._device.numbers(blocks)
             gathered = room[: len(into)].view(len(layers), len(blocks), size)
             for layer, rows in zip(layers, gathered, strict=True):
                 items, found = _items(self._planes[layer][:, offset : offset + size], rows)
                 torch.index_select(items, 0, numbers, out=found)
             torch.frombuffer(into, dtype=torch.uint8).copy_(room[: len(into)], non_blocking=True)
             return self._out.mark()
-
-    def _numbers(self, found: Numbers) -> torch.Tensor:
-        return torch.tensor(found.astype(np.int64), device=self._device)
 
     def begin_in(
         self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
@@ -175,39 +180,12 @@ class TorchBlocks(DeviceBlocks):
     ) -> None:
         """Put a chunk's blocks, which are on the device, where they belong."""
         wanted, size = (blocks >= 0).nonzero()[0], arrived.shape[2]
-        numbers, rows_of = self._numbers(blocks[wanted]), self._numbers(wanted)
+        numbers, rows_of = self._device.numbers(blocks[wanted]), self._device.numbers(wanted)
         if order is not None and self._order is not None:
             arrived = _in_order(arrived, order, self._order)
         for layer, rows in zip(layers, arrived, strict=True):
             items, found = _items(self._planes[layer][:, offset : offset + size], rows)
             items.index_copy_(0, numbers, found if len(wanted) == len(blocks) else found[rows_of])
-
-
-class _Direction:
-    """One direction's stream and room; a copy's room is the next one's once the stream has come to it."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        on_host = device.type == "cpu"
-        self._stream = None if on_host else torch.cuda.Stream(device)
-        self.room = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def next(self) -> Generator[torch.Tensor]:
-        """Begin copies behind those that have begun: the stream keeps their order, so the room may be used again."""
-        with self._lock, self._on_stream():
-            yield self.room
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def mark(self) -> Callable[[], bool]:
-        """Whether all that has begun until now is over."""
-        if self._stream is None:
-            return lambda: True
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event.query
 
 
 def _in_order(blocks: torch.Tensor, theirs: BlockOrder, ours: BlockOrder) -> torch.Tensor:
@@ -230,11 +208,14 @@ class ComputedEvents:
 
     def __init__(self, handles: DeviceHandles) -> None:
         event_class: Any = torch.cuda.Event
-        self._events = [event_class.from_ipc_handle(handles.device, each) for each in handles.events]
+        device = CudaDevice(handles.device)
+        device.attach()
+        found = [event_class.from_ipc_handle(handles.device, each) for each in handles.events]
+        self._over = [answers(device, each.query) for each in found]
 
     def wait(self, number: int) -> None:
         """Until the work is done behind which the worker recorded an event last.
 
         An event that has been recorded again meanwhile stands for later work, and what is waited for comes before that.
         """
-        wait_until(self._events[number].query, FORWARD_SECONDS)
+        wait_until(self._over[number], FORWARD_SECONDS)

@@ -48,7 +48,8 @@ class DeviceExport:
         self.handles = DeviceHandles(
             self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
         )
-
+        # What vLLM has given the device to do with its cache, zeroing it above all, is over before others see it.
+        torch.cuda.current_stream(self._device).synchronize()
         self._registered = _registered(planes, self.handles, transport)
         self.rdma = self._registered and self._registered.handles
 
@@ -74,14 +75,17 @@ def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> 
 
 
 def _shared(storage: Any) -> tuple[Any, ...]:
+    """As ``UntypedStorage._new_shared_cuda`` takes it in another process, behind the number of a device."""
     try:
-        _, *found = storage._share_cuda_()
+        _, *found, _event_to_wait_for = storage._share_cuda_()
     except RuntimeError as error:
         raise UnsupportedVLLM(
             f"this engine's KV cannot be shared with the process that moves it (CUDA IPC): {error}; "
-            "PYTORCH_CUDA_ALLOC_CONF must not say expandable_segments:True, and --enable-sleep-mode must be off"
+            "PYTORCH_CUDA_ALLOC_CONF must not say expandable_segments:True, and --enable-sleep-mode and "
+            "--enable-cumem-allocator must be off"
         ) from error
-    return tuple(found)
+    # Nothing is to be waited for, and the event that would be is one of a device that the other process may not see.
+    return (*found, False)
 
 
 def _handle(event: Any) -> bytes:
