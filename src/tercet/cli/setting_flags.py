@@ -31,7 +31,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         help="As vLLM's. float32 for token-exact comparisons.",
-        show_default="bfloat16; float32 on CPUs without instructions for that",
+        show_default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
     ),
 ]
 ServedModelName = Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")]

@@ -51,9 +51,14 @@ CPUINFO = Path("/proc/cpuinfo")
 COMPUTE_WITH_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "avx512f", "avx_ne_convert", "bf16"})
 
 
-def default_dtype(cpu: bool) -> str:
-    """``bfloat16``; for engines on a ``cpu`` without instructions for it ``float32``, which is many times as fast."""
-    known = cpu_flags(CPUINFO.read_text()) if cpu and CPUINFO.exists() else frozenset[str]()
+def default_dtype(cpu: bool) -> str | None:
+    """``bfloat16``; for engines on a ``cpu`` without instructions for it ``float32``, which is many times as fast.
+
+    None on devices: vLLM knows what a device computes in, and what a quantised model wants.
+    """
+    if not cpu:
+        return None
+    known = cpu_flags(CPUINFO.read_text()) if CPUINFO.exists() else frozenset[str]()
     # A CPU that does not tell is believed to have them.
     return "float32" if known and not known & COMPUTE_WITH_BFLOAT16 else "bfloat16"
 

@@ -15,6 +15,8 @@ GIB = 1 << 30
 MOST = 0.92
 # Beside its share, the process that moves a worker's KV has a context of its own there, and buffers.
 BESIDE = GIB // 2
+# What vLLM's default leaves of a small device is less than that process and fragments take.
+LEFT = GIB
 # An engine with less than that has no room for weights and KV of any model.
 LEAST = GIB
 
@@ -69,6 +71,13 @@ def _own(devices: Sequence[Device], given: float | None) -> DeviceShare:
 
 def _share(device: Device, engines: int, given: float | None) -> float | None:
     """What each of some engines gets of a device's memory; ``None`` if that is what vLLM takes, or the caller said."""
+    if device.exclusive:
+        raise BadRequest(
+            f"CUDA_VISIBLE_DEVICES: device {device.handle} is in compute mode {device.exclusive}, and an engine has "
+            "several processes on its device: one that computes, and one that moves its KV; nvidia-smi -c DEFAULT "
+            "changes that, or start CUDA's multi-process service",
+            "CUDA_VISIBLE_DEVICES",
+        )
     if given is not None:
         if given * engines > 1:
             raise BadRequest(
@@ -77,7 +86,8 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
                 "--gpu-memory-utilization",
             )
         return None
-    if engines == 1 and (not device.memory or device.free >= MOST * device.memory):
+    enough = device.free >= MOST * device.memory and (1 - MOST) * device.memory >= LEFT
+    if engines == 1 and (not device.memory or enough):
         return None
     if not device.memory:
         return math.floor(100 * MOST / engines) / 100

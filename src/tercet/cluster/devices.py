@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 MIB = 1 << 20
 QUERY_SECONDS = 30.0
-_FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version")
+_FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode", "mig.mode.current")
+# How `nvidia-smi -L` names a GPU, and below it the instances that it is divided into.
+_GPU = re.compile(r"GPU (\d+): ")
+_INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+# Where the daemon of CUDA's multi-process service listens; several processes go through it to a device of any mode.
+_MPS_DIRECTORY, _MPS_DEFAULT = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One GPU. ``handle`` is what ``CUDA_VISIBLE_DEVICES`` calls it: a number, or (the beginning of) its ``uuid``.
+    """One GPU, or one instance of a divided one (MIG).
 
-    ``memory`` are its bytes, and ``free`` those that nobody uses now; both are 0 where nobody says.
+    ``handle`` is what ``CUDA_VISIBLE_DEVICES`` calls it: a number, or its ``uuid``. ``memory`` are its bytes, and
+    ``free`` those that nobody uses now; both are 0 where nobody says. ``exclusive`` is its compute mode if one process
+    alone may use it, or none; empty otherwise. One that is ``divided`` is not used itself, but its instances are.
     """
 
     handle: str
@@ -26,6 +36,8 @@ class Device(msgspec.Struct, frozen=True):
     free: int = 0
     uuid: str = ""
     driver: str = ""
+    exclusive: str = ""
+    divided: bool = False
 
 
 def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
@@ -33,8 +45,9 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _handles(named):
         return ()
-    found = parse_devices(_listed())
-    return found if named is None else tuple(_named(found, handle) for handle in _handles(named))
+    listed = _listed().devices
+    found = tuple(_named(listed, _handles(named))) if named is not None else _usable(listed)
+    return tuple(_behind_mps(each, environment) for each in found)
 
 
 def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
@@ -44,7 +57,22 @@ def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
         return f"CUDA_VISIBLE_DEVICES is {named!r}, which names none"
     if shutil.which("nvidia-smi") is None:
         return "there is no nvidia-smi, with which NVIDIA's driver comes"
+    listed = _listed()
+    if listed.trouble:
+        return listed.trouble
+    if named is not None and listed.devices:
+        there = ", ".join(device.handle for device in listed.devices)
+        return f"CUDA_VISIBLE_DEVICES is {named!r}, and nvidia-smi lists {there}"
+    if any(device.divided for device in listed.devices):
+        return "MIG is on, and there are no instances: nvidia-smi mig -lgip, or nvidia-smi -mig 0"
     return "nvidia-smi lists no GPU"
+
+
+class _Listed(NamedTuple):
+    """What ``nvidia-smi`` lists; ``trouble`` is what it says instead, or why it says nothing."""
+
+    devices: tuple[Device, ...] = ()
+    trouble: str = ""
 
 
 def parse_devices(listed: str) -> tuple[Device, ...]:
@@ -54,20 +82,49 @@ def parse_devices(listed: str) -> tuple[Device, ...]:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) != len(_FIELDS) or not parts[0].isdigit():
             continue
-        index, uuid, name, memory, free, driver = parts
-        found.append(Device(index, name, _mib(memory), _mib(free), uuid, driver))
+        index, uuid, name, memory, free, driver, mode, divided = parts
+        exclusive = mode if mode.startswith(("Exclusive", "Prohibited")) else ""
+        found.append(Device(index, name, _mib(memory), _mib(free), uuid, driver, exclusive, divided == "Enabled"))
     return tuple(found)
 
 
-def _listed() -> str:
+def parse_instances(listed: str, gpus: Sequence[Device]) -> Iterator[Device]:
+    """The instances of divided ``gpus`` that ``nvidia-smi -L`` prints; it does not say what of them is free."""
+    by_index, gpu = {each.handle: each for each in gpus}, None
+    for line in listed.splitlines():
+        if (begins := _GPU.match(line)) is not None:
+            gpu = by_index.get(begins[1])
+        elif gpu is not None and (found := _INSTANCE.match(line)) is not None:
+            profile, uuid = found.groups()
+            yield Device(uuid, f"MIG {profile} of {gpu.name}", 0, 0, uuid, gpu.driver, gpu.exclusive)
+
+
+def _listed() -> _Listed:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ""
-    command = [program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+        return _Listed()
+    printed, trouble = _ask(program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    gpus = parse_devices(printed)
+    divided = [each for each in gpus if each.divided]
+    instances = tuple(parse_instances(_ask(program, "-L")[0], divided)) if divided else ()
+    return _Listed((*gpus, *instances), "" if gpus else trouble)
+
+
+def _ask(program: str, *args: str) -> tuple[str, str]:
+    """What it prints, which may be some devices and a complaint about others; and what it says if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+        done = subprocess.run([program, *args], capture_output=True, text=True, timeout=QUERY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "", f"nvidia-smi does not answer within {QUERY_SECONDS:.0f} s: dmesg may say what ails a device (Xid)"
+    except OSError as error:
+        return "", f"nvidia-smi does not start: {error}"
+    words = next((line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()), "nothing")
+    return done.stdout, f"nvidia-smi ends with {done.returncode} and says: {words}" if done.returncode else ""
+
+
+def _usable(listed: Sequence[Device]) -> tuple[Device, ...]:
+    """Each GPU, or the instances of one that is divided: CUDA sees no more than that of it."""
+    return tuple(each for each in listed if not each.divided)
 
 
 def _handles(named: str) -> list[str]:
@@ -80,11 +137,29 @@ def _handles(named: str) -> list[str]:
     return found
 
 
-def _named(devices: Sequence[Device], handle: str) -> Device:
-    for each in devices:
-        if each.handle == handle or (not handle.isdigit() and each.uuid.startswith(handle)):
-            return msgspec.structs.replace(each, handle=handle)
-    return Device(handle)
+def _named(listed: Sequence[Device], handles: Sequence[str]) -> Iterator[Device]:
+    """The devices of these names, up to one that there is not, as CUDA takes them.
+
+    The beginning of a UUID, which is enough for CUDA, is not for vLLM. Where nothing is listed, all names are believed.
+    """
+    for handle in handles:
+        found = next((each for each in listed if _is_called(each, handle)), None)
+        if found is not None and not found.divided:
+            yield found if handle.isdigit() else msgspec.structs.replace(found, handle=found.uuid)
+        elif found is not None or not listed or handle.startswith("MIG-"):
+            yield Device(handle)  # of a divided GPU, CUDA takes the first instance
+        else:
+            return
+
+
+def _is_called(device: Device, handle: str) -> bool:
+    return device.handle == handle if handle.isdigit() else device.uuid.startswith(handle)
+
+
+def _behind_mps(device: Device, environment: Mapping[str, str]) -> Device:
+    """A device that a daemon shares between processes is nobody's own."""
+    there = Path(environment.get(_MPS_DIRECTORY, _MPS_DEFAULT)) / "control"
+    return msgspec.structs.replace(device, exclusive="") if device.exclusive and there.exists() else device
 
 
 def _mib(text: str) -> int:

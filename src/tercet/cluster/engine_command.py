@@ -93,6 +93,7 @@ KV_TRANSFER_CONFIG: Mapping[str, str] = {
 CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
 GPU_MEMORY = "--gpu-memory-utilization"
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 # What Python says of vLLM's and PyTorch's own code, and of shared memory that its owner was killed over and that is
 # removed here; and what PyTorch's C++ says below an error.
 _QUIET: Mapping[str, str] = {
@@ -112,9 +113,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``gpu_memory`` is its share of their memory, vLLM's own choice if not given.
 
-    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given. ``kv_cache_gib`` is the KV memory of a CPU
-    engine. ``built_in``: the model is the small one that Tercet brings. ``simulate``: the profile of a simulated
-    engine, and ``options`` its own. ``prefill_hosts`` are who may be named to prefill for it.
+    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given, where that says one.
+    ``kv_cache_gib`` is the KV memory of a CPU engine. ``built_in``: the model is the small one that Tercet brings.
+    ``simulate``: the profile of a simulated engine, and ``options`` its own. ``prefill_hosts`` are who may be named to
+    prefill for it.
     """
 
     name: str
@@ -158,7 +160,9 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         options = [part for key, value in spec.options.items() for part in ("--option", f"{key}={value}")]
         command = [sys.executable, "-m", "tercet.cli", "engine", "--simulate", spec.simulate, "--name", spec.name]
         return [*command, *where, *options]
-    defaults = {"--dtype": spec.dtype or default_dtype(cpu=bool(spec.cores)), "--uvicorn-log-level": "warning"}
+    defaults = {"--uvicorn-log-level": "warning"}
+    if (dtype := spec.dtype or default_dtype(cpu=bool(spec.cores))) is not None:
+        defaults |= {"--dtype": dtype}
     if value_of(spec.extra_args, "--use-tqdm-on-load") is None:
         defaults |= {"--no-use-tqdm-on-load": ""}  # a bar is no line of a log
     if spec.cores:
@@ -265,6 +269,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
             env[NO_DYNAMO] = "1"
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+        if DEVICE_ORDER not in inherited:  # else CUDA counts the fastest first, and nvidia-smi does not
+            env[DEVICE_ORDER] = "PCI_BUS_ID"
     return env
 
 

@@ -16,6 +16,8 @@ LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
 # Two CPU engines with the built-in model and a GiB of KV each, and a front door.
 LEAST_MEMORY = 8 * GIB
+# NVIDIA's "CUDA Toolkit and Corresponding Driver Versions": the first driver for minor versions of a CUDA.
+LEAST_DRIVER = {12: 525, 13: 580}
 
 State = Literal["ok", "costs", "broken"]
 
@@ -76,8 +78,16 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
 
 def _compute(machine: Machine) -> Iterator[Finding]:
     for device in machine.devices:
-        found = f"{device.name}, {_gib(device.free)} of {_gib(device.memory)} free"
-        if device.memory and device.free < device.memory // 2:
+        memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not told"
+        found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
+        if device.exclusive:
+            yield Finding(
+                f"device {device.handle}", "costs" if machine.vllm_for_cpu else "broken",
+                f"{found}, compute mode {device.exclusive}",
+                "no engine starts there: several processes of one use its device",
+                "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
+            )  # fmt: skip
+        elif device.memory and device.free < device.memory // 2:
             do = "nvidia-smi shows who has it; engines take what is free"
             yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
         else:
@@ -89,6 +99,7 @@ def _compute(machine: Machine) -> Iterator[Finding]:
             on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
             "NVIDIA GPUs with their driver, and pip install 'tercet[cuda]'; in a container, docker run --gpus all",
         )  # fmt: skip
+    yield from _driver(machine)
     if machine.devices and not machine.compiler:
         yield Finding(
             "C compiler", "costs", "none", "kernels that are compiled at first use (Triton's) fail",
@@ -119,6 +130,22 @@ def _compute(machine: Machine) -> Iterator[Finding]:
     else:
         costs = f"two engines with the built-in model want {_gib(LEAST_MEMORY)}"
         yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
+
+
+def _driver(machine: Machine) -> Iterator[Finding]:
+    needed = LEAST_DRIVER.get(_major(machine.cuda), 0)
+    for driver in sorted({device.driver for device in machine.devices if device.driver}):
+        if _major(driver) < needed:
+            yield Finding(
+                "driver", "costs", f"{driver}; PyTorch is built for CUDA {machine.cuda}",
+                f"no engine starts, unless NVIDIA's cuda-compat for CUDA {machine.cuda} is installed",
+                f"a driver from {needed} on, or a vLLM that is built for an older CUDA",
+            )  # fmt: skip
+
+
+def _major(version: str) -> int:
+    major = version.partition(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 def _transports(machine: Machine) -> Iterator[Finding]:

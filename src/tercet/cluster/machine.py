@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -54,6 +55,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     ``no_devices`` says in words why there is no device, if there is none.
     ``vllm`` is the version of the installed vLLM, empty without one, and ``vllm_for_cpu`` whether it is the CPU build.
+    ``cuda`` is the version of CUDA that PyTorch was built for, empty if for none.
     ``sealed_files``, ``reads_processes``: whether memory files can be sealed, and whether this process may read the
     memory of others of its user. ``ports_taken`` are those of Tercet's defaults that something else listens at.
     """
@@ -70,6 +72,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     open_files: int | None
     vllm: str
     vllm_for_cpu: bool
+    cuda: str = ""
     hooks: HookReport
     libraries: dict[str, bool]
     sealed_files: bool
@@ -96,6 +99,7 @@ def look_at_machine() -> Machine:
         open_files=_limit(resource.RLIMIT_NOFILE),
         vllm=_vllm(),
         vllm_for_cpu=is_cpu_build(),
+        cuda=_cuda_of_torch(),
         hooks=_hooks() if _vllm() else HookReport(),
         libraries={name: importlib.util.find_spec(name) is not None for name in ("nixl", "mooncake")},
         sealed_files=_can_seal(),
@@ -120,6 +124,19 @@ def _vllm() -> str:
         return vllm_version()
     except TercetError:
         return ""
+
+
+def _cuda_of_torch() -> str:
+    """As the installed PyTorch has written it down; importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    with suppress(OSError):
+        written = re.search(
+            r"^cuda\b[^=]*= *['\"]([0-9.]+)['\"]", Path(found.origin).with_name("version.py").read_text(), re.M
+        )
+        return "" if written is None else written[1]
+    return ""
 
 
 def _hooks() -> HookReport:

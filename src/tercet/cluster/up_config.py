@@ -27,7 +27,7 @@ class UpConfig(FrontDoorConfig, frozen=True):
         str | None,
         Setting(
             "As vLLM's. float32 for token-exact comparisons.",
-            default="bfloat16; float32 on CPUs without instructions for that",
+            default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
         ),
     ] = None
     kv_cache_gib: Annotated[Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB")] = 1

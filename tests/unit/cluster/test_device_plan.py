@@ -20,6 +20,9 @@ def gpus(count: int, memory: int = 80, free: int | None = None) -> list[Device]:
     return [Device(str(index), "GPU", memory * GIB, left * GIB) for index in range(count)]
 
 
+EXCLUSIVE = Device("0", "GPU", 80 * GIB, 80 * GIB, exclusive="Exclusive_Process")
+
+
 @pytest.mark.parametrize(
     ("devices", "engines", "each", "plan"),
     [
@@ -30,6 +33,9 @@ def gpus(count: int, memory: int = 80, free: int | None = None) -> list[Device]:
         # A first-time user with one GPU.
         (gpus(1), 2, 1, [DeviceShare(("0",), 0.453), DeviceShare(("0",), 0.453)]),
         (gpus(1, 16), 2, 1, [DeviceShare(("0",), 0.428), DeviceShare(("0",), 0.428)]),
+        # Of a small device vLLM's own share leaves too little to the process that moves KV.
+        (gpus(1, 8), 1, 1, [DeviceShare(("0",), 0.857)]),
+        (gpus(1, 16), 1, 1, [DeviceShare(("0",))]),
         # Somebody has half of it already.
         (gpus(1, 80, 40), 2, 1, [DeviceShare(("0",), 0.243), DeviceShare(("0",), 0.243)]),
         # As little as an engine can do with, of a large device.
@@ -54,6 +60,8 @@ def test_plans(devices: list[Device], engines: int, each: int, plan: list[Device
         (gpus(1, 80, 2), 2, 1, None, "2 engines would share device 0, of which 2.0 GiB are free"),
         (gpus(1), 2, 1, 0.6, "choose 0.46 or less"),
         ([], 1, 1, None, "need 1, 0 can be used"),
+        ([EXCLUSIVE], 1, 1, None, "device 0 is in compute mode Exclusive_Process"),
+        ([EXCLUSIVE], 1, 1, 0.5, "device 0 is in compute mode Exclusive_Process"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(

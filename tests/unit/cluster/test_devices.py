@@ -10,8 +10,8 @@ from tercet.cluster.devices import Device, list_devices, parse_devices, why_no_d
 
 GIB = 1 << 30
 LISTED = """\
-0, GPU-1f2e, NVIDIA H100 80GB HBM3, 81920, 81000, 580.65.06
-1, GPU-77aa, NVIDIA H100 80GB HBM3, 81920, 1024, 580.65.06
+0, GPU-1f2e, NVIDIA H100 80GB HBM3, 81920, 81000, 580.65.06, Default, Disabled
+1, GPU-77aa, NVIDIA H100 80GB HBM3, 81920, 1024, 580.65.06, Default, Disabled
 """
 TOOL = f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n"
 
@@ -40,7 +40,7 @@ def test_what_says_something_else_lists_none(listed: str) -> None:
 
 
 def test_memory_that_is_not_the_devices_own() -> None:
-    (only,) = parse_devices("0, GPU-9, NVIDIA GB10, [N/A], [N/A], 580.65.06\n")
+    (only,) = parse_devices("0, GPU-9, NVIDIA GB10, [N/A], [N/A], 580.65.06, Default, [N/A]\n")
     assert (only.memory, only.free) == (0, 0)
 
 
@@ -50,7 +50,11 @@ def test_memory_that_is_not_the_devices_own() -> None:
         (None, ["0", "1"]),
         ("1", ["1"]),
         ("1,0", ["1", "0"]),
-        ("GPU-77", ["GPU-77"]),
+        ("GPU-77", ["GPU-77aa"]),  # as vLLM needs it
+        ("GPU-77aa,GPU-1f2e", ["GPU-77aa", "GPU-1f2e"]),
+        ("0,7,1", ["0"]),  # CUDA stops at what there is not
+        ("7", []),
+        ("GPU-99", []),
         ("", []),
         ("-1", []),
         ("0,-1,1", ["0"]),
@@ -63,10 +67,14 @@ def test_the_environment_chooses(named: str | None, handles: list[str]) -> None:
     assert all(each.memory == 80 * GIB for each in found)
 
 
-@pytest.mark.usefixtures("machine")
-def test_a_device_that_the_tool_does_not_know_is_one_all_the_same() -> None:
-    (unknown,) = list_devices({"CUDA_VISIBLE_DEVICES": "7"})
-    assert (unknown.handle, unknown.memory) == ("7", 0)
+@pytest.mark.parametrize("named", ["7", "GPU-12345678", "MIG-GPU-63feeb45/1/0"])
+def test_where_nothing_is_listed_a_named_device_is_believed(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers that have the driver's libraries, and not its tool."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (unknown,) = list_devices({"CUDA_VISIBLE_DEVICES": named})
+    assert (unknown.handle, unknown.memory) == (named, 0)
 
 
 def test_a_machine_without_the_tool_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +90,91 @@ def test_a_tool_that_fails_lists_none(machine: Path) -> None:
 def test_why_there_are_none(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES is ''" in why_no_devices({"CUDA_VISIBLE_DEVICES": ""})
     machine.write_text("#!/bin/sh\nexit 9\n")
+    assert why_no_devices({}) == "nvidia-smi ends with 9 and says: nothing"
+    machine.write_text(TOOL)
+    assert why_no_devices({"CUDA_VISIBLE_DEVICES": "7"}) == "CUDA_VISIBLE_DEVICES is '7', and nvidia-smi lists 0, 1"
+    machine.write_text("#!/bin/sh\n")
     assert why_no_devices({}) == "nvidia-smi lists no GPU"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert "no nvidia-smi" in why_no_devices({})
+
+
+# ---- what it prints on real machines ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err"),
+    [
+        (
+            9,
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
+            "NVIDIA driver is installed and running.\n\n",
+            "",
+        ),
+        (18, "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 570.86\n", ""),
+        (255, "Failed to initialize NVML: Unknown Error\n", ""),  # in a container, after systemd has reloaded
+        (4, "Failed to initialize NVML: Insufficient Permissions\n", ""),
+        (6, "No devices were found\n", ""),
+        (127, "", "nvidia-smi: error while loading shared libraries: libnvidia-ml.so.1\n"),
+    ],
+)
+def test_what_the_tool_complains_of_is_passed_on(machine: Path, code: int, out: str, err: str) -> None:
+    machine.write_text(f"#!/bin/sh\ncat <<'END'\n{out}END\ncat >&2 <<'END'\n{err}END\nexit {code}\n")
+    assert list_devices({}) == ()
+    assert why_no_devices({}) == f"nvidia-smi ends with {code} and says: {(out + err).strip().splitlines()[0]}"
+
+
+def test_devices_beside_one_that_is_lost(machine: Path) -> None:
+    lost = "Unable to determine the device handle for GPU0000:41:00.0: GPU is lost.  Reboot the system to recover\n"
+    machine.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}{lost}END\nexit 15\n")
+    assert [each.handle for each in list_devices({})] == ["0", "1"]
+
+
+DIVIDED = """\
+0, GPU-63feeb45, NVIDIA H100 80GB HBM3, 81559, 81007, 580.65.06, Default, Enabled
+1, GPU-be7ab1c0, NVIDIA H100 80GB HBM3, 81559, 81007, 580.65.06, Default, Disabled
+"""
+INSTANCES = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-63feeb45)
+  MIG 3g.40gb     Device  0: (UUID: MIG-7089d0f3-293f-58c9-8f8c-5ea666eedbde)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-56c30729-347f-5dd6-8da0-c3cc59e969e0)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-be7ab1c0)
+"""
+
+
+@pytest.fixture
+def divided(machine: Path) -> Path:
+    """A machine of which the first GPU is divided into instances."""
+    listing = f"#!/bin/sh\nif [ \"$1\" = -L ]; then cat <<'END'\n{INSTANCES}END\nelse cat <<'END'\n{DIVIDED}END\nfi\n"
+    machine.write_text(listing)
+    return machine
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_divided_gpu_is_its_instances() -> None:
+    whole, first, second = list_devices({})
+    assert (whole.handle, whole.memory > 0) == ("1", True)
+    assert (first.handle, first.name) == (
+        "MIG-7089d0f3-293f-58c9-8f8c-5ea666eedbde", "MIG 3g.40gb of NVIDIA H100 80GB HBM3",
+    )  # fmt: skip
+    assert (second.memory, second.free, second.driver) == (0, 0, "580.65.06")
+    (named,) = list_devices({"CUDA_VISIBLE_DEVICES": "MIG-56c3"})
+    assert named.handle == second.handle
+    (by_number,) = list_devices({"CUDA_VISIBLE_DEVICES": "0"})
+    assert (by_number.handle, by_number.memory) == ("0", 0)
+
+
+def test_a_gpu_that_is_divided_into_nothing_is_none(divided: Path) -> None:
+    only = DIVIDED.splitlines()[0]
+    divided.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || echo '{only}'\n")
+    assert list_devices({}) == ()
+    assert "MIG is on" in why_no_devices({})
+
+
+def test_a_device_for_one_process_alone(machine: Path, tmp_path: Path) -> None:
+    machine.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA A100, 40960, 40000, 535.54, Exclusive_Process, Disabled'\n")
+    (device,) = list_devices({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "none")})
+    assert device.exclusive == "Exclusive_Process"
+    (tmp_path / "control").touch()
+    (device,) = list_devices({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    assert device.exclusive == "", "its daemon lets several in"

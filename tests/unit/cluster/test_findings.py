@@ -37,8 +37,8 @@ WELL = Machine(
     compiler=True,
     ports_taken=(),
 )
-GPU = Device("0", "H100", 80 * GIB, 79 * GIB)
-ON_GPU = msgspec.structs.replace(WELL, devices=(GPU,), no_devices="", vllm_for_cpu=False)
+GPU = Device("0", "H100", 80 * GIB, 79 * GIB, driver="580.65.06")
+ON_GPU = msgspec.structs.replace(WELL, devices=(GPU,), no_devices="", vllm_for_cpu=False, cuda="13.0")
 # What machines without and with devices lack by themselves.
 LACKS = {False: {"devices"}, True: set[str]()}
 
@@ -72,6 +72,8 @@ RDMA = (InfinibandDevice("mlx5_0", active=True, usable=True),)
         (WELL, {"hooks": HookReport(frontend=("client: gone",))}, "hooks of front doors", "broken"),
         (WELL, {"hooks": HookReport(error="cannot be imported")}, "hooks", "broken"),
         (ON_GPU, {"devices": (msgspec.structs.replace(GPU, free=GIB),)}, "device 0", "costs"),
+        (ON_GPU, {"devices": (msgspec.structs.replace(GPU, exclusive="Prohibited"),)}, "device 0", "broken"),
+        (ON_GPU, {"devices": (msgspec.structs.replace(GPU, driver="570.86.15"),)}, "driver", "costs"),
         (ON_GPU, {"compiler": False}, "C compiler", "costs"),
         (WELL, {"other_accelerators": ("AMD (ROCm)",)}, "AMD (ROCm)", "costs"),
         (WELL, {"cores": 1}, "cores", "costs"),

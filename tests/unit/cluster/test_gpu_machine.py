@@ -27,7 +27,9 @@ def has_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HasGPUs:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def write(*free: int) -> None:
-        listed = [f"{index}, GPU-{index}, H100, {MIB_80}, {mib}, 580.65" for index, mib in enumerate(free)]
+        listed = [
+            f"{index}, GPU-{index}, H100, {MIB_80}, {mib}, 580.65, Default, Disabled" for index, mib in enumerate(free)
+        ]
         tool = tmp_path / "nvidia-smi"
         tool.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(listed) + "\nEND\n")
         tool.chmod(0o755)
@@ -47,7 +49,9 @@ def test_a_first_time_user_with_one_gpu_gets_two_engines_on_it(has_gpus: HasGPUs
     assert len(starting_queues(specs, specs)) == 1  # one after the other
     for spec in specs:
         argv = engine_argv(spec)
-        assert value_of(argv, "--dtype") == "bfloat16"
+        assert value_of(argv, "--dtype") is None  # vLLM knows what the device computes in
+        assert engine_env(spec, {})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # as nvidia-smi counts
+        assert "CUDA_DEVICE_ORDER" not in engine_env(spec, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
         assert "--enforce-eager" not in argv
         assert not {"VLLM_CPU_KVCACHE_SPACE", "OMP_NUM_THREADS"} & {*engine_env(spec)}
         assert "TercetConnector" in (value_of(argv, KV_TRANSFER) or "")
