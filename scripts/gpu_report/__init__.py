@@ -1,0 +1,1 @@
+"""What KV on a GPU costs, as a table: see :mod:`.__main__`."""

@@ -1,0 +1,120 @@
+"""What KV on a GPU costs: ``python -m scripts.gpu_report`` on a machine with one NVIDIA GPU or more, from a clone.
+
+It copies by each way that KV takes, beside plain copies; starts plain vLLM, one engine, one engine behind a front door,
+and two, one after the other; and prints a table. With one GPU both engines share it. A row that cannot be measured says
+why, and the others are measured all the same. It ends with 1 if something is not as it ought to be. `smollm2`, the
+model if none is named, comes out of a wheel; ``--model random`` needs nothing. Nobody has run it on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.gpu_report import copies, random_model, servers
+from scripts.gpu_report.answers import Latencies, answers, latencies
+from scripts.gpu_report.table import Failed, Row, attempt, lines, ratio, share, speed, why_not
+
+from tercet.cluster.devices import Device, list_devices, why_no_devices
+from tercet.vllm_plugin.hooks import vllm_version
+
+ALONE = ("--prefill", "0", "--decode", "0", "--both", "1", "--program", "data_parallel")
+TWO = ("--program-arg", "min_send=1")
+
+
+class Asked(NamedTuple):
+    """What one server has shown."""
+
+    latencies: Latencies | Failed
+    answers: list[str] | Failed
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    options = argparse.ArgumentParser(prog="python -m scripts.gpu_report", description=__doc__)
+    options.add_argument("--model", default="smollm2", help="as `tercet up` takes it; random: a small one, made here")
+    options.add_argument("--input-len", type=int, default=1200, help="words of each prompt, about")
+    options.add_argument("--only", choices=("copies", "engines"), help="one half of the report")
+    options.add_argument("flags", nargs="*", help="after --: vLLM's flags, for every engine and for plain vLLM")
+    given = options.parse_args()
+    devices = list_devices()
+    if not devices:
+        sys.exit(f"no GPU is to be seen here: {why_no_devices()}")
+    rows = list(_machine(devices))
+    if given.only != "engines":
+        rows += _copies()
+    if given.only != "copies":
+        with tempfile.TemporaryDirectory() as made:
+            model = str(random_model.make(Path(made))) if given.model == "random" else given.model
+            rows += _engines(model, given.input_len, given.flags)
+    for line in lines(rows):
+        print(line)
+    sys.exit(int(any(row.holds is False for row in rows)))
+
+
+def _machine(devices: tuple[Device, ...]) -> Iterator[Row]:
+    where = "both engines share it" if len(devices) == 1 else f"{len(devices)} of them"
+    yield Row("device", f"{devices[0].name}, driver {devices[0].driver or 'unknown'}", where)
+    yield Row("vLLM", f"{vllm_version()}, torch {version('torch')}, tercet {version('tercet')}")
+
+
+def _copies() -> Iterator[Row]:
+    found = {name: attempt(name, lambda name=name: copies.measured(name)) for name in copies.WAYS}
+    across, out = found["plain_across"], found["plain_out"]
+    yield Row("plain copy, device to itself", speed(across))
+    yield Row("plain copy, device to host", speed(out))
+    yield share("ipc: blocks of another process", found["ipc"], across, "as near a plain copy as can be")
+    yield share("staged: blocks to host memory", found["staged"], out, "as near a plain copy as can be")
+    nixl = share("nixl: blocks of another agent", found["nixl"], across, "without RDMA, what UCX has")
+    # It is not in the wheel's requirements.
+    yield nixl._replace(holds=None) if isinstance(found["nixl"], Failed) else nixl
+
+
+def _engines(model: str, words: int, flags: list[str]) -> Iterator[Row]:
+    plain = _asked("plain vLLM", servers.plain_vllm(model, flags), words)
+    engine = _asked("one engine", servers.engine(model, flags), words)
+    alone = _asked("one engine behind a front door", servers.fleet(model, ALONE, flags), words)
+    two = _asked("two engines", servers.fleet(model, TWO, flags), words)
+    yield ratio("TTFT: two engines / one", _of(two, "first"), _of(alone, "first"), 1.05)
+    yield ratio("decode step: engine / plain vLLM", _of(engine, "gap"), _of(plain, "gap"), 1.02)
+    several = "gap_of_several"
+    yield ratio("the same, 16 streams at once", _of(engine, several), _of(plain, several), 1.02)
+    yield _same("answers of one engine", engine, plain)
+    yield _same("answers of two engines", two, plain)
+
+
+def _asked(what: str, server: AbstractContextManager[str], words: int) -> Asked:
+    def ask() -> Asked:
+        with server as url:
+            said = attempt(f"{what}: its answers", lambda: answers(url))
+            return Asked(attempt(f"{what}: how soon it answers", lambda: latencies(url, words)), said)
+
+    found = attempt(f"{what}, which starts now", ask)
+    return Asked(found, found) if isinstance(found, Failed) else found
+
+
+def _of(asked: Asked, name: str) -> float | Failed:
+    found = asked.latencies
+    return found if isinstance(found, Failed) else getattr(found, name)
+
+
+def _same(name: str, asked: Asked, plain: Asked) -> Row:
+    """How many answers are those of plain vLLM."""
+    wanted = "those of plain vLLM, all of them"
+    ours, theirs = asked.answers, plain.answers
+    if isinstance(ours, Failed) or isinstance(theirs, Failed):
+        return Row(name, why_not(ours, theirs), wanted, holds=False)
+    pairs = list(zip(ours, theirs, strict=True))
+    others = [str(number) for number, (one, other) in enumerate(pairs) if one != other]
+    found = f"{len(pairs) - len(others)} of {len(pairs)} equal"
+    return Row(name, f"{found}; others: {', '.join(others)}" if others else found, wanted, not others)
+
+
+if __name__ == "__main__":
+    main()

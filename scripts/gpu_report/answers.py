@@ -1,0 +1,77 @@
+"""What is asked of servers: how soon tokens come, and which ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import threading
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+from scripts.gpu_report.servers import model_of, post
+
+ROUNDS, WARM_UP = 15, 3
+TOKENS = 64
+PROMPTS = 24
+STREAMS = 16
+WORDS = ("the", "sea", "was", "calm", "and", "grey", "while", "a", "boat", "with", "one", "red", "sail", "went", "past")
+
+
+class Latencies(NamedTuple):
+    """Medians, in seconds: to the first token, between two tokens of one stream, and of one among several."""
+
+    first: float
+    gap: float
+    gap_of_several: float
+
+
+def latencies(url: str, words: int) -> Latencies:
+    """Of streams one after the other, with prompts of their own; and of several at once."""
+    model = model_of(url)
+    found = [_stream(url, model, f"{secrets.token_hex(8)} {words_of(secrets.randbits(32), words)}")
+             for _ in range(ROUNDS + WARM_UP)][WARM_UP:]  # fmt: skip
+    several: list[tuple[float, float]] = []
+
+    def one() -> None:
+        several.append(_stream(url, model, f"{secrets.token_hex(8)} {words_of(secrets.randbits(32), 20)}"))
+
+    threads = [threading.Thread(target=one) for _ in range(STREAMS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if len(several) < STREAMS:
+        raise RuntimeError(f"{STREAMS - len(several)} of {STREAMS} streams at once have failed; see above")
+    return Latencies(
+        median(first for first, _ in found), median(gap for _, gap in found), median(gap for _, gap in several)
+    )
+
+
+def _stream(url: str, model: str, prompt: str) -> tuple[float, float]:
+    """Seconds to the first token of a stream, and between two of the others."""
+    begun = time.perf_counter()
+    with post(url, {**_greedy(model, prompt), "stream": True}) as response:
+        times = [time.perf_counter() for line in response if line.startswith(b"data: {")]
+    if len(times) < 3:
+        raise RuntimeError(f"a stream of {TOKENS} tokens has {len(times)} parts")
+    return times[0] - begun, (times[-1] - times[1]) / (len(times) - 2)
+
+
+def answers(url: str) -> list[str]:
+    """What a server makes of prompts that are always the same, one after the other."""
+    model, found = model_of(url), list[str]()
+    for number in range(PROMPTS):
+        with post(url, _greedy(model, words_of(number, 10 + 50 * (number % 20)))) as response:
+            found.append(json.load(response)["choices"][0]["text"])
+    return found
+
+
+def words_of(seed: int, count: int) -> str:
+    """So many words that nobody has said before."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def _greedy(model: str, prompt: str) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
