@@ -11,6 +11,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from statistics import median
@@ -210,8 +211,9 @@ def main(name: str) -> None:
         print(json.dumps(WAYS[name]()))
     except TercetError as error:
         print(json.dumps(error.message))
-    except RuntimeError as error:  # of CUDA's
-        print(json.dumps(str(error).strip().splitlines()[0]))
+    except Exception as error:  # of CUDA's or PyTorch's
+        traceback.print_exc()
+        print(json.dumps((str(error).strip().splitlines() or [type(error).__name__])[0]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The servers that the report asks: plain vLLM, one engine, and fleets; each is stopped in the end, whatever happened."""
+"""The servers that the report asks: plain vLLM, one engine, and fleets; each is stopped, whatever has happened."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def speed(found: float | Failed) -> str:
 
 def lines(rows: list[Row]) -> Iterator[str]:
     """The table as text."""
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        mark = {None: "", True: "ok", False: "NOT"}[row.holds]
-        yield "  ".join([*(row[column].ljust(widths[column]) for column in range(3)), mark]).rstrip()
+    marks = {None: "", True: "ok", False: "NOT"}
+    cells = [(row.name, row.found, row.wanted, marks[row.holds]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -6,12 +6,13 @@ import http.server
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts.gpu_report import __main__ as report
 from scripts.gpu_report import answers as asking
 from scripts.gpu_report import copies, random_model, servers
@@ -20,8 +21,6 @@ from scripts.gpu_report.table import Failed, Row, attempt, lines, ratio, share
 
 from tercet.cluster.devices import Device
 from tercet.protocol import TransferFailed
-
-Serving = Callable[..., AbstractContextManager[str]]
 
 
 def test_a_ratio_is_held_against_what_it_ought_to_be() -> None:
@@ -55,11 +54,11 @@ def test_the_report_goes_on_without_the_servers_that_do_not_start(
     """Two engines do not start, and NIXL is not there: all other rows are measured."""
 
     @contextmanager
-    def starts(model: str, *_: object) -> Iterator[str]:
+    def starts(model: str, *_: object) -> Generator[str]:
         yield "alone"
 
     @contextmanager
-    def fleet(model: str, args: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    def fleet(model: str, args: Sequence[str], flags: Sequence[str]) -> Generator[str]:
         if args == report.TWO:
             raise RuntimeError("CUDA out of memory")
         yield "alone"
@@ -108,6 +107,7 @@ def test_without_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.processes
 def test_a_way_that_cannot_be_had_says_why() -> None:
     """In a process of its own; here, without a device."""
