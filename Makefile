@@ -94,8 +94,10 @@ test-models: setup ## tiny random models of each family on two engines each (an 
 	$(BIN)/pytest tests/models $(ARGS)
 	$(BIN)/python -m tests.models.record
 
-test-gpu: ## tests that need a CUDA device, with the Python at hand (PYTHON=...), which has a CUDA vLLM
-	$(PYTHON) -m pytest -m gpu -rs tests/gpu
+test-gpu: ## tests that need a CUDA device, with the Python at hand (PYTHON=...), which has a CUDA vLLM, pytest and hypothesis
+	@# That Python may have none of the plugins that this project's settings of pytest are about.
+	$(PYTHON) -m pytest -o addopts= -W ignore::pytest.PytestConfigWarning -W ignore::pytest.PytestUnknownMarkWarning \
+		-m gpu -rs -v tests/gpu
 
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

@@ -18,15 +18,13 @@ import torch
 from tercet.transport import DeviceHandles, KVRegion, RankTransport, RegionShape, TransportSettings, shape_of
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.memory.staged import StagedMemory, wait_until
-from tercet.transport.memory.torch_blocks import ComputedEvents, TorchBlocks, device_planes
+from tercet.transport.memory.torch_blocks import ComputedEvents, PeerBlocks, TorchBlocks, device_planes
+from tercet.transport.memory.torch_devices import CudaDevice
 from tercet.vllm_plugin.engine.device_export import DeviceExport
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 4, 64, 8, 16, 256
 SECONDS = 60
 
@@ -66,16 +64,45 @@ def test_blocks_go_out_and_in_on_streams_of_their_own() -> None:
         assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
 
+def test_practice_leaves_the_cache_as_it_was() -> None:
+    planes = planes_of(cache(1))
+    shape = shape_of([planes.block_bytes * BLOCKS] * LAYERS, BLOCKS, planes.block_bytes)
+    before = [plane.clone() for plane in planes.tensors]
+    StagedMemory(TorchBlocks(blocks_of(planes), MAX_CHUNK_BYTES), shape, MAX_CHUNK_BYTES).practise()
+    for plane, was in zip(planes.tensors, before, strict=True):
+        assert torch.equal(plane.view(torch.int16), was.view(torch.int16))
+
+
 def test_copies_do_not_wait_for_the_streams_that_compute() -> None:
     planes = planes_of(cache(1))
     blocks = TorchBlocks(blocks_of(planes), MAX_CHUNK_BYTES)
     into = blocks.buffer(planes.block_bytes)
+    # CUDA loads a kernel when it is first used, and may wait for everything then.
+    wait_until(blocks.begin_out(range(1), np.array([3]), 0, planes.block_bytes, into), SECONDS)
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(2_000_000_000)  # a second of a forward pass
+        torch.cuda._sleep(4_000_000_000)  # two seconds of a forward pass
         computed = torch.cuda.Event()
         computed.record()
     wait_until(blocks.begin_out(range(1), np.array([3]), 0, planes.block_bytes, into), SECONDS)
     assert not computed.query(), "the copy waited for it"
+
+
+def test_each_thread_stays_on_its_device() -> None:
+    """The last device, where there are several: a thread begins with the first."""
+    index = torch.cuda.device_count() - 1
+    device, found = CudaDevice(index), list[int]()
+
+    def copy() -> None:
+        with device.stream().entered():
+            pass
+        found.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join(SECONDS)
+    assert found == [index]
 
 
 class Other:
@@ -105,7 +132,20 @@ def _map(pipe: Connection, encoded: bytes) -> None:
         what, number = pipe.recv()
         if what == "wait":
             events.wait(number)
-        pipe.send(planes[LAYERS - 1][number if what == "block" else 0].cpu().numpy().tobytes())
+        if what == "across":
+            pipe.send(_across(planes, shape, number))
+        else:
+            pipe.send(planes[LAYERS - 1][number if what == "block" else 0].cpu().numpy().tobytes())
+
+
+def _across(theirs: list[torch.Tensor], shape: RegionShape, number: int) -> bytes:
+    """A block of the last layer, by way of our own cache."""
+    ours = [torch.zeros_like(plane, memory_format=torch.contiguous_format) for plane in theirs]
+    memory = StagedMemory(TorchBlocks(ours, MAX_CHUNK_BYTES), shape, MAX_CHUNK_BYTES)
+    layer, here = range(LAYERS - 1, LAYERS), np.array([5])
+    places = (layer, np.array([number]), 0), (layer, here, 0)
+    memory.copy_across(PeerBlocks(theirs), *places, shape.block_bytes, None)
+    return ours[LAYERS - 1][5].cpu().numpy().tobytes()
 
 
 @pytest.fixture
@@ -133,6 +173,15 @@ def test_another_process_waits_for_what_is_computed(mapped: tuple[LayerPlanes, D
     planes.tensors[LAYERS - 1][0].fill_(3.0)
     found = other.ask("wait", export.computed())
     assert found == planes.tensors[LAYERS - 1][0].view(torch.uint8).cpu().numpy().tobytes()
+
+
+def test_a_receiver_copies_out_of_another_processs_memory(
+    mapped: tuple[LayerPlanes, DeviceExport, Other],
+) -> None:
+    """As with `ipc`: this process is the worker, the other one copies its blocks to blocks of its own."""
+    planes, _, other = mapped
+    expected = planes.tensors[LAYERS - 1][9].view(torch.uint8).cpu().numpy().tobytes()
+    assert other.ask("across", 9) == expected
 
 
 def test_two_ranks_of_one_device_exchange_blocks_while_it_computes() -> None:

@@ -21,10 +21,7 @@ from tests.gpu.test_device_memory import LAYERS, blocks_of, cache, planes_of
 from tests.unit.transport.ranks import FINGERPRINT, idle, transfer, transport_to
 
 pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Worker:

@@ -94,6 +94,9 @@ CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
 GPU_MEMORY = "--gpu-memory-utilization"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
+# How vLLM starts its core and its workers. By its default it forks them, after this plugin has imported the worker's
+# code, whose libraries are many: one that calls CUDA when it is imported would leave the forked process without.
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 # What Python says of vLLM's and PyTorch's own code, and of shared memory that its owner was killed over and that is
 # removed here; and what PyTorch's C++ says below an error.
 _QUIET: Mapping[str, str] = {
@@ -267,6 +270,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["OMP_NUM_THREADS"] = str(len(groups[0]))
         if NO_DYNAMO not in inherited and not any(_spelling(arg) == "--no-enforce-eager" for arg in spec.extra_args):
             env[NO_DYNAMO] = "1"
+    if not spec.cores and spec.simulate is None and START_METHOD not in inherited:
+        env[START_METHOD] = "spawn"
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         if DEVICE_ORDER not in inherited:  # else CUDA counts the fastest first, and nvidia-smi does not

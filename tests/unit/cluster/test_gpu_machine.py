@@ -51,6 +51,8 @@ def test_a_first_time_user_with_one_gpu_gets_two_engines_on_it(has_gpus: HasGPUs
         argv = engine_argv(spec)
         assert value_of(argv, "--dtype") is None  # vLLM knows what the device computes in
         assert engine_env(spec, {})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # as nvidia-smi counts
+        assert engine_env(spec, {})["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+        assert "VLLM_WORKER_MULTIPROC_METHOD" not in engine_env(spec, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
         assert "CUDA_DEVICE_ORDER" not in engine_env(spec, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
         assert "--enforce-eager" not in argv
         assert not {"VLLM_CPU_KVCACHE_SPACE", "OMP_NUM_THREADS"} & {*engine_env(spec)}
