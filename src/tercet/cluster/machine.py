@@ -101,7 +101,7 @@ def look_at_machine() -> Machine:
         vllm_for_cpu=is_cpu_build(),
         cuda=_cuda_of_torch(),
         hooks=_hooks() if _vllm() else HookReport(),
-        libraries={name: importlib.util.find_spec(name) is not None for name in ("nixl", "mooncake")},
+        libraries={"nixl": _has_nixl(_cuda_of_torch()), "mooncake": importlib.util.find_spec("mooncake") is not None},
         sealed_files=_can_seal(),
         namespaces=_namespaces(),
         ptrace_scope=_number(PTRACE_SCOPE),
@@ -129,14 +129,22 @@ def _vllm() -> str:
 def _cuda_of_torch() -> str:
     """As the installed PyTorch has written it down; importing it takes seconds."""
     found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return ""
-    with suppress(OSError):
-        written = re.search(
-            r"^cuda\b[^=]*= *['\"]([0-9.]+)['\"]", Path(found.origin).with_name("version.py").read_text(), re.M
-        )
-        return "" if written is None else written[1]
+    if found is not None and found.origin is not None:
+        with suppress(OSError):
+            return cuda_in(Path(found.origin).with_name("version.py").read_text())
     return ""
+
+
+def cuda_in(version_file: str) -> str:
+    """The version of CUDA that PyTorch's ``version.py`` names; empty if it names none."""
+    written = re.search(r"^cuda\b[^=]*= *['\"]([0-9.]+)['\"]", version_file, re.MULTILINE)
+    return "" if written is None else written[1]
+
+
+def _has_nixl(cuda: str) -> bool:
+    """Whether NIXL can be loaded: beside a PyTorch for CUDA it takes its build for that CUDA, and no other."""
+    build = f"nixl_cu{cuda.partition('.')[0]}" if cuda else "nixl"
+    return importlib.util.find_spec("nixl") is not None and importlib.util.find_spec(build) is not None
 
 
 def _hooks() -> HookReport:

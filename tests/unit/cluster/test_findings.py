@@ -10,6 +10,7 @@ import pytest
 from tercet.cli import doctor as command
 from tercet.cli.app import exit_code_of
 from tercet.cli.doctor import doctor, in_words
+from tercet.cluster import machine
 from tercet.cluster.devices import Device
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import HookReport, InfinibandDevice, Machine, look_at_machine
@@ -132,3 +133,29 @@ def test_this_machine_can_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.memory > 0
     assert machine.sealed_files
     assert "net" in machine.namespaces
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.9'", "12.9"), ("cuda: Optional[str] = None", "")],
+)
+def test_the_cuda_that_pytorch_is_built_for(line: str, version: str) -> None:
+    written = f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n"
+    assert machine.cuda_in(written) == version
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "has"),
+    [
+        ("", ("nixl", "nixl_cu12"), True),
+        ("12.9", ("nixl", "nixl_cu12"), True),
+        ("13.0", ("nixl", "nixl_cu12"), False),  # nixl's own words: detected CUDA 13 but nixl-cu13 is not installed
+        ("13.0", ("nixl", "nixl_cu12", "nixl_cu13"), True),
+        ("13.0", (), False),
+    ],
+)
+def test_nixl_is_there_if_it_can_be_loaded(
+    cuda: str, installed: tuple[str, ...], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert machine._has_nixl(cuda) is has

@@ -30,7 +30,10 @@ from tercet.transport.backends.registered import RegisteredReader, RegisteredReg
 from tercet.transport.memory.handles import MemoryKind
 from tercet.transport.region import KVRegion, RegionShape
 
-REMEDY = "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12"
+REMEDY = (
+    "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12; beside a PyTorch for CUDA 13 "
+    "nixl-cu13"
+)
 # The answering thread wakes up at UCX's events, and so often without one.
 WAKE_MICROSECONDS = 1_000_000
 # A transfer is a few MiB. One that takes so long will not end: the sender is gone or stopped.
