@@ -43,7 +43,8 @@ class IpcReader(Reader):
     """Copies out of ``theirs``; ``words`` reads the sender's generation words."""
 
     def __init__(self, words: Reader, ours: StagedMemory, theirs: object) -> None:
-        self._words, self._ours, self._theirs = words, ours, theirs
+        self._words, self._ours = words, ours
+        self._theirs: object | None = theirs
 
     def read(self, batch: Batch, fence: Fence) -> bool:
         for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
@@ -56,4 +57,7 @@ class IpcReader(Reader):
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def close(self) -> None:
+        # The mapping goes with its last user. Until then the memory of a worker that has died may stay taken, and the
+        # one that is started in its place finds too little.
+        self._theirs = None
         self._words.close()

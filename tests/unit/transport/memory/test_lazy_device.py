@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,7 +24,7 @@ from tercet.transport.memory.torch_blocks import PeerBlocks, TorchBlocks, host_p
 from tercet.transport.memory.torch_devices import Device
 from tercet.transport.region import Numbers
 from tests.unit.transport.memory.lazy_device import LazyDevice
-from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, transfer
+from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, settle, transfer
 
 LAYERS, BLOCKS, BYTES = 3, 24, 12 * 1024
 CHUNK = 3 * BYTES
@@ -82,6 +83,27 @@ def test_blocks_arrive_whenever_devices_get_round_to_it(across: bool, seed: int)
         assert content(target) == expected_after(before, source, sources, targets)
         idle(sender, receiver)
         assert all(each.buffers_free() == (BUFFERS, BUFFERS) for each in memories)
+
+
+def test_a_mapping_is_gone_with_its_session() -> None:
+    """Whoever is started in the place of an engine that has died needs the memory that others had mapped."""
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    blocks = Mapped(target, LazyDevice(1), source)
+    opened: list[weakref.ref[PeerBlocks]] = []
+    open_them = blocks.opened
+
+    def opened_once(offer: bytes, shape: RegionShape) -> PeerBlocks:
+        found = open_them(offer, shape)
+        opened.append(weakref.ref(found))
+        return found
+
+    blocks.opened = opened_once  # type: ignore[method-assign]
+    theirs = StagedMemory(Mapped(source, LazyDevice(2), None), source.shape, CHUNK)
+    with on_device(target, StagedMemory(blocks, target.shape, CHUNK), "ipc") as receiver:
+        with on_device(source, theirs, "ipc") as sender:
+            transfer(sender, source, receiver, [1], [2])
+            assert opened[0]() is not None
+        settle(lambda: opened[0]() is None)
 
 
 @pytest.mark.slow
