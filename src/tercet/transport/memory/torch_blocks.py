@@ -19,7 +19,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles, MemoryKind, RdmaHandles
 from tercet.transport.memory.staged import DeviceBlocks, IsOver, Landing, Places, wait_until
-from tercet.transport.memory.torch_devices import CudaDevice, Device, Direction, answers, device_of
+from tercet.transport.memory.torch_devices import CopyDevice, CudaDevice, Direction, answers, device_of
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
 # The widest item first: gathering moves one item at a time.
@@ -60,10 +60,10 @@ def _blocks_of(memory: torch.Tensor, begin: int, stride: int, shape: RegionShape
     return memory.as_strided((shape.num_blocks, shape.block_bytes), (stride, 1), begin)
 
 
-OpenPlanes = Callable[[bytes, RegionShape, Device], Sequence[torch.Tensor]]
+OpenPlanes = Callable[[bytes, RegionShape, CopyDevice], Sequence[torch.Tensor]]
 
 
-def open_device_planes(offer: bytes, shape: RegionShape, device: Device) -> Sequence[torch.Tensor]:
+def open_device_planes(offer: bytes, shape: RegionShape, device: CopyDevice) -> Sequence[torch.Tensor]:
     """The planes that a rank on this machine offers, mapped for our device.
 
     Raises :class:`~tercet.protocol.TransferFailed`.
@@ -99,7 +99,7 @@ class TorchBlocks(DeviceBlocks):
         offer: bytes = b"",
         open_planes: OpenPlanes = open_device_planes,
         rdma: RdmaHandles | None = None,
-        device: Device | None = None,
+        device: CopyDevice | None = None,
     ) -> None:
         self._planes, self._order, self.rdma = planes, order, rdma
         self.offer, self._open_planes = offer, open_planes

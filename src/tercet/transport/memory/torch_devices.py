@@ -32,7 +32,7 @@ class Stream(Protocol):
         ...
 
 
-class Device(Protocol):
+class CopyDevice(Protocol):
     """One device, as this process sees it. ``where`` is what PyTorch calls it."""
 
     where: torch.device
@@ -68,7 +68,7 @@ class HostStream(Stream):
         return lambda: True
 
 
-class HostDevice(Device):
+class HostDevice(CopyDevice):
     """Host memory in a device's role."""
 
     where = torch.device("cpu")
@@ -86,7 +86,7 @@ class HostDevice(Device):
         return torch.as_tensor(found.astype(np.int64))
 
 
-class CudaDevice(Device):
+class CudaDevice(CopyDevice):
     """A GPU, by its number among those that this process sees."""
 
     def __init__(self, index: int) -> None:
@@ -130,7 +130,7 @@ class CudaStream(Stream):
         return answers(self._device, event.query)
 
 
-def answers(device: Device, query: Callable[[], bool]) -> IsOver:
+def answers(device: CopyDevice, query: Callable[[], bool]) -> IsOver:
     """Ask an event from whatever thread; an error of the device's is no answer, and never will be one."""
 
     def is_over() -> bool:
@@ -146,7 +146,7 @@ def answers(device: Device, query: Callable[[], bool]) -> IsOver:
 class Direction:
     """One direction's stream, and its room for ``nbytes``: one copy's, then the next one's, as the stream goes."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: CopyDevice, nbytes: int) -> None:
         self._stream = device.stream()
         self.room = torch.empty(nbytes, dtype=torch.uint8, device=device.where)
         self._lock = threading.Lock()
@@ -170,6 +170,6 @@ class Direction:
         return self._stream.mark()
 
 
-def device_of(where: torch.device) -> Device:
+def device_of(where: torch.device) -> CopyDevice:
     """The device that tensors there are on."""
     return HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0)

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from tercet.transport.memory.staged import IsOver
-from tercet.transport.memory.torch_devices import Device, Stream
+from tercet.transport.memory.torch_devices import CopyDevice, Stream
 from tercet.transport.region import Numbers
 
 NOISE = 0x5A
 
 
-class LazyDevice(Device):
+class LazyDevice(CopyDevice):
     """``seed`` decides what is done when. ``given`` counts the work of all streams."""
 
     where = torch.device("cpu")

@@ -21,7 +21,7 @@ from tercet.transport.memory import staged
 from tercet.transport.memory.block_order import rearranged
 from tercet.transport.memory.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
 from tercet.transport.memory.torch_blocks import PeerBlocks, TorchBlocks, host_planes
-from tercet.transport.memory.torch_devices import Device
+from tercet.transport.memory.torch_devices import CopyDevice
 from tercet.transport.region import Numbers
 from tests.unit.transport.memory.lazy_device import LazyDevice
 from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, settle, transfer
@@ -38,15 +38,15 @@ def _small_chunks() -> Generator[None]:
         yield
 
 
-def memory_of(region: KVRegion, device: Device, order: BlockOrder | None = None) -> StagedMemory:
+def memory_of(region: KVRegion, device: CopyDevice, order: BlockOrder | None = None) -> StagedMemory:
     return StagedMemory(TorchBlocks(host_planes(region), CHUNK, order, device=device), region.shape, CHUNK)
 
 
 class Mapped(TorchBlocks):
     """Blocks that map those of ``theirs``."""
 
-    def __init__(self, region: KVRegion, device: Device, theirs: KVRegion | None) -> None:
-        def opened(offer: bytes, shape: RegionShape, mapped_for: Device) -> Sequence[torch.Tensor]:
+    def __init__(self, region: KVRegion, device: CopyDevice, theirs: KVRegion | None) -> None:
+        def opened(offer: bytes, shape: RegionShape, mapped_for: CopyDevice) -> Sequence[torch.Tensor]:
             assert mapped_for is device
             if theirs is None:
                 raise TransferFailed("ipc: not here")

@@ -20,7 +20,7 @@ from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.memory import staged
 from tercet.transport.memory.staged import BUFFERS, StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks, host_planes
-from tercet.transport.memory.torch_devices import Device
+from tercet.transport.memory.torch_devices import CopyDevice
 from tercet.transport.region import Numbers, RegionShape
 from tests.unit.transport.ranks import (
     FINGERPRINT,
@@ -330,7 +330,7 @@ class SharedBlocks(TorchBlocks):
     """Blocks that others may map: here those of ``theirs``, in this process."""
 
     def __init__(self, region: KVRegion, theirs: KVRegion | None = None) -> None:
-        def opened(offer: bytes, _: RegionShape, __: Device) -> Sequence[torch.Tensor]:
+        def opened(offer: bytes, _: RegionShape, __: CopyDevice) -> Sequence[torch.Tensor]:
             if theirs is None:
                 raise TransferFailed("ipc: no device of the sender's can be seen from here")
             return host_planes(theirs)
