@@ -58,6 +58,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_hooks("engine")
+        _require_both_roles(vllm_config)
         require_movable_groups(kv_cache_config)
         _require_prefill_behind_kv(vllm_config)
         _require_positions_of_the_prompt(vllm_config)
@@ -195,6 +196,16 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop the agent."""
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()
+
+
+def _require_both_roles(config: VllmConfig) -> None:
+    # Else vLLM gives blocks away that a step under way still writes into, and a peer's KV may be under that.
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_role != "kv_both":
+        raise UnsupportedVLLM(
+            f"--kv-transfer-config: kv_role is {transfer.kv_role!r}, and an engine of Tercet's sends and receives KV: "
+            "set it to 'kv_both'"
+        )
 
 
 def _require_prefill_behind_kv(config: VllmConfig) -> None:

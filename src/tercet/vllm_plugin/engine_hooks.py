@@ -123,6 +123,9 @@ ENGINE_HOOKS = (
             Says(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting"),
             Takes(f"{SCHEDULER}._holds_kv_blocks"),
             Says(f"{SCHEDULER}.__init__", "self.kv_holding_waiting", "self.needs_kv_cache_zeroing"),
+            # Blocks come free once no step that is under way writes into them: peers do not wait for streams.
+            Says(f"{SCHEDULER}.__init__", "kv_transfer_config.is_kv_consumer", "self.defer_block_free = True"),
+            Says(f"{SCHEDULER}._free_request_blocks", "self.deferred_frees.append("),
             Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens", "self.num_lookahead_tokens"),
             Takes("vllm.v1.core.sched.request_queue:RequestQueue.remove_request", "request"),
         ),

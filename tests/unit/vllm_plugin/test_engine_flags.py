@@ -1,0 +1,35 @@
+"""How an engine must be started for its KV to be moved, and what it is told otherwise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tercet.vllm_plugin import connector
+from tercet.vllm_plugin.connector import TercetConnector, _require_both_roles, _require_memory_that_stays
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_an_engine_sends_and_receives(role: str) -> None:
+    """By this role vLLM keeps blocks back that a step under way still writes into."""
+
+    def config(role: str) -> Any:
+        return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=role))
+
+    _require_both_roles(config("kv_both"))
+    with pytest.raises(UnsupportedVLLM, match=rf"kv_role is '{role}'.*set it to 'kv_both'"):
+        _require_both_roles(config(role))
+
+
+def test_kv_stays_where_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=True))
+    _require_memory_that_stays(config)  # on a CPU, vLLM takes none away
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(UnsupportedVLLM, match="--enable-sleep-mode"):
+        _require_memory_that_stays(config)
+    config.model_config.enable_cumem_allocator = False
+    _require_memory_that_stays(config)
+    assert not TercetConnector.supports_sleep_mode(None)
