@@ -22,15 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from tercet.vllm_plugin.engine.cache_groups import require_movable_groups
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
-from tercet.vllm_plugin.engine.drafters import require_drafter
 from tercet.vllm_plugin.engine.kv_layout import layout_of
 from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.engine.requirements import require_supported
 from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
 from tercet.vllm_plugin.engine.stages import AllStages, StageContents, engine_rank, over_stages
 from tercet.vllm_plugin.engine.table_publisher import TablePublisher
@@ -58,17 +56,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_hooks("engine")
-        _require_both_roles(vllm_config)
-        require_movable_groups(kv_cache_config)
-        _require_prefill_behind_kv(vllm_config)
-        _require_positions_of_the_prompt(vllm_config)
-        _require_whole_blocks(vllm_config)
-        _require_kernels_of_states(kv_cache_config)
-        _require_states_to_be_kept(vllm_config, kv_cache_config)
-        _require_generation(vllm_config)
-        _require_one_rank(vllm_config)
-        require_drafter(vllm_config)
-        _require_memory_that_stays(vllm_config)
+        require_supported(vllm_config, kv_cache_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
         self.token = secrets.token_hex(16)
@@ -196,108 +184,3 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop the agent."""
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()
-
-
-def _require_both_roles(config: VllmConfig) -> None:
-    # Else vLLM gives blocks away that a step under way still writes into, and a peer's KV may be under that.
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_role != "kv_both":
-        raise UnsupportedVLLM(
-            f"--kv-transfer-config: kv_role is {transfer.kv_role!r}, and an engine of Tercet's sends and receives KV: "
-            "set it to 'kv_both'"
-        )
-
-
-def _require_prefill_behind_kv(config: VllmConfig) -> None:
-    # vLLM's reference kernels of MLA compute a prompt's rest as if nothing came before it: wrong tokens, and no error.
-    if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
-        raise UnsupportedVLLM(
-            "on this CPU vLLM computes no tokens of an MLA model behind KV that is there already (it has turned "
-            "chunked prefill and prefix caching off), so none could go on from KV that was sent. Serve it with vLLM"
-        )
-
-
-def _require_positions_of_the_prompt(config: VllmConfig) -> None:
-    # vLLM then moves positions by what its encoder makes of a video, which who goes on from sent KV has not computed.
-    multimodal = config.model_config.multimodal_config
-    if multimodal is not None and config.model_config.uses_mrope and (multimodal.video_pruning_rate or 0) > 0:
-        raise UnsupportedVLLM(
-            "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on what the encoder makes "
-            "of a video, and an engine that goes on from KV of another does not know them; start it without"
-        )
-
-
-def _require_whole_blocks(config: VllmConfig) -> None:
-    # Found in the middle of a block, KV would begin where no block of a lease does.
-    cache = config.cache_config
-    unit = getattr(cache, "prefix_match_unit", None)
-    if unit not in (None, cache.block_size):
-        raise UnsupportedVLLM(
-            f"--prefix-match-unit is {unit}, and Tercet's leases begin with whole blocks of {cache.block_size}; "
-            "start the engine without it"
-        )
-
-
-def _require_kernels_of_states(caches: KVCacheConfig) -> None:
-    # vLLM fails at the first prompt otherwise, and its engine ends with a traceback.
-    kinds = {getattr(group.kv_cache_spec, "mamba_type", None) for group in caches.kv_cache_groups}
-    if MambaAttentionBackendEnum.MAMBA1 in kinds and current_platform.is_cpu() and not _scans_states():
-        raise UnsupportedVLLM(
-            "this vLLM's CPU build has no kernel for Mamba-1 layers (selective_scan_fwd), and fails at any prompt of "
-            "this model; serve it on an accelerator"
-        )
-
-
-def _scans_states() -> bool:
-    import torch
-
-    return hasattr(torch.ops._C, "selective_scan_fwd")
-
-
-def _require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:
-    # vLLM's CPU kernels return no state but the last of a step, and the worker fails where it wants one from within.
-    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
-    steps = config.scheduler_config.max_num_batched_tokens
-    for spec in specs:
-        within = getattr(spec, "num_prefill_checkpoint_blocks", 0) > 0
-        if within and current_platform.is_cpu() and steps > spec.block_size:
-            raise UnsupportedVLLM(
-                "on a CPU vLLM fails at prompts of which one step computes more than a block, if the model has Mamba-2 "
-                f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
-            )
-
-
-def _require_memory_that_stays(config: VllmConfig) -> None:
-    # vLLM's own allocator takes memory away and brings other memory back, and what others have mapped is neither.
-    if getattr(config.model_config, "enable_cumem_allocator", False) and not current_platform.is_cpu():
-        raise UnsupportedVLLM(
-            "--enable-sleep-mode and --enable-cumem-allocator: KV in such memory cannot be mapped by the process that "
-            "moves it; start the engine without"
-        )
-
-
-def _require_generation(config: VllmConfig) -> None:
-    if config.model_config.runner_type != "generate":
-        raise UnsupportedVLLM(
-            f"this engine's runner is {config.model_config.runner_type!r}, and there is no KV of it to be moved: start "
-            "it with `vllm serve`, and name it to `tercet router` by --pooling-server"
-        )
-
-
-def _require_one_rank(config: VllmConfig) -> None:
-    parallel = config.parallel_config
-    if parallel.data_parallel_size != 1 and not parallel.data_parallel_external_lb:
-        raise UnsupportedVLLM(
-            f"--data-parallel-size is {parallel.data_parallel_size}, and one server has several of the ranks: start "
-            "each rank as an engine of its own, with its --data-parallel-rank"
-        )
-    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
-        raise UnsupportedVLLM(
-            "Tercet supports no context parallelism: with --decode-context-parallel-size or "
-            "--prefill-context-parallel-size the tokens of a block are spread over ranks"
-        )
-    if parallel._api_process_count != 1:
-        raise UnsupportedVLLM(
-            f"--api-server-count is {parallel._api_process_count}, and one API server keeps the leases of an engine: "
-            "start it with --api-server-count 1"
-        )

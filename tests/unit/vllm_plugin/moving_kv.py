@@ -14,8 +14,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, M
 from vllm.v1.request import Request
 
 from tercet.transport import Push
-from tercet.vllm_plugin import connector
-from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.engine import core_methods, requirements
 from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, ZEROING_IS_SKIPPED_BY_GROUP
 
 from .tiny_engine import BLOCK, FULL, TinyEngine, send_of
@@ -183,7 +182,7 @@ def pairs_of(config: VllmConfig) -> NewPair:
             retention = None  # vLLM refuses it for what it keeps all of
         specs, settings = MODELS[model], {"max_lease_share": 1}
         # Steps that compute more than a block are refused on a CPU, and this engine has no kernels.
-        with patch.object(connector, "_require_states_to_be_kept"):
+        with patch.object(requirements, "require_states_to_be_kept"):
             source, target = (
                 Computing(TinyEngine(config, settings, specs=specs, retention=retention), specs) for _ in range(2)
             )

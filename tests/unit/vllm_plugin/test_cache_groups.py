@@ -25,12 +25,6 @@ from vllm.v1.kv_cache_interface import (
 
 from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease
-from tercet.vllm_plugin.connector import (
-    _require_generation,
-    _require_one_rank,
-    _require_positions_of_the_prompt,
-    _require_prefill_behind_kv,
-)
 from tercet.vllm_plugin.engine.cache_groups import (
     NO_BLOCK,
     ZEROING_IS_SKIPPED_BY_GROUP,
@@ -38,6 +32,12 @@ from tercet.vllm_plugin.engine.cache_groups import (
     require_movable_groups,
 )
 from tercet.vllm_plugin.engine.drafters import require_drafter
+from tercet.vllm_plugin.engine.requirements import (
+    require_generation,
+    require_one_rank,
+    require_positions_of_the_prompt,
+    require_prefill_behind_kv,
+)
 from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
@@ -359,9 +359,9 @@ def test_latent_kv_is_refused_where_vllm_computes_nothing_behind_it() -> None:
         )
 
     with pytest.raises(UnsupportedVLLM, match="behind KV that is there already"):
-        _require_prefill_behind_kv(config(use_mla=True, chunked=False))
-    _require_prefill_behind_kv(config(use_mla=True, chunked=True))  # as with AMX
-    _require_prefill_behind_kv(config(use_mla=False, chunked=False))
+        require_prefill_behind_kv(config(use_mla=True, chunked=False))
+    require_prefill_behind_kv(config(use_mla=True, chunked=True))  # as with AMX
+    require_prefill_behind_kv(config(use_mla=False, chunked=False))
 
 
 def test_positions_that_go_by_what_an_encoder_makes_are_refused() -> None:
@@ -370,12 +370,12 @@ def test_positions_that_go_by_what_an_encoder_makes_are_refused() -> None:
         return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=multimodal, uses_mrope=uses_mrope))
 
     with pytest.raises(UnsupportedVLLM, match="--video-pruning-rate"):
-        _require_positions_of_the_prompt(config(0.5))
-    _require_positions_of_the_prompt(config(0.5, uses_mrope=False))
+        require_positions_of_the_prompt(config(0.5))
+    require_positions_of_the_prompt(config(0.5, uses_mrope=False))
     for none in (0.0, None):
-        _require_positions_of_the_prompt(config(none))
+        require_positions_of_the_prompt(config(none))
     text: Any = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None, uses_mrope=True))
-    _require_positions_of_the_prompt(text)
+    require_positions_of_the_prompt(text)
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "mtp", "draft_model", "custom_class", None])
@@ -398,24 +398,24 @@ def parallel(**sizes: int | bool) -> VllmConfig:
 
 @pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_tokens_of_a_block_spread_over_ranks_are_refused(size: str) -> None:
-    _require_one_rank(parallel())
+    require_one_rank(parallel())
     with pytest.raises(UnsupportedVLLM, match="context parallelism"):
-        _require_one_rank(parallel(**{size: 2}))
+        require_one_rank(parallel(**{size: 2}))
 
 
 def test_pooling_models_have_nothing_to_be_moved() -> None:
     def config(runner: str) -> VllmConfig:
         return cast("VllmConfig", SimpleNamespace(model_config=SimpleNamespace(runner_type=runner)))
 
-    _require_generation(config("generate"))
+    require_generation(config("generate"))
     with pytest.raises(UnsupportedVLLM, match="--pooling-server"):
-        _require_generation(config("pooling"))
+        require_generation(config("pooling"))
 
 
 def test_a_server_has_one_data_parallel_rank() -> None:
-    _require_one_rank(parallel(data_parallel_size=2, data_parallel_external_lb=True))
+    require_one_rank(parallel(data_parallel_size=2, data_parallel_external_lb=True))
     with pytest.raises(UnsupportedVLLM, match="with its --data-parallel-rank"):
-        _require_one_rank(parallel(data_parallel_size=2))
+        require_one_rank(parallel(data_parallel_size=2))
 
 
 def test_kinds_are_named_for_other_engines() -> None:

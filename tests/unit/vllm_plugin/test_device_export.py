@@ -152,7 +152,7 @@ def worker_on(cuda: FakeCuda) -> tuple[WorkerSide, DeviceExport, Notes]:
     export = exported(cuda, planes)
     vars(found).update(
         _rank=0, _step=StepMetadata(), _device=export, _layers=0, _planes_of=planes.planes_of,
-        _layers_of_step=StepLayers(LAYERS), _agent=notes,
+        _layers_of_step=StepLayers(LAYERS), _started=notes,
         _layout=type("Layout", (), {"block_bytes": 1 << 20})(),
     )  # fmt: skip
     return found, export, notes

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tercet.vllm_plugin import connector
-from tercet.vllm_plugin.connector import TercetConnector, _require_both_roles, _require_memory_that_stays
+from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.engine import requirements
+from tercet.vllm_plugin.engine.requirements import require_both_roles, require_memory_that_stays
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 
@@ -19,17 +20,17 @@ def test_an_engine_sends_and_receives(role: str) -> None:
     def config(role: str) -> Any:
         return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=role))
 
-    _require_both_roles(config("kv_both"))
+    require_both_roles(config("kv_both"))
     with pytest.raises(UnsupportedVLLM, match=rf"kv_role is '{role}'.*set it to 'kv_both'"):
-        _require_both_roles(config(role))
+        require_both_roles(config(role))
 
 
 def test_kv_stays_where_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=True))
-    _require_memory_that_stays(config)  # on a CPU, vLLM takes none away
-    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    require_memory_that_stays(config)  # on a CPU, vLLM takes none away
+    monkeypatch.setattr(requirements, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     with pytest.raises(UnsupportedVLLM, match="--enable-sleep-mode"):
-        _require_memory_that_stays(config)
+        require_memory_that_stays(config)
     config.model_config.enable_cumem_allocator = False
-    _require_memory_that_stays(config)
+    require_memory_that_stays(config)
     assert not TercetConnector.supports_sleep_mode(None)
