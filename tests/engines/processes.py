@@ -75,7 +75,7 @@ class EnginePlace:
         self.url = url
         self._argv = list(argv)
         self._environment = dict(environment)
-        self._log = log
+        self.log = log
         self._server: psutil.Process | None = None
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -109,7 +109,7 @@ class EnginePlace:
         """Start an engine here, and return at once. It ends at the latest when this process does."""
         self.stop()
         command = [sys.executable, guard.__file__, str(GRACE_SECONDS), *self._argv]
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )

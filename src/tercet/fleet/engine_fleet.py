@@ -298,7 +298,8 @@ class EngineFleet:
         request: Request | None = None,
     ) -> Generator[Engine]:
         """See :meth:`tercet.protocol.Fleet.pick`; profiles are those of :attr:`scheduling`."""
-        member = self._picking.pick(role, by, self._without(other_than), request)
+        partner = None if other_than is None else other_than.name
+        member = self._picking.pick(role, by, self._without(other_than), request, partner)
         if not member.can(role):
             why = f"{role} -> {member.role}: {self._picking.why_without(role)}"
             self._trace.events.append(TraceEvent(FALLBACK, member.name, reason=why))
@@ -311,18 +312,19 @@ class EngineFleet:
         request: Request,
         most: int = 1,
         among: Collection[str] | None = None,
-        other_than: Sequence[str] = (),
+        other_than: str | None = None,
     ) -> tuple[list[Member], int]:
         """At most so many engines in the order in which to try them, by the profile of the role; none is counted.
 
         Beside them the tokens of the prompt that the first one is believed to have held so far. The first one is
         picked, as far as plugins know; the others are there if it fails. ``among`` are the names that may be picked,
-        all if not given; ``other_than`` those that are not, while there are others.
+        all if not given; ``other_than`` one that is not, while there are others: the engine that it is to work with.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if none that answers may be picked,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
         """
-        return self._picking.ranked(role, request, most, among, other_than)
+        without = () if other_than is None else (other_than,)
+        return self._picking.ranked(role, request, most, among, without, other_than)
 
     @contextmanager
     def engine(self, name: str) -> Generator[Engine]:

@@ -78,10 +78,13 @@ class Picking(Generic[ViewT]):
         """Roles, labels, who answers or who may be picked have changed, or what filters there are."""
         self._answering.clear()
 
-    def pick(self, role: Role, by: str, without: Sequence[str], request: Request | None) -> ViewT:
+    def pick(
+        self, role: Role, by: str, without: Sequence[str], request: Request | None, partner: str | None = None
+    ) -> ViewT:
         """The engine to take, by a picker or profile called ``by``.
 
-        ``without`` are names not to pick while there are others; the last one matters least.
+        ``without`` are names not to pick while there are others; the last one matters least. ``partner`` is the engine
+        that it is to work with.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if there is none or a strict filter leaves none,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
@@ -93,7 +96,7 @@ class Picking(Generic[ViewT]):
         if profile is None:
             known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
             raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
-        return self._pick_by_profile(profile, role, without, request)
+        return self._pick_by_profile(profile, role, without, request, partner)
 
     def _pick_by_turns(
         self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None
@@ -107,14 +110,19 @@ class Picking(Generic[ViewT]):
         return cast("ViewT", candidates[picker(candidates, turn)])
 
     def _pick_by_profile(
-        self, profile: SchedulingProfile, role: Role, without: Sequence[str], request: Request | None
+        self,
+        profile: SchedulingProfile,
+        role: Role,
+        without: Sequence[str],
+        request: Request | None,
+        partner: str | None,
     ) -> ViewT:
         self.knowledge.needed()
         candidates = self.candidates(role, request=request)
         candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.nobody()
-        decision = Decision(request, role, self.knowledge, self.random)
+        decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)
         picked = self.views[self._places[row]]
         if request is not None and decision.matched is not None:
@@ -122,7 +130,13 @@ class Picking(Generic[ViewT]):
         return picked
 
     def ranked(
-        self, role: Role, request: Request, most: int, among: Collection[str] | None, without: Sequence[str]
+        self,
+        role: Role,
+        request: Request,
+        most: int,
+        among: Collection[str] | None,
+        without: Sequence[str],
+        partner: str | None = None,
     ) -> tuple[list[ViewT], int]:
         """See :meth:`tercet.fleet.EngineFleet.ranked`; nothing is ``believed`` of these picks, which have no end."""
         profile = self.scheduling.profile(SCHEDULED, role)
@@ -135,7 +149,7 @@ class Picking(Generic[ViewT]):
             raise self.nobody()
         if not candidates[0].reachable:  # then none of them is
             raise EngineUnreachable("no engine that may be picked answers")
-        decision = Decision(request, role, self.knowledge, self.random)
+        decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         rows = profile.ranked(decision, candidates, most)
         cached = 0 if decision.matched is None else int(decision.matched[rows[0]])
         return [self.views[self._places[row]] for row in rows], cached
@@ -189,6 +203,12 @@ class Picking(Generic[ViewT]):
         others = everyone.where([engine.reachable for engine in everyone])
         self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone
+
+    def _view(self, name: str | None) -> ViewT | None:
+        """The engine of that name, if it may be picked."""
+        row = None if name is None else self.knowledge.loads.row(name)
+        place = None if row is None else self._places.get(row)
+        return None if place is None else self.views[place]
 
     def _preferring(self, engines: Engines, without: Sequence[str]) -> Engines:
         """Those that are not called so, while there are others; the last name matters least."""

@@ -14,7 +14,8 @@ from tercet.fleet.admission import Gate
 from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.rendering import Renderer, Tokens
-from tercet.gateway.reported_load import UNKNOWN_ROOM, UNTIL_COUNTED, ReportedLoad
+from tercet.gateway.reported_load import UNTIL_COUNTED, ReportedLoad
+from tercet.gateway.room import Room, RoomByConcurrency, RoomByUtilization
 from tercet.gateway.split_cost import SplitCost
 from tercet.protocol import (
     EngineLoad,
@@ -26,11 +27,10 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.protocol.hosts import host_and_port
+from tercet.scheduling import ConcurrencyLimit, Saturation
 from tercet.settings import Limits, PickerConfig
 from tercet.streams.wire_format import REPORT_SECONDS
 
-ENOUGH_ROOM = 8
-"""So many may hold a place at once; it is given back as soon as the pick is made."""
 _numbers = itertools.count(1)
 
 
@@ -59,13 +59,11 @@ class EndpointPicker:
         self._most = 1 + config.fallbacks
         self._told_priorities = {name: int(priority) for name, priority in config.objectives.items()}
         self.objectives: Mapping[str, int] = self._told_priorities
-        told = fleet.scheduling.saturation
-        self._max_waiting = config.max_waiting_per_engine if told is None else told.queue_depth_threshold
-        self._max_kv_usage = config.max_kv_usage if told is None else told.kv_cache_util_threshold
         pace = config.metrics_interval_s if config.load_from == "metrics" else REPORT_SECONDS
         self._load = ReportedLoad(fleet, clock, UNTIL_COUNTED - REPORT_SECONDS + pace)
         limits = Limits(queued=config.max_queued, queue_timeout_s=config.queue_timeout_s)
-        self._gate = Gate(limits, fleet, metrics, clock, self._room)
+        self._room = room_of(fleet, self._load, config)
+        self._gate = Gate(limits, fleet, metrics, clock, self._room.left)
         self._load.on_news = self._heard
         self._costs = SplitCost(fleet, clock) if config.split_by == "cost" else None
         self._addresses: dict[str, str] = {}
@@ -96,7 +94,8 @@ class EndpointPicker:
         prompt = await self._renderer.tokens(call)
         rendering = time.perf_counter() - began
         left = asyncio.get_running_loop().create_future
-        async with self._gate.place(priority, left, call.fairness_id):
+        flow = call.fairness_id(self._fleet.scheduling.fairness_headers)
+        async with self._gate.place(priority, left, flow):
             return self._choose(call, prompt, among, rendering)
 
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:
@@ -143,7 +142,7 @@ class EndpointPicker:
         try:
             if not self._fleet.splits(request, decode.name, cached, names, rule):
                 return None
-            (member,), _ = self._fleet.ranked("prefill", request, 1, names, [decode.name])
+            (member,), _ = self._fleet.ranked("prefill", request, 1, names, decode.name)
         except (EngineUnreachable, RoleUnavailable, UnknownAdapter):
             return None
         return member if member is not decode else None
@@ -175,29 +174,23 @@ class EndpointPicker:
             address = self._addresses[member.url] = address_of(member.url)
         return address
 
-    def _room(self) -> int:
-        """For how many more requests engines that decode have room, as far as they say; a place is held for a pick.
-
-        What is more than enough for all that may hold one is not counted to its end.
-        """
-        room, nobody = 0, True
-        for member in self._fleet.open:
-            if member.reachable and member.role != "prefill":
-                nobody = False
-                room += self._room_on(member.name)
-                if room >= ENOUGH_ROOM:
-                    return room
-        return UNKNOWN_ROOM if nobody else room  # the pick says that there is nobody, or takes others
-
-    def _room_on(self, name: str) -> int:
-        return self._load.room(name, self._max_waiting, self._max_kv_usage)
-
     def _heard(self, name: str, load: EngineLoad) -> None:
         """An engine has reported: if it has room, somebody who waits may come in."""
         if self._costs is not None:
             self._costs.reported(name, load)
-        if self._room_on(name):
+        if self._room.may_have_come(name):
             self._gate.look()
+
+
+def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Room:
+    """By what the scheduling file says of it, or else the configuration."""
+    told = fleet.scheduling.saturation
+    if isinstance(told, ConcurrencyLimit):
+        return RoomByConcurrency(fleet, told)
+    given = Saturation(
+        queue_depth_threshold=config.max_waiting_per_engine, kv_cache_util_threshold=config.max_kv_usage
+    )  # fmt: skip
+    return RoomByUtilization(fleet, load, told or given)
 
 
 def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:

@@ -70,10 +70,12 @@ class OpenAICall(msgspec.Struct, frozen=True):
         """The name of what it is served for, which has a priority."""
         return self._header(OBJECTIVE_HEADERS)
 
-    @property
-    def fairness_id(self) -> str:
-        """Whom it shares its turns with while requests wait; empty for nobody in particular."""
-        return self._header(FAIRNESS_HEADERS) or ""
+    def fairness_id(self, others: Sequence[str] = ()) -> str:
+        """Whom it shares its turns with while requests wait; empty for nobody in particular.
+
+        ``others`` are headers that say it where the usual ones do not.
+        """
+        return self._header((*FAIRNESS_HEADERS, *others)) or ""
 
     def _header(self, names: Sequence[str]) -> str | None:
         return next((value for name in names if (value := self.headers.get(name))), None)

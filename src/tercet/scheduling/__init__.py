@@ -6,16 +6,18 @@ A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :
 from tercet.scheduling.assembly import load_scheduling
 from tercet.scheduling.pickers import PICKERS
 from tercet.scheduling.plugin import Decider, Decision, Engines, Filter, Knowledge, Picker, Scorer
-from tercet.scheduling.profiles import Scheduling, SchedulingProfile
+from tercet.scheduling.profiles import ConcurrencyLimit, Saturation, Scheduling, SchedulingProfile
 
 __all__ = [
     "PICKERS",
+    "ConcurrencyLimit",
     "Decider",
     "Decision",
     "Engines",
     "Filter",
     "Knowledge",
     "Picker",
+    "Saturation",
     "Scheduling",
     "SchedulingProfile",
     "Scorer",

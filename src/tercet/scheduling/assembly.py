@@ -19,7 +19,15 @@ from tercet.protocol import BadRequest
 from tercet.scheduling.llm_d import translated
 from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
-from tercet.scheduling.profiles import SCHEDULED, Handler, Saturation, Scheduling, SchedulingProfile, of_one_profile
+from tercet.scheduling.profiles import (
+    SCHEDULED,
+    ConcurrencyLimit,
+    Handler,
+    Saturation,
+    Scheduling,
+    SchedulingProfile,
+    of_one_profile,
+)
 from tercet.scheduling.registry import plugin_class
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
@@ -27,6 +35,7 @@ from tercet.settings.decoding import load_yaml
 logger = logging.getLogger("tercet.scheduling")
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1)]
+FairnessHeader = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9_-]+$")]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -58,7 +67,9 @@ class ProfileConfig(_Strict, frozen=True):
 class SchedulingConfig(_Strict, frozen=True):
     """The whole file. ``api_version`` and ``kind`` may be there and change nothing.
 
-    ``saturation_detector`` says when an engine has no room for more, to an endpoint picker.
+    ``saturation_detector`` says when an engine has no room for more, to an endpoint picker; ``concurrency_detector``,
+    instead of it, when all engines together have none. ``fairness_headers`` (lower case) name whom a request shares its
+    turns with, where its fairness id does not.
     """
 
     plugins: tuple[PluginEntry, ...]
@@ -66,6 +77,15 @@ class SchedulingConfig(_Strict, frozen=True):
     api_version: str | None = None
     kind: Literal["EndpointPickerConfig"] | None = None
     saturation_detector: Saturation | None = None
+    concurrency_detector: ConcurrencyLimit | None = None
+    fairness_headers: tuple[FairnessHeader, ...] = ()
+
+    def saturation(self) -> Saturation | ConcurrencyLimit | None:
+        """What of both is given. Raises :class:`~tercet.protocol.BadRequest` if both are."""
+        if self.saturation_detector is not None and self.concurrency_detector is not None:
+            field = "concurrencyDetector"
+            raise BadRequest(f"{field}: give this one or saturationDetector", field)
+        return self.saturation_detector or self.concurrency_detector
 
 
 def convert(content: object, to: type[T], at: str) -> T:
@@ -105,7 +125,12 @@ def _assembled(found: object, path: Path) -> Scheduling:
         profiles[given.name] = _profile(given, plugins, at)
     own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
     files = (path, *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file))
-    return replace(_scheduling(plugins, profiles), files=files, saturation=config.saturation_detector)
+    return replace(
+        _scheduling(plugins, profiles),
+        files=files,
+        saturation=config.saturation(),
+        fairness_headers=config.fairness_headers,
+    )
 
 
 def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:

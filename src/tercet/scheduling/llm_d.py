@@ -11,7 +11,9 @@ from typing import Any, cast
 
 from tercet.protocol import BadRequest
 from tercet.scheduling.llm_d_plugins import (
+    AGENT_HEADERS,
     DEFAULTS,
+    LATENCY,
     PARAMETERS,
     PASSED_OVER,
     REFUSED,
@@ -24,7 +26,12 @@ API_GROUPS = ("inference.networking.", "llm-d.ai/")
 APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
 SHORTEST_BLOCK = 64
 """Tokens: llm-d takes smaller blocks of this producer for that."""
-DETECTOR = "utilization-detector"
+DETECTOR, CONCURRENCY = "utilization-detector", "concurrency-detector"
+DETECTOR_SECTIONS = {DETECTOR: "saturationDetector", CONCURRENCY: "concurrencyDetector"}
+TOPOLOGY, CONTEXT_LENGTH = "topology-extractor", "context-length-aware"
+AGENTS = "agent-identity"
+AFFINITY_FILTER = "prefix-cache-affinity-filter"
+PREFIX_PLUGINS = ("prefix-cache-scorer", AFFINITY_FILTER)
 
 
 def translated(content: Any) -> tuple[Any, list[str]]:
@@ -48,18 +55,17 @@ class _Translation:
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
         self.notes: list[str] = []
+        self.named: dict[str, list[str]] = {}  # what became of each plugin, by names
         self.entries = {_name(entry): _mapping(entry) for entry in _list(told["plugins"])}
 
     def result(self) -> tuple[Any, list[str]]:
         sections = {key: value for key, value in self.told.items() if not self.noted(key, SECTIONS.get(key))}
-        saturation = self.saturation()
-        plugins = [self.plugin(entry, index) for index, entry in enumerate(_list(self.told["plugins"]))]
-        kept = [plugin for plugin in plugins if plugin is not None]
-        profiles = self.profiles({_name(plugin) for plugin in kept})
-        content = {**sections, "plugins": kept, "schedulingProfiles": profiles}
-        content.pop("saturationDetector", None)
-        if saturation is not None:
-            content["saturationDetector"] = saturation
+        sections.pop("saturationDetector", None)
+        made = {
+            index: self.plugins(entry, index) for index, entry in enumerate(_list(self.told["plugins"]))
+        }  # fmt: skip
+        kept = [plugin for plugins in made.values() for plugin in plugins]
+        content = {**sections, **self.saturation(), **self.fairness(), "plugins": kept, "schedulingProfiles": self.profiles()}
         return _without_stage(content), self.notes
 
     def noted(self, what: str, why: str | None) -> bool:
@@ -70,40 +76,70 @@ class _Translation:
 
     # ---- plugins ---------------------------------------------------------------------------------------------
 
-    def plugin(self, entry: Any, index: int) -> Any:
-        """The plugin in our words; None if none is needed."""
+    def plugins(self, entry: Any, index: int) -> list[Any]:
+        """The plugin in our words: none if none is needed, two for one that filters and scores."""
         given = _mapping(entry)
         kind = str(given.get("type"))
         if kind in REFUSED:
             raise BadRequest(
                 f"plugins[{index}].type: {kind} of llm-d is not there: {REFUSED[kind]}", f"plugins[{index}].type"
             )
+        name = _name(given)
+        self.named[name] = []
         if self.noted(kind, PASSED_OVER.get(kind)):
-            return None
+            return []
         parameters = _mapping(given.get("parameters"))
         if not given or (not parameters and given.get("parameters")):
-            return entry  # what is wrong with it is said where it is read
-        name = _name(given)
+            self.named[name] = [name]
+            return [entry]  # what is wrong with it is said where it is read
         kind = RENAMED_TYPES.get(kind, kind)
-        if kind == "prefix-cache-scorer":
-            kind, parameters = self.prefix_scorer(parameters)
+        if kind == CONTEXT_LENGTH:
+            return self.context_length(name, parameters)
+        if kind in PREFIX_PLUGINS:
+            kind, parameters = self.prefix_plugin(kind, parameters, index)
         elif kind == "disagg-profile-handler":
             parameters = _handler(parameters, given.get("type") == "pd-profile-handler", index)
-        elif kind == "session-affinity-scorer":
+        elif kind in ("session-affinity-scorer", "session-affinity-filter"):
             parameters = _session(parameters, index)
+        elif kind in ("topology-affinity-scorer", "topology-affinity-filter"):
+            parameters = self.topology(parameters)
         kept = {
             RENAMED.get((kind, key), key): value
             for key, value in parameters.items()
             if not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
         }
-        return {**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}
+        self.named[name] = [name]
+        return [{**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}]
 
-    def prefix_scorer(self, parameters: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """The scorer, with what its producer says; that of what engines say they hold is another one here."""
+    def context_length(self, name: str, parameters: Mapping[str, Any]) -> list[Any]:
+        """One plugin there, which filters if it is told to, and scores."""
+        told = dict(parameters)
+        filters = bool(told.pop("enableFiltering", False))
+        made = [{"type": "context-length-scorer", "name": name, "parameters": told}]
+        if filters:
+            made.append({"type": "context-length-filter", "name": f"{name} (filter)", "parameters": told})
+        self.named[name] = [entry["name"] for entry in made]
+        return made
+
+    def topology(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters, with the labels that its producer says."""
+        own = dict(parameters)
+        producer = self.entries.get(str(own.pop("topologyProducerName", TOPOLOGY)), {})
+        labels = dict(_mapping(producer.get("parameters")))
+        if "hostname" in labels:
+            labels["host"] = labels.pop("hostname")
+        return {**own, **({"labels": labels} if labels else {})}
+
+    def prefix_plugin(
+        self, kind: str, parameters: Mapping[str, Any], index: int
+    ) -> tuple[str, Mapping[str, Any]]:
+        """The plugin, with what its producer says; that of what engines say they hold is another one here."""
         own = {key: value for key, value in parameters.items() if key != "prefixMatchInfoProducerName"}
+        if kind == AFFINITY_FILTER:
+            own = _load_gate(own, index)
         producer = self.entries.get(str(parameters.get("prefixMatchInfoProducerName", APPROXIMATE)), {})
         if producer.get("type") == PRECISE:
-            return "precise-prefix-cache-scorer", own
+            return f"precise-{kind}", own
         given = dict(_mapping(producer.get("parameters")))
         if given.pop("autoTune", None) is not None:
             self.notes.append(f"{APPROXIMATE}.autoTune: blocks have the size that blockSizeTokens says")
@@ -113,33 +149,57 @@ class _Translation:
         most = given.pop("maxPrefixTokensToMatch", None)
         if isinstance(most, int) and most > 0:
             given["maxPrefixBlocksToMatch"] = max(1, most // size)
-        return "prefix-cache-scorer", {**({} if block is None else {"blockSize": size}), **given, **own}
+        return kind, {**({} if block is None else {"blockSize": size}), **given, **own}
 
     # ---- sections --------------------------------------------------------------------------------------------
 
-    def saturation(self) -> Mapping[str, Any] | None:
-        """When an engine has no room: the section itself, or the plugin that it names."""
+    def saturation(self) -> Mapping[str, Any]:
+        """When there is no room: the section itself, or the plugin that it names. Nothing if neither is there."""
         flow = _mapping(self.told.get("flowControl"))
         section = dict(_mapping(flow.get("saturationDetector") or self.told.get("saturationDetector")))
-        named = str(section.pop("pluginRef", DETECTOR))
-        detector = self.entries.get(named, {})
+        detector = self.entries.get(str(section.pop("pluginRef", DETECTOR)), {})
         section.update(_mapping(detector.get("parameters")))
-        if detector.get("type", DETECTOR) != DETECTOR or not (section or detector):
-            return None  # another detector is refused as a plugin
+        ours = DETECTOR_SECTIONS.get(str(detector.get("type", DETECTOR)))
+        if ours is None or not (section or detector):
+            return {}  # another detector is refused as a plugin
         return {
-            k: v
-            for k, v in section.items()
-            if not self.noted(f"saturationDetector.{k}", PARAMETERS.get(("saturationDetector", k)))
+            ours: {
+                key: value
+                for key, value in section.items()
+                if not self.noted(f"{ours}.{key}", PARAMETERS.get((ours, key)))
+            }
         }
 
-    def profiles(self, names: set[str]) -> list[Any]:
-        """The profiles, without plugins that are none here; one of all plugins if the file has none."""
-        gone = set(self.entries) - names
+    def fairness(self) -> Mapping[str, Any]:
+        """The headers of agents' sessions, if they count."""
+        agents = [entry for entry in self.entries.values() if entry.get("type") == AGENTS]
+        if not agents:
+            return {}
+        own: Any = _mapping(agents[0].get("parameters")).get("additionalSessionHeaders") or []
+        named = [name.lower() if isinstance(name, str) else name for name in own] if isinstance(own, list) else [own]
+        return {"fairnessHeaders": [*named, *AGENT_HEADERS]}
+
+    def profiles(self) -> list[Any]:
+        """The profiles, with what became of their plugins; one of all plugins if the file has none."""
         given = self.told.get("schedulingProfiles")
-        if not given:
-            used = [name for name in self.entries if name in names and not self.is_handler(name)]
-            return [{"name": "default", "plugins": [{"pluginRef": name} for name in used]}]
-        return [_without(profile, gone) for profile in _list(given)]
+        if given:
+            return [self.profile(profile) for profile in _list(given)]
+        all_of_them = [{"pluginRef": name} for name in self.entries if not self.is_handler(name)]
+        return [self.profile({"name": "default", "plugins": all_of_them})]
+
+    def profile(self, profile: Any) -> Any:
+        told = _mapping(profile)
+        if not isinstance(told.get("plugins"), list):
+            return profile
+        return {**told, "plugins": [ours for use in _list(told["plugins"]) for ours in self.uses(use)]}
+
+    def uses(self, use: Any) -> list[Any]:
+        """What a profile's use of a plugin there is here; a weight is the scorer's, which is the first one."""
+        told = _mapping(use)
+        first, *others = self.named.get(str(told.get("pluginRef")), [None])[:] or [""]
+        if first is None:  # what is wrong with it is said where it is read
+            return [use]
+        return [{**told, "pluginRef": first}, *({"pluginRef": name} for name in others)] if first else []
 
     def is_handler(self, name: str) -> bool:
         return str(self.entries[name].get("type")).endswith(("-handler", "-decider"))
@@ -204,12 +264,16 @@ def _session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return {**kept, **({"header": str(header).lower()} if header else {})}
 
 
-def _without(profile: Any, gone: set[str]) -> Any:
-    """A profile that does not use the plugins of these names."""
-    told = _mapping(profile)
-    if not isinstance(told.get("plugins"), list):
-        return profile
-    return {**told, "plugins": [use for use in _list(told["plugins"]) if _mapping(use).get("pluginRef") not in gone]}
+def _load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """When affinity costs too much: by tokens in flight, for which there are two names of the limit."""
+    told = dict(parameters)
+    by = told.pop("ttftSource", "prefillThroughput")
+    if by != "prefillThroughput" and told.get("maxTTFTPenaltyMs", 1):
+        at = f"plugins[{index}].parameters.ttftSource"
+        raise BadRequest(f"{at}: {by}: {LATENCY}", at)
+    if not told.get("peakPrefillThroughput", 1):
+        del told["peakPrefillThroughput"]  # llm-d takes 0 where there is no limit
+    return told
 
 
 def _name(entry: Any) -> str:

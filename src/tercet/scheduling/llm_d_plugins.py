@@ -17,11 +17,14 @@ TURNS = "requests of one priority take turns by their fairness id, and of one id
 ENGINES = "engines are those of --engine"
 
 WITHOUT_GAPS = "counted in tokens, without gaps, and not rescaled: 0.1 is a tenth of the prompt"
+SESSIONS = "sessions belong to engines by hashing: nothing is handed to clients, or kept"
+TIERS = "by labels alone"
 READ: Mapping[str, str] = {
     "active-request-scorer": "",
     "always-disagg-pd-decider": "",
     "by-label": "",
     "by-label-selector": "",
+    "context-length-aware": "as context-length-scorer, and with enableFiltering as context-length-filter",
     "decode-filter": "by the engine's role, not by a label",
     "disagg-profile-handler": "no encode stage; the decode engine is picked first",
     "kv-cache-utilization-scorer": "",
@@ -34,21 +37,27 @@ READ: Mapping[str, str] = {
     "precise-prefix-cache-scorer": WITHOUT_GAPS,
     "prefill-filter": "by the engine's role, not by a label",
     "prefix-based-pd-decider": "",
+    "prefix-cache-affinity-filter": WITHOUT_GAPS + "; tokens in flight are those that engines report",
     "prefix-cache-scorer": WITHOUT_GAPS + "; blocks have one size for all engines",
     "queue-scorer": "",
     "random-picker": "",
     "running-requests-size-scorer": "",
-    "session-affinity-scorer": "sessions belong to engines by hashing: nothing is handed to clients, or kept",
+    "session-affinity-filter": SESSIONS,
+    "session-affinity-scorer": SESSIONS,
     "single-profile-handler": "",
     "token-load-scorer": "tokens are those that engines report, not an estimate",
+    "topology-affinity-filter": TIERS,
+    "topology-affinity-scorer": TIERS,
     "utilization-filter": "",
     "weighted-random-picker": "",
 }
 """Those that are there; how they differ, if they do."""
 
 PASSED_OVER: Mapping[str, str] = {
+    "agent-identity": "its headers say whom a request shares its turns with, where its fairness id does not",
     "anthropic-parser": REQUESTS,
-    "approx-prefix-cache-producer": "its parameters go to the prefix-cache-scorer that uses it",
+    "approx-prefix-cache-producer": "its parameters go to the scorers and filters that use it",
+    "concurrency-detector": "it is read where saturationDetector names it",
     "core-metrics-extractor": FLEET,
     "disagg-headers-handler": HEADERS,
     "endpoint-notification-source": FLEET,
@@ -61,9 +70,11 @@ PASSED_OVER: Mapping[str, str] = {
     "models-data-extractor": FLEET,
     "models-data-source": FLEET,
     "openai-parser": REQUESTS,
+    "p2p-source-producer": "picks are the same; nobody is told where else to fetch KV",
     "passthrough-parser": REQUESTS,
     "precise-prefix-cache-producer": "block sizes and hashes are what engines say in their KV events",
     "prefill-header-handler": HEADERS,
+    "request-attribute-reporter": "the endpoint picker does not see answers, and reports nothing of them",
     "round-robin-fairness-policy": TURNS,
     "served-model-filter": "an engine without the request's adapter is never picked",
     "session-id-producer": "session-affinity-scorer reads its header by itself",
@@ -71,6 +82,7 @@ PASSED_OVER: Mapping[str, str] = {
     "static-usage-limit-policy": "requests come in while an engine has room, whatever their priority",
     "token-producer": TOKENS,
     "tokenizer": TOKENS,
+    "topology-extractor": "its labels go to the filter and the scorer that use it",
     "utilization-detector": "its thresholds are those of the section saturationDetector",
     "vertexai-parser": REQUESTS,
     "vllmhttp-parser": REQUESTS,
@@ -85,14 +97,10 @@ DEADLINES = "requests have no deadlines here"
 PICTURES = "pictures are not told apart"
 CLUSTERS = "engines are picked, not clusters"
 LABELS = "write a plugin of your own over engines' labels (docs/scheduling.md)"
-ANSWERS = "the endpoint picker does not see answers"
 
 REFUSED: Mapping[str, str] = {
-    "agent-identity": "sessions are named by a header or by `user`",
     "always-disagg-multimodal-decider": ENCODE,
     "burst-prefix-cache-producer": "requests do not wait for others like them",
-    "concurrency-detector": "engines' queues and KV caches say whether there is room: use utilization-detector",
-    "context-length-aware": LABELS,
     "data-parallel-profile-handler": "each data parallel rank is an engine of its own: list their ports with --engine",
     "dcgm-data-source": LABELS,
     "dcgm-extractor": LABELS,
@@ -119,22 +127,15 @@ REFUSED: Mapping[str, str] = {
     "multicluster-prefix-cache-scorer": CLUSTERS,
     "multicluster-queue-scorer": CLUSTERS,
     "multicluster-session-affinity-filter": CLUSTERS,
-    "p2p-source-producer": "KV comes from the prefill engine, by its own header",
     "predicted-latency-producer": LATENCY,
-    "prefix-cache-affinity-filter": "give prefix-cache-scorer the weight that it shall have",
     "priority-holdback-policy": LIMITS,
     "priority-then-time-eviction-order-policy": "nothing that runs is ended for others",
     "probabilistic-admitter": "a request that may be dropped is dropped when no engine has room, not by chance before",
     "program-aware-fairness": "requests take turns by their fairness id, each counting the same",
-    "request-attribute-reporter": ANSWERS,
-    "session-affinity-filter": "use session-affinity-scorer, with a weight above all others",
     "sheddable-eviction-filter": "nothing that runs is ended for others",
     "slo-deadline-ordering-policy": DEADLINES,
     "slo-headroom-tier-filter": LATENCY,
     "soft-reflective-ceiling-policy": LIMITS,
-    "topology-affinity-filter": LABELS,
-    "topology-affinity-scorer": LABELS,
-    "topology-extractor": LABELS,
     "vllmgrpc-parser": "engines are asked by HTTP",
 }
 
@@ -147,6 +148,9 @@ SECTIONS: Mapping[str, str] = {
     "parser": REQUESTS,
     "requestHandler": REQUESTS,
 }
+
+# What coding agents call their sessions: Claude Code, OpenCode, and Codex in two forms.
+AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 
 KV_EVENTS = "block sizes and hashes are what engines say in their KV events"
 DEPRECATED = "llm-d does not use it either"
@@ -163,10 +167,17 @@ PARAMETERS: Mapping[tuple[str, str], str] = {
     ("precise-prefix-cache-scorer", "speculativeTTL"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "tokenProcessorConfig"): KV_EVENTS,
     ("prefix-based-pd-decider", "prefixMatchInfoProducerName"): "what the scorers of the decode profile found counts",
+    ("prefix-cache-affinity-filter", "inFlightLoadProducerName"): PRODUCER,
+    ("precise-prefix-cache-affinity-filter", "inFlightLoadProducerName"): PRODUCER,
     ("prefix-cache-scorer", "autoTune"): "blocks have the size that blockSize says",
+    ("concurrencyDetector", "headroom"): "room is what is below the thresholds",
+    ("concurrencyDetector", "inFlightLoadProducerName"): PRODUCER,
     ("saturationDetector", "headroom"): "room is what is below the thresholds",
     ("saturationDetector", "metricsStalenessThreshold"): "a report counts for 1 s",
-    ("session-affinity-scorer", "profileName"): "each profile has sessions of its own",
+    **dict.fromkeys(
+        (("session-affinity-scorer", "profileName"), ("session-affinity-filter", "profileName")),
+        "each profile has sessions of its own",
+    ),
     ("token-load-scorer", "inFlightLoadProducerName"): PRODUCER,
     ("active-request-scorer", "inFlightLoadProducerName"): PRODUCER,
     ("utilization-filter", "inFlightLoadProducerName"): PRODUCER,
@@ -183,5 +194,6 @@ RENAMED_TYPES: Mapping[str, str] = {
 # What a parameter is in llm-d that is another one here if it is not given.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "prefill-filter": {"allowsBoth": False},
+    "prefix-cache-affinity-filter": {"maxPrefixBlocksToMatch": 2048},
     "prefix-cache-scorer": {"maxPrefixBlocksToMatch": 2048},
 }

@@ -187,6 +187,7 @@ class Decision:
     """One pick: for whom, in which role, and what scorers found out on the way.
 
     ``matched`` are the tokens of the prompt that each engine (by row) is believed to hold; None while no scorer looked.
+    ``partner`` is the engine that was picked to decode, where one that prefills for it is picked, if that is known.
     """
 
     request: Request | None
@@ -194,6 +195,7 @@ class Decision:
     knowledge: Knowledge
     random: Random
     matched: Integers | None = None
+    partner: EngineView | None = None
     _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
 
     def hashes(self, block_size: int, limit: int | None = None) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -134,12 +134,24 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forb
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
 
+class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """How much engines may run together until none has room: so many requests, or tokens of prompts, for each of them.
+
+    With ``hybrid`` each engine counts by the scarcer one of both.
+    """
+
+    max_concurrency: Annotated[int, Meta(ge=1)] = 100
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
+
+
 @dataclass(frozen=True)
 class Scheduling:
     """How a fleet picks engines.
 
     ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill. ``files`` are the
-    file that all of it was read from, and those of the user's own plugins. ``saturation`` is what it says of room.
+    file that all of it was read from, and those of the user's own plugins. ``saturation`` is what it says of room, and
+    the first of the ``fairness_headers`` that a request has says whom it shares its turns with, if nothing else does.
     """
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
@@ -147,7 +159,8 @@ class Scheduling:
     deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
     decider: Decider = field(default_factory=AlwaysDisaggregate)
     files: Sequence[Path] = ()
-    saturation: Saturation | None = None
+    saturation: Saturation | ConcurrencyLimit | None = None
+    fairness_headers: Sequence[str] = ()
 
     def profile(self, by: str, role: Role) -> SchedulingProfile | None:
         """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""

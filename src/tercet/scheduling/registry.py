@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tercet.protocol import BadRequest
-from tercet.scheduling import filters, pickers, profiles, scorers
+from tercet.scheduling import affinity, context_length, filters, pickers, profiles, scorers, topology
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 
 BUILT_IN: Mapping[str, type[Plugin]] = {
@@ -16,6 +16,8 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "always-disagg-pd-decider": profiles.AlwaysDisaggregate,
     "by-label": filters.ByLabel,
     "by-label-selector": filters.ByLabelSelector,
+    "context-length-filter": context_length.ContextLengthFilter,
+    "context-length-scorer": context_length.ContextLengthScorer,
     "decode-filter": filters.DecodeFilter,
     "disagg-profile-handler": profiles.DisaggProfileHandler,
     "health-filter": filters.HealthFilter,
@@ -26,17 +28,22 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "max-score-picker": pickers.MaxScorePicker,
     "no-hit-lru-scorer": scorers.NoHitLRUScorer,
     "power-of-two-picker": pickers.PowerOfTwoPicker,
+    "precise-prefix-cache-affinity-filter": affinity.PrecisePrefixCacheAffinityFilter,
     "precise-prefix-cache-scorer": scorers.PrecisePrefixCacheScorer,
     "prefill-filter": filters.PrefillFilter,
     "prefix-based-pd-decider": profiles.PrefixBasedDecider,
+    "prefix-cache-affinity-filter": affinity.PrefixCacheAffinityFilter,
     "prefix-cache-scorer": scorers.PrefixCacheScorer,
     "queue-scorer": scorers.QueueScorer,
     "random-picker": pickers.RandomPicker,
     "running-requests-size-scorer": scorers.RunningRequestsSizeScorer,
     "saturation-filter": filters.SaturationFilter,
+    "session-affinity-filter": affinity.SessionAffinityFilter,
     "session-affinity-scorer": scorers.SessionAffinityScorer,
     "single-profile-handler": profiles.SingleProfileHandler,
     "token-load-scorer": scorers.TokenLoadScorer,
+    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "topology-affinity-scorer": topology.TopologyAffinityScorer,
     "utilization-filter": filters.UtilizationFilter,
     "weighted-random-picker": pickers.WeightedRandomPicker,
 }

@@ -5,7 +5,8 @@ An engine of which nothing recent is known gets the middle of a load scorer's ra
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Protocol
 
 import numpy as np
 from msgspec import Meta
@@ -16,6 +17,7 @@ from tercet.scheduling.hashing import preference
 from tercet.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
 
 UNKNOWN = 0.5
+Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
 
 
 class QueueScorer(Scorer, frozen=True):
@@ -92,7 +94,12 @@ class TokenLoadScorer(Scorer, frozen=True):
     queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
-        return 1.0 - np.fmax(engines.tokens, engines.in_flight_tokens) / self.queue_threshold_tokens
+        return 1.0 - prompt_tokens_of(engines) / self.queue_threshold_tokens
+
+
+def prompt_tokens_of(engines: Engines) -> Floats:
+    """The tokens that each has to work on: what it reported, or the prompts that run there, whichever is more."""
+    return np.fmax(engines.tokens, engines.in_flight_tokens)
 
 
 class MatchScorer(Scorer, frozen=True):
@@ -125,12 +132,8 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
-        hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
-        if not hashes:
-            return np.zeros(len(engines))
-        matched = decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).matched(hashes)
-        decision.note_match(matched * self.block_size)
-        return self.weighed(matched[engines.rows], len(hashes), self.block_size)
+        matched, of = routed_match(self, decision)
+        return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
 
     def picked(self, decision: Decision, row: int) -> None:
         """The prompt's blocks will be on the engine that was picked."""
@@ -139,18 +142,48 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
 
 
+class RoutedHistory(Protocol):
+    """How a plugin remembers what was routed where."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_prefix_blocks_to_match(self) -> int: ...
+
+    @property
+    def lru_capacity_per_server(self) -> int: ...
+
+
+def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, int]:
+    """By row, how many of the prompt's first blocks were routed to an engine before; and how many count."""
+    hashes = decision.hashes(history.block_size, history.max_prefix_blocks_to_match)
+    index = decision.knowledge.routed(history.block_size, history.lru_capacity_per_server)
+    matched: Integers = index.matched(hashes)
+    if hashes:
+        decision.note_match(matched * history.block_size)
+    return matched, len(hashes)
+
+
 class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
     """The share of the prompt's full blocks that an engine says it holds, through its KV events."""
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
-        shares = np.zeros(len(engines))
-        for block_size, index in decision.knowledge.stored.items():
-            hashes = decision.hashes(block_size)
-            if hashes:
-                matched: Integers = index.matched(hashes)
-                decision.note_match(matched * block_size)
-                shares = np.maximum(shares, self.weighed(matched[engines.rows], len(hashes), block_size))
-        return shares
+        return stored_shares(decision, engines, self.weighed)
+
+
+def stored_shares(
+    decision: Decision, engines: Engines, weighed: Callable[[Integers, int, int], Floats]
+) -> Floats:  # fmt: skip
+    """The best of ``weighed(blocks held, of so many, block size)``, over the block sizes that engines use."""
+    shares = np.zeros(len(engines))
+    for block_size, index in decision.knowledge.stored.items():
+        hashes = decision.hashes(block_size)
+        if hashes:
+            matched: Integers = index.matched(hashes)
+            decision.note_match(matched * block_size)
+            shares = np.maximum(shares, weighed(matched[engines.rows], len(hashes), block_size))
+    return shares
 
 
 class NoHitLRUScorer(Scorer, frozen=True):
@@ -214,13 +247,13 @@ class SessionAffinityScorer(Scorer, frozen=True):
     over; its sessions go to the next one in their own order.
     """
 
-    header: Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")] = SESSION_HEADER
+    header: Header = SESSION_HEADER
     by_user: bool = True
     max_load: Annotated[float, Meta(gt=1)] = 1.25
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         scores = np.zeros(len(engines))
-        session = self._session(decision.request)
+        session = session_of(decision.request, self.header, self.by_user)
         if session:
             weights = preference(session, engines.keys)
             # One more than its share is always allowed: with few sequences any of them would be above it.
@@ -229,7 +262,9 @@ class SessionAffinityScorer(Scorer, frozen=True):
             scores[int(weights.argmax())] = 1.0
         return scores
 
-    def _session(self, request: Request | None) -> str | None:
-        if request is None:
-            return None
-        return request.headers.get(self.header) or (request.user if self.by_user else None)
+
+def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
+    """What names the request's session, if anything does."""
+    if request is None:
+        return None
+    return request.headers.get(header) or (request.user if by_user else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
 from tercet.scheduling.filters import ByLabelSelector, LabelExpression, PrefillFilter
-from tercet.scheduling.llm_d import translated
-from tercet.scheduling.llm_d_plugins import PARAMETERS, PASSED_OVER, READ, REFUSED, RENAMED_TYPES
-from tercet.scheduling.profiles import AlwaysDisaggregate, PrefixBasedDecider, Saturation, Scheduling
+from tercet.scheduling.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
+from tercet.scheduling.llm_d_plugins import AGENT_HEADERS, PARAMETERS, PASSED_OVER, READ, REFUSED, RENAMED_TYPES
+from tercet.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, PrefixBasedDecider, Saturation
 from tercet.scheduling.registry import BUILT_IN
 from tercet.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
+
+from .llm_d_files import HANDLER, made_of, scorers, written
 
 HEAD = "apiVersion: inference.networking.x-k8s.io/v1alpha1\nkind: EndpointPickerConfig\n"
 PD = """
@@ -60,12 +61,6 @@ schedulingProfiles:
 """
 
 
-def written(directory: Path, text: str) -> Path:
-    file = directory / "config.yaml"
-    file.write_text(text)
-    return file
-
-
 def test_prefill_and_decode(tmp_path: Path) -> None:
     found = load_scheduling(written(tmp_path, HEAD + PD))
     assert found.by_role == {"prefill": "prefill", "decode": "decode", "both": "decode"}
@@ -106,23 +101,6 @@ def test_what_is_no_such_file_is_left_alone(content: object) -> None:
 # ---- files of the forms that llm-d publishes -----------------------------------------------------------------
 
 
-def made_of(directory: Path, *plugins: Any, profiles: Any = None, **sections: Any) -> Scheduling:
-    """A file with these plugins, types or mappings, all of which the only profile uses if none are given."""
-    entries = [{"type": plugin} if isinstance(plugin, str) else plugin for plugin in plugins]
-    content: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": entries}
-    if profiles is not None:
-        content["schedulingProfiles"] = [
-            {"name": name, "plugins": [{"pluginRef": ref, **({"weight": w} if w else {})} for ref, w in uses.items()]}
-            for name, uses in profiles.items()
-        ]
-    return load_scheduling(written(directory, json.dumps({**content, **sections})))
-
-
-def scorers(found: Scheduling, profile: str = "default") -> list[tuple[str, float]]:
-    return [(type(scorer).__name__, weight) for scorer, weight in found.profiles[profile].scorers]
-
-
-HANDLER = {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}}}
 DECIDER = {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16}}
 SOURCES = {"sources": [{"pluginRef": "metrics-data-source", "extractors": [{"pluginRef": "core-metrics-extractor"}]}]}
 
@@ -241,6 +219,45 @@ def test_when_an_engine_has_no_room(tmp_path: Path, sections: dict[str, Any]) ->
     assert found.saturation == Saturation(queue_depth_threshold=9, kv_cache_util_threshold=0.5)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "limit"),
+    [
+        ({"maxConcurrency": 132, "concurrencyMode": "requests", "headroom": 0.0}, ConcurrencyLimit(max_concurrency=132)),
+        (
+            {"concurrencyMode": "hybrid", "maxTokenConcurrency": 5000, "inFlightLoadProducerName": "p"},
+            ConcurrencyLimit(concurrency_mode="hybrid", max_token_concurrency=5000),
+        ),
+        ({}, ConcurrencyLimit()),
+    ],
+)
+def test_when_all_engines_together_have_no_room(
+    tmp_path: Path, parameters: dict[str, Any], limit: ConcurrencyLimit
+) -> None:
+    detector = {"type": "concurrency-detector", "parameters": parameters}
+    flow = {"saturationDetector": {"pluginRef": "concurrency-detector"}, "priorityBands": [{"priority": 100}]}
+    found = made_of(tmp_path, "queue-scorer", detector, profiles={"default": {"queue-scorer": 2}}, flowControl=flow)
+    assert found.saturation == limit
+    unnamed = made_of(tmp_path, "queue-scorer", detector, profiles={"default": {"queue-scorer": 2}})
+    assert unnamed.saturation is None
+
+
+def test_the_sessions_of_agents(tmp_path: Path) -> None:
+    own = {"type": "agent-identity", "parameters": {"additionalSessionHeaders": ["X-Mine"]}}
+    found = made_of(tmp_path, "queue-scorer", own)
+    assert found.fairness_headers == ("x-mine", *AGENT_HEADERS)
+    assert not made_of(tmp_path, "queue-scorer").fairness_headers
+    with pytest.raises(BadRequest, match="fairnessHeaders"):
+        made_of(tmp_path, {"type": "agent-identity", "parameters": {"additionalSessionHeaders": [7]}})
+
+
+@pytest.mark.parametrize("parameters", [{"ttftSource": "latencyPredictor"}, {"ttftSource": "by ear"}])
+def test_affinity_by_predicted_latency_is_refused(tmp_path: Path, parameters: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=r"plugins\[0\].parameters.ttftSource: .*no predictor"):
+        made_of(tmp_path, {"type": "prefix-cache-affinity-filter", "parameters": parameters})
+    unused = {"type": "prefix-cache-affinity-filter", "parameters": {**parameters, "maxTTFTPenaltyMs": 0}}
+    made_of(tmp_path, unused)
+
+
 def test_room_in_its_oldest_form_and_none(tmp_path: Path) -> None:
     old = made_of(tmp_path, "random-picker", saturationDetector={"queueDepthThreshold": 7})
     assert old.saturation == Saturation(queue_depth_threshold=7)
@@ -297,9 +314,11 @@ def test_every_type_has_one_line() -> None:
     tables = [READ, PASSED_OVER, REFUSED]
     kinds = [kind for table in tables for kind in table]
     assert len(kinds) == len(set(kinds))
-    assert {RENAMED_TYPES.get(kind, kind) for kind in READ} <= set(BUILT_IN)
+    assert {RENAMED_TYPES.get(kind, kind) for kind in READ} - {CONTEXT_LENGTH} <= set(BUILT_IN)
     assert not (set(PASSED_OVER) | set(REFUSED)) & set(BUILT_IN)
-    assert {RENAMED_TYPES.get(kind, kind) for kind, _ in PARAMETERS} <= {*BUILT_IN, "saturationDetector"}
+    assert {RENAMED_TYPES.get(kind, kind) for kind, _ in PARAMETERS} <= {
+        *BUILT_IN, *DETECTOR_SECTIONS.values()
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", sorted(PASSED_OVER))

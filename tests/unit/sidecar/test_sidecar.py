@@ -201,16 +201,64 @@ async def test_a_first_leg_that_fails_is_done_here(way: str) -> None:
         assert "disaggregated -> data_parallel" in said
 
 
-async def test_kv_that_cannot_be_fetched_is_computed() -> None:
+ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\ndata: [DONE]\n\n'
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
+RESPONSES_ERROR = CREATED + b'event: error\ndata: {"type":"error","message":"Internal server error"}\n\n'
+
+
+def said_by(*pieces: bytes, breaks_off: bool = False) -> Handler:
+    """A stream of exactly this."""
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.02)
+        if breaks_off:
+            assert http.transport is not None
+            http.transport.abort()
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "fails"),
+    [
+        ("/v1/chat/completions", Played.fails),
+        ("/v1/chat/completions", said_by(ERROR)),
+        ("/v1/completions", said_by(b": nothing yet\n\n", ERROR[:20], ERROR[20:])),
+        ("/v1/completions", said_by(breaks_off=True)),
+        ("/v1/responses", said_by(RESPONSES_ERROR)),
+        ("/v1/responses", said_by(CREATED, breaks_off=True)),
+    ],
+    ids=["500", "error event", "in pieces", "breaks off", "response", "response breaks off"],
+)
+async def test_kv_that_cannot_be_fetched_is_computed(path: str, fails: Any) -> None:
+    """vLLM says of a stream only in the stream that it could not fetch its KV."""
     async with house() as found:
 
         async def without_only(http: web.Request) -> web.StreamResponse:
-            has_params = "kv_transfer_params" in found.decode.bodies[-1]
-            return await (found.decode.fails if has_params else found.decode.streamed)(http)
+            if "kv_transfer_params" not in found.decode.bodies[-1]:
+                return await found.decode.streamed(http)
+            return await (fails(found.decode, http) if fails is Played.fails else fails(http))
 
         found.decode.answer = without_only
-        assert (await found.ask())[0] == 200
+        status, said = await found.ask(path=path)
+        assert (status, "[DONE]" in said) == (200, True)
         assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
+        assert said.startswith('data: {"n": 0}')
+        assert "disaggregated -> data_parallel" in said
+
+
+@pytest.mark.parametrize("opening", [b'data: {"n": 0}\n\n', CREATED + b'data: {"type":"response.output_text.delta"}\n\n'])
+async def test_an_error_after_the_first_token_is_the_clients(opening: bytes) -> None:
+    async with house() as found:
+        found.decode.answer = said_by(opening, ERROR)
+        _, said = await found.ask(path="/v1/responses")
+        assert said.encode().startswith(opening + ERROR[:40])
+        assert len(found.decode.bodies) == 1
 
 
 async def test_kv_that_nobody_waits_for_is_fetched_all_the_same() -> None:

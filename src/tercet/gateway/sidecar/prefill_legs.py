@@ -53,12 +53,14 @@ class PrefillLeg(Protocol):
 class DecodeLeg:
     """What the decode engine is asked with; ``local`` is what it is asked with if it fails that, None if the same.
 
-    ``sent`` is set by who asks it: from then on the engine gives back what ``body`` refers to.
+    Who asks it sets ``sent``, from which on the engine gives back what ``body`` refers to, and ``failure``, why it had
+    to be asked with ``local``.
     """
 
     body: bytes
     local: bytes | None = None
     sent: bool = False
+    failure: TercetError | None = None
 
 
 class _Known:
@@ -185,7 +187,6 @@ class NixlLeg:
             call.require_whole()
             ask = partial(self._prefilled_by, call, trace)
             params = await self._attempts.first_of(hosts, call.request_id, trace, ask)
-            prefill_metrics.prefills.labels(prefill_metrics.PULLED, "").inc()
         except TercetError as error:
             prefill_here(self._url, call.request_id, error, trace)
         prefill_metrics.seconds.observe(self._attempts.clock() - began)
@@ -199,6 +200,10 @@ class NixlLeg:
         finally:
             if not prepared.sent:
                 self.draining.spawn(self._drain(call, params), "draining")
+            elif prepared.failure is not None:
+                prefill_here(self._url, call.request_id, prepared.failure, trace)
+            else:
+                prefill_metrics.prefills.labels(prefill_metrics.PULLED, "").inc()
 
     async def look(self) -> None:
         await self._healthy(self._url)

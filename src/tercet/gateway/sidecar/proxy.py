@@ -20,8 +20,8 @@ from tercet.client.connection_errors import reason_of
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.gateway.sidecar.sse import WholeEvents, last_event
-from tercet.protocol import BadRequest, EngineUnreachable, RequestTooLarge, TercetError
+from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
@@ -166,15 +166,21 @@ class Proxy:
         watching = asyncio.ensure_future(self._watch(waiting, lost))
         try:
             async with until_lost(lost), AsyncExitStack() as stack:
-                asked: Any = body if prepared is None else prepared.body
-                response = await self._asked(http, asked, stack, prepared)
-                if prepared is not None and prepared.local is not None and response.status >= 500:
-                    # It could not fetch the KV: nothing is lost that it cannot compute.
-                    logger.warning("the engine answers %d with KV of another one; asked without", response.status)
-                    response.close()
-                    response = await self._asked(http, prepared.local, stack)
+                opening = b""
+                if prepared is None or prepared.local is None:
+                    asked = body if prepared is None else prepared.body
+                    response = await self._asked(http, asked, stack, prepared)
+                else:
+                    response = await self._asked(http, prepared.body, stack, prepared)
+                    try:
+                        opening = await _opening(response, waiting)
+                    except TercetError as error:  # nothing is lost that the engine cannot compute itself
+                        prepared.failure = error
+                        response.close()
+                        response = await self._asked(http, prepared.local, stack)
                 await answer.begin(response)
-                while chunk := await _read(response, waiting):
+                while chunk := opening or await _read(response, waiting):
+                    opening = b""
                     if held is not None:
                         await held.aclose()
                         held = None
@@ -235,6 +241,24 @@ class _Waiting:
     def seconds(self) -> float:
         """0 while its client is what is waited for."""
         return 0.0 if self.since is None else time.monotonic() - self.since
+
+
+async def _opening(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes:
+    """What an engine that fetches KV says before its first tokens, and with them; empty if it is asked for no stream.
+
+    Raises :class:`~tercet.protocol.TercetError` if it could not fetch the KV. In a stream it says that in an event.
+    """
+    if response.status >= 500:
+        raise EngineError(f"the engine answers {response.status} with KV of another one")
+    opening = Opening()
+    if response.status == 200 and response.headers.get("content-type", "").startswith(EVENTS):
+        while chunk := await _read(response, waiting):
+            came_to = opening.came_to(chunk)
+            if came_to == "failure":
+                raise EngineError("the engine's answer with KV of another one ends in an error before its first token")
+            if came_to == "tokens":
+                break
+    return opening.held
 
 
 async def _read(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes:

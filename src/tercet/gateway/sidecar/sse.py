@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 from tercet.protocol import TercetError
+from tercet.protocol.wire import UNREADABLE
 
 RESPONSES = "/v1/responses"
 _ENDS = b"\n\n", b"\r\n\r\n", b"\r\r"
+# Of a response, what an engine says before it has computed anything; and how it says that it has failed.
+_BEFORE = ("response.created", "response.queued", "response.in_progress")
+_FAILED = ("error", "response.failed")
 
 
 class WholeEvents:
@@ -27,6 +33,35 @@ class WholeEvents:
         """What is left when the stream has ended by itself."""
         rest, self._rest = self._rest, b""
         return rest
+
+
+class Opening:
+    """The begin of a stream, held back until the engine has computed something, or has failed to."""
+
+    def __init__(self) -> None:
+        self.held = b""
+        self._events = WholeEvents()
+
+    def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
+        """What the engine has come to, now that it has said this too."""
+        self.held += chunk
+        for line in self._events.passed(chunk).splitlines():
+            if not line.startswith(b"data:"):
+                continue
+            said = _event(line.removeprefix(b"data:"))
+            if said.get("error") or said.get("type") in _FAILED:
+                return "failure"
+            if said.get("type") not in _BEFORE:
+                return "tokens"
+        return "nothing"
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """What one says; nothing for what is no JSON object, such as the end of a stream."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except UNREADABLE:
+        return {}
 
 
 def last_event(path: str, error: TercetError) -> bytes:

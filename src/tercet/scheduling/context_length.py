@@ -1,0 +1,78 @@
+"""Engines for prompts of a certain length, by a label such as ``0-8192``: tokens of the prompt, both ends included.
+
+llm-d-router has one plugin ``context-length-aware`` for both, whose formulas these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta
+
+from tercet.protocol import EngineView
+from tercet.scheduling.plugin import Decision, Engines, Filter, Scorer
+
+Label = Annotated[str, Meta(min_length=1)]
+RANGE_LABEL = "llm-d.ai/context-length-range"
+BEST_OUTSIDE = 0.3
+"""What is outside of its range has less than that, what is inside has more."""
+WITHOUT_LABEL = 0.5
+
+
+class ContextLengthFilter(Filter, frozen=True):
+    """Keeps engines whose range has the prompt's length, and those without the label."""
+
+    label: Label = RANGE_LABEL
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        length = _length_of(decision)
+        return [self.label not in engine.labels or _has(range_of(engine, self.label), length) for engine in engines]
+
+
+class ContextLengthScorer(Scorer, frozen=True):
+    """From 0.3 to 1 in an engine's range, more for a narrow one with room above; less outside, falling with distance.
+
+    0.5 without the label, 0 for one that is no range.
+    """
+
+    label: Label = RANGE_LABEL
+
+    def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
+        length = _length_of(decision)
+        return [
+            _fit(range_of(engine, self.label), length) if self.label in engine.labels else WITHOUT_LABEL
+            for engine in engines
+        ]
+
+
+def _length_of(decision: Decision) -> int:
+    return 0 if decision.request is None else decision.request.num_tokens
+
+
+def range_of(engine: EngineView, label: str) -> tuple[int, int] | None:
+    """The lengths of the engine's label, both included; None if it has none, or one that is no range."""
+    first, _, last = engine.labels.get(label, "").partition("-")
+    try:
+        least, most = int(first), int(last)
+    except ValueError:
+        return None
+    return (least, most) if 0 <= least <= most else None
+
+
+def _has(lengths: tuple[int, int] | None, length: int) -> bool:
+    return lengths is not None and lengths[0] <= length <= lengths[1]
+
+
+def _fit(lengths: tuple[int, int] | None, length: int) -> float:
+    if lengths is None:
+        return 0.0
+    least, most = lengths
+    width = most - least
+    if not _has(lengths, length):
+        outside = length - most if length > most else least - length
+        return BEST_OUTSIDE / (1 + outside / 1000)
+    if width == 0:
+        return 1.0
+    narrow, room = 1 / (1 + width / 10_000), (most - length) / width
+    return BEST_OUTSIDE + (1 - BEST_OUTSIDE) * (0.7 * narrow + 0.3 * room)

@@ -1,0 +1,110 @@
+"""Plain vLLM engines, without a plugin of Tercet's, that give each other KV by vLLM's own NixlConnector."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tercet.client.vllm_metrics import VllmMetrics, parsed
+from tercet.cluster.model import resolve_model
+
+from .conftest import MODEL, START_SECONDS, answers, free_port
+from .processes import EnginePlace
+from .prompts import complete, prompt_of
+
+BLOCK = 32
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+"""KV of one token: keys and values of each layer's heads, in float32."""
+STEP_TOKENS = 128
+"""Of a prompt, what one step computes."""
+AT_ONCE = 4
+LEASE_SECONDS = 6
+"""After so long an engine gives up KV that nobody has fetched."""
+CONNECTOR = {
+    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS, "num_threads": 1},
+}  # fmt: skip
+
+
+def plain_engine(name: str, core: int, tmp: Path) -> EnginePlace:
+    """The place of one; the caller starts it."""
+    port = free_port()
+    argv = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", resolve_model(MODEL),
+        "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "2048", "--block-size", str(BLOCK), "--max-num-seqs", str(AT_ONCE),
+        "--max-num-batched-tokens", str(STEP_TOKENS), "--kv-transfer-config", msgspec.json.encode(CONNECTOR).decode(),
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }  # fmt: skip
+    return EnginePlace(name, f"http://127.0.0.1:{port}", argv, environment, tmp / f"{name}.log")
+
+
+def mend(places: Mapping[str, EnginePlace]) -> None:
+    """Start those anew that are dead, and wait until all answer."""
+    for place in places.values():
+        if place.is_dead:
+            place.start()
+    deadline = time.monotonic() + START_SECONDS
+    while lost := [place for place in places.values() if not answers(f"{place.url}/health")]:
+        died = [place for place in lost if place.is_dead]
+        if died or time.monotonic() > deadline:
+            pytest.fail("\n".join(place.log.read_text()[-3000:] for place in died or lost))
+        time.sleep(0.5)
+
+
+def page(url: str) -> str:
+    """What an engine's /metrics says."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        return answer.read().decode()
+
+
+def load(url: str) -> VllmMetrics:
+    """How busy it is."""
+    return parsed(page(url))
+
+
+def counted(url: str, name: str, **labels: str) -> float:
+    """One of its counters, summed over the labels that are not named."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in page(url).splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)
+    )
+
+
+def computed(url: str) -> float:
+    """Tokens of prompts that it has computed itself."""
+    return counted(url, "vllm:prompt_tokens_by_source_total", source="local_compute")
+
+
+def fetched(url: str) -> float:
+    """Tokens of prompts whose KV came from another engine."""
+    return counted(url, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+def fetched_bytes(url: str) -> float:
+    return counted(url, "vllm:nixl_bytes_transferred_sum")
+
+
+async def unpinned(url: str, seconds: float = 120.0) -> None:
+    """Wait until it holds KV for nobody. Its gauge moves with its steps alone, so it is given some to do."""
+    async with asyncio.timeout(seconds):
+        while True:
+            await complete(url, prompt_of(4), max_tokens=1)
+            said = load(url)
+            if not (said.kv_usage or said.running or said.waiting):
+                return
+            await asyncio.sleep(0.5)
