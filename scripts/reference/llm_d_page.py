@@ -28,7 +28,7 @@ def llm_d_page() -> str:
             HEAD.strip(),
             table(("type", "", ""), ((code(kind), *kinds[kind]) for kind in sorted(kinds))),
             "## Sections that are passed over\n\n`saturationDetector`, by itself or under `flowControl`, is read: its thresholds take the "
-            "place of `--max-waiting-per-engine` and `--max-kv-usage`.",
+            "place of `--max-waiting-per-engine` and `--max-kv-usage`, or its `concurrency-detector` of both.",
             table(("section", ""), ((code(name), why) for name, why in SECTIONS.items())),
             "## Parameters that are passed over",
             table(("parameter", ""), parameters),

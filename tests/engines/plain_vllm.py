@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tercet.client.vllm_metrics import VllmMetrics, parsed
 from tercet.cluster.model import resolve_model
 
 from .conftest import MODEL, START_SECONDS, answers, free_port
+from .picker import counted, page
 from .processes import EnginePlace
 from .prompts import complete, prompt_of
 
@@ -64,25 +64,9 @@ def mend(places: Mapping[str, EnginePlace]) -> None:
         time.sleep(0.5)
 
 
-def page(url: str) -> str:
-    """What an engine's /metrics says."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        return answer.read().decode()
-
-
 def load(url: str) -> VllmMetrics:
     """How busy it is."""
     return parsed(page(url))
-
-
-def counted(url: str, name: str, **labels: str) -> float:
-    """One of its counters, summed over the labels that are not named."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in page(url).splitlines()
-        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)
-    )
 
 
 def computed(url: str) -> float:

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc.aio
 import msgspec
 import pytest
 
-from ..conformance.envoy_side import EnvoySide
-from .conftest import START_SECONDS, answers, free_port
+from .conftest import answers, free_port
 from .long_runs import FULL
+from .picker import SECONDS, Picker, counted, picking, tercet_process
 from .plain_vllm import (
     AT_ONCE,
     BLOCK,
     TOKEN_BYTES,
     computed,
-    counted,
     fetched,
     fetched_bytes,
     load,
@@ -41,7 +36,6 @@ from .prompts import alone, complete, prompt_of, tokens_of
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="no NIXL: scripts/install-transport-extras"
 )
-SECONDS = 400
 PREFILL, DECODE = "prefill", "decode"
 LENGTH = 150
 """Tokens of a prompt: more than one step of the engine that prefills."""
@@ -78,21 +72,6 @@ class Pair:
         return {"x-prefiller-host-port": self.prefill.removeprefix("http://"), "x-tercet-trace": "1"}
 
 
-@contextmanager
-def process(log: Path, url: str, *args: str) -> Iterator[None]:
-    """`tercet` with these arguments, from when it answers at `url`."""
-    with log.open("wb") as output, subprocess.Popen([sys.executable, "-m", "tercet.cli", *args], stdout=output, stderr=output) as run:  # fmt: skip  # noqa: E501
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(url):
-                if run.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"tercet {args[0]} does not answer:\n{log.read_text()[-4000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            run.terminate()
-
-
 @pytest.fixture
 def pair(engines: Mapping[str, EnginePlace], tmp_path: Path) -> Iterator[Pair]:
     """The engine may stand still for as long as a test has it do so."""
@@ -101,7 +80,7 @@ def pair(engines: Mapping[str, EnginePlace], tmp_path: Path) -> Iterator[Pair]:
     made = Pair(engines[PREFILL].url, engines[DECODE].url, f"http://127.0.0.1:{port}")
     flags = "--prefill-hosts=127.0.0.1:*", "--connector=nixl", f"--stuck-after={SECONDS}", "--prefill-stuck-after=10"
     command = "sidecar", f"--engine={made.decode}", f"--port={port}", *flags
-    with process(tmp_path / "sidecar.log", f"{made.sidecar}/health", *command):
+    with tercet_process(tmp_path / "sidecar.log", f"{made.sidecar}/health", *command):
         yield made
 
 
@@ -179,9 +158,12 @@ def _without_ids(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**parts, "text": "".join(parts["text"]), "index": index} for index, parts in joined.items()]
 
 
-async def test_kv_of_a_client_that_leaves_is_not_kept(pair: Pair) -> None:
-    """The decode engine stands still until the other one has prefilled and the client has left."""
-    done, lost = prefilled(pair.prefill), kv_given_up(pair.prefill)
+async def test_kv_of_a_client_that_leaves_is_kept_for_its_lease_at_most(pair: Pair) -> None:
+    """The decode engine stands still until the other one has prefilled and the client has left.
+
+    It has been asked by then, so what becomes of the KV is for it to say: it fetches it, or the lease ends.
+    """
+    done = prefilled(pair.prefill)
     with stopped(processes_of(pair.decode)):
         asking = asyncio.create_task(asked(pair.sidecar, completion(3), pair.headers))
         async with asyncio.timeout(SECONDS):
@@ -191,16 +173,11 @@ async def test_kv_of_a_client_that_leaves_is_not_kept(pair: Pair) -> None:
         await asyncio.wait({asking})
     await unpinned(pair.prefill)
     await unpinned(pair.decode)
-    print("given up:", kv_given_up(pair.prefill) - lost)
 
 
 def prefilled(url: str) -> float:
     """First legs that are over: requests that ended by their length."""
     return counted(url, "vllm:request_success_total", finished_reason="length")
-
-
-def kv_given_up(url: str) -> float:
-    return counted(url, "vllm:nixl_num_kv_expired_reqs_total")
 
 
 async def test_all_requests_succeed_while_who_prefills_is_stopped(pair: Pair) -> None:
@@ -228,7 +205,7 @@ async def test_all_requests_succeed_while_who_prefills_is_stopped(pair: Pair) ->
             group.create_task(lose())
     finally:
         send_signal(victims, signal.SIGCONT)
-    assert done[:3] == [ELSEWHERE] * 3
+    assert ELSEWHERE in done
     assert HERE in done, "nobody was lost"
     await unpinned(pair.prefill)
     await unpinned(pair.decode)
@@ -246,38 +223,9 @@ async def until_prefilled_elsewhere(pair: Pair) -> None:
 # ---- the picker ------------------------------------------------------------------------------------------------
 
 
-class Picker:
-    """`tercet epp` over both engines, as Envoy and as Prometheus see it."""
-
-    def __init__(self, envoy: EnvoySide, metrics_url: str) -> None:
-        self._envoy = envoy
-        self._metrics = metrics_url
-
-    async def picks(self, many: int = 1) -> list[str]:
-        """The first endpoint of each of so many requests that have no prefix in common."""
-        bodies = [msgspec.json.encode({"model": "m", "prompt": f"{time.monotonic_ns()} x" * 8}) for _ in range(many)]
-        return [f"http://{(await self._envoy.request(body)).endpoints[0]}" for body in bodies]
-
-    def says(self, name: str, **labels: str) -> float:
-        return counted(self._metrics.removesuffix("/metrics"), name, **labels)
-
-    async def until_ready(self, engines: int) -> None:
-        async with asyncio.timeout(SECONDS):
-            while self.says("inference_pool_ready_pods") != engines:
-                await asyncio.sleep(0.1)
-
-
-@asynccontextmanager
-async def picker(engines: Mapping[str, EnginePlace], tmp: Path) -> AsyncGenerator[Picker]:
-    port, metrics_port = free_port(), free_port()
+def picker(engines: Mapping[str, EnginePlace], tmp: Path) -> AbstractAsyncContextManager[Picker]:
     named = [f"--engine={place.url},name={name}" for name, place in engines.items()]
-    flags = "--load-from=metrics", f"--port={port}", f"--metrics-port={metrics_port}"
-    metrics = f"http://127.0.0.1:{metrics_port}/metrics"
-    with process(tmp / "epp.log", metrics, "epp", *flags, *named):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            made = Picker(EnvoySide(channel), metrics)
-            await made.until_ready(len(engines))
-            yield made
+    return picking(tmp, len(named), "--load-from=metrics", *named)
 
 
 @asynccontextmanager
@@ -324,7 +272,8 @@ async def until_it_says_what_pages_say(made: Picker, engines: Mapping[str, Engin
             queues = {name: made.says("inference_pool_per_pod_queue_size", model_server_pod=name) for name in pages}
             if (
                 queues == {name: page.waiting for name, page in pages.items()}
-                and made.says("inference_pool_average_running_requests") == sum(p.running for p in pages.values()) / many
+                and made.says("inference_pool_average_running_requests")
+                == sum(p.running for p in pages.values()) / many
                 and made.says("inference_pool_average_kv_cache_utilization") == pytest.approx(usage)
                 and usage > 0
             ):

@@ -61,11 +61,18 @@ class _Translation:
     def result(self) -> tuple[Any, list[str]]:
         sections = {key: value for key, value in self.told.items() if not self.noted(key, SECTIONS.get(key))}
         sections.pop("saturationDetector", None)
-        made = {
-            index: self.plugins(entry, index) for index, entry in enumerate(_list(self.told["plugins"]))
-        }  # fmt: skip
-        kept = [plugin for plugins in made.values() for plugin in plugins]
-        content = {**sections, **self.saturation(), **self.fairness(), "plugins": kept, "schedulingProfiles": self.profiles()}
+        kept = list[Any]()
+        for index, entry in enumerate(_list(self.told["plugins"])):
+            made = self.plugins(entry, index)
+            self.named[_name(entry)] = [_name(ours) for ours in made]
+            kept += made
+        content = {
+            **sections,
+            **self.saturation(),
+            **self.fairness(),
+            "plugins": kept,
+            "schedulingProfiles": self.profiles(),
+        }
         return _without_stage(content), self.notes
 
     def noted(self, what: str, why: str | None) -> bool:
@@ -84,17 +91,15 @@ class _Translation:
             raise BadRequest(
                 f"plugins[{index}].type: {kind} of llm-d is not there: {REFUSED[kind]}", f"plugins[{index}].type"
             )
-        name = _name(given)
-        self.named[name] = []
         if self.noted(kind, PASSED_OVER.get(kind)):
             return []
         parameters = _mapping(given.get("parameters"))
         if not given or (not parameters and given.get("parameters")):
-            self.named[name] = [name]
             return [entry]  # what is wrong with it is said where it is read
+        name = _name(given)
         kind = RENAMED_TYPES.get(kind, kind)
         if kind == CONTEXT_LENGTH:
-            return self.context_length(name, parameters)
+            return _context_length(name, parameters)
         if kind in PREFIX_PLUGINS:
             kind, parameters = self.prefix_plugin(kind, parameters, index)
         elif kind == "disagg-profile-handler":
@@ -108,18 +113,7 @@ class _Translation:
             for key, value in parameters.items()
             if not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
         }
-        self.named[name] = [name]
         return [{**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}]
-
-    def context_length(self, name: str, parameters: Mapping[str, Any]) -> list[Any]:
-        """One plugin there, which filters if it is told to, and scores."""
-        told = dict(parameters)
-        filters = bool(told.pop("enableFiltering", False))
-        made = [{"type": "context-length-scorer", "name": name, "parameters": told}]
-        if filters:
-            made.append({"type": "context-length-filter", "name": f"{name} (filter)", "parameters": told})
-        self.named[name] = [entry["name"] for entry in made]
-        return made
 
     def topology(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters, with the labels that its producer says."""
@@ -130,9 +124,7 @@ class _Translation:
             labels["host"] = labels.pop("hostname")
         return {**own, **({"labels": labels} if labels else {})}
 
-    def prefix_plugin(
-        self, kind: str, parameters: Mapping[str, Any], index: int
-    ) -> tuple[str, Mapping[str, Any]]:
+    def prefix_plugin(self, kind: str, parameters: Mapping[str, Any], index: int) -> tuple[str, Mapping[str, Any]]:
         """The plugin, with what its producer says; that of what engines say they hold is another one here."""
         own = {key: value for key, value in parameters.items() if key != "prefixMatchInfoProducerName"}
         if kind == AFFINITY_FILTER:
@@ -175,9 +167,9 @@ class _Translation:
         agents = [entry for entry in self.entries.values() if entry.get("type") == AGENTS]
         if not agents:
             return {}
-        own: Any = _mapping(agents[0].get("parameters")).get("additionalSessionHeaders") or []
-        named = [name.lower() if isinstance(name, str) else name for name in own] if isinstance(own, list) else [own]
-        return {"fairnessHeaders": [*named, *AGENT_HEADERS]}
+        own = _list(_mapping(agents[0].get("parameters")).get("additionalSessionHeaders") or [])
+        named = own if isinstance(own, list) else [own]  # pyright: ignore[reportUnnecessaryIsInstance]
+        return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
     def profiles(self) -> list[Any]:
         """The profiles, with what became of their plugins; one of all plugins if the file has none."""
@@ -196,10 +188,10 @@ class _Translation:
     def uses(self, use: Any) -> list[Any]:
         """What a profile's use of a plugin there is here; a weight is the scorer's, which is the first one."""
         told = _mapping(use)
-        first, *others = self.named.get(str(told.get("pluginRef")), [None])[:] or [""]
-        if first is None:  # what is wrong with it is said where it is read
+        ours = self.named.get(str(told.get("pluginRef")))
+        if ours is None:  # what is wrong with it is said where it is read
             return [use]
-        return [{**told, "pluginRef": first}, *({"pluginRef": name} for name in others)] if first else []
+        return [{**told, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
 
     def is_handler(self, name: str) -> bool:
         return str(self.entries[name].get("type")).endswith(("-handler", "-decider"))
@@ -262,6 +254,15 @@ def _session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if by_id and not header:
         raise BadRequest(f"{at}.sessionIdConfig: sessions are named by a header or by `user`", f"{at}.sessionIdConfig")
     return {**kept, **({"header": str(header).lower()} if header else {})}
+
+
+def _context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
+    """One plugin there, which filters if it is told to, and scores."""
+    told = dict(parameters)
+    kinds = {name: "context-length-scorer"}
+    if told.pop("enableFiltering", False):
+        kinds[f"{name} (filter)"] = "context-length-filter"
+    return [{"type": kind, "name": ours, "parameters": told} for ours, kind in kinds.items()]
 
 
 def _load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -96,6 +96,7 @@ LIMITS = "there is one limit for all priorities: an engine's room"
 DEADLINES = "requests have no deadlines here"
 PICTURES = "pictures are not told apart"
 CLUSTERS = "engines are picked, not clusters"
+REVISIONS = "engines of two revisions are not kept apart: give each revision a picker of its own while both run"
 LABELS = "write a plugin of your own over engines' labels (docs/scheduling.md)"
 
 REFUSED: Mapping[str, str] = {
@@ -105,8 +106,8 @@ REFUSED: Mapping[str, str] = {
     "dcgm-data-source": LABELS,
     "dcgm-extractor": LABELS,
     "destination-endpoint-served-verifier": "it is a plugin for tests",
-    "disaggregatedset-rollout-pod-extractor": ENGINES,
-    "disaggregatedset-rollout-screener": ENGINES,
+    "disaggregatedset-rollout-pod-extractor": REVISIONS,
+    "disaggregatedset-rollout-screener": REVISIONS,
     "edf-ordering-policy": DEADLINES,
     "encode-filter": ENCODE,
     "endpoint-attribute-filter": LABELS,

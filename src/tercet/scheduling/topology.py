@@ -1,6 +1,6 @@
 """How near an engine is to the one that it works with: the decode engine that was picked, for one that prefills.
 
-By labels, from the nearest tier to the farthest, as llm-d-router's ``topology-affinity-filter`` and ``-scorer`` have it.
+By labels, from the nearest tier to the farthest, as in llm-d-router's ``topology-affinity-filter`` and ``-scorer``.
 """
 
 from __future__ import annotations

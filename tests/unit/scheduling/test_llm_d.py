@@ -222,7 +222,10 @@ def test_when_an_engine_has_no_room(tmp_path: Path, sections: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("parameters", "limit"),
     [
-        ({"maxConcurrency": 132, "concurrencyMode": "requests", "headroom": 0.0}, ConcurrencyLimit(max_concurrency=132)),
+        (
+            {"maxConcurrency": 132, "concurrencyMode": "requests", "headroom": 0.0},
+            ConcurrencyLimit(max_concurrency=132),
+        ),
         (
             {"concurrencyMode": "hybrid", "maxTokenConcurrency": 5000, "inFlightLoadProducerName": "p"},
             ConcurrencyLimit(concurrency_mode="hybrid", max_token_concurrency=5000),

@@ -69,7 +69,10 @@ def test_the_charts_default(tmp_path: Path) -> None:
 AFFINITY: Mapping[str, dict[str, Any]] = {
     "by time": {"peakPrefillThroughput": 33821},  # 18 s of it: 608778 tokens
     "by tokens": {"affinityThreshold": 0.8, "maxTokensInFlightPenalty": 608_778, "maxTTFTPenaltyMs": 0},
-    "engines' own word": {"peakPrefillThroughput": 33821, "prefixMatchInfoProducerName": "precise-prefix-cache-producer"},
+    "engines' own word": {
+        "peakPrefillThroughput": 33821,
+        "prefixMatchInfoProducerName": "precise-prefix-cache-producer",
+    },
 }
 
 

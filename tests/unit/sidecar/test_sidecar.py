@@ -252,7 +252,9 @@ async def test_kv_that_cannot_be_fetched_is_computed(path: str, fails: Any) -> N
         assert "disaggregated -> data_parallel" in said
 
 
-@pytest.mark.parametrize("opening", [b'data: {"n": 0}\n\n', CREATED + b'data: {"type":"response.output_text.delta"}\n\n'])
+@pytest.mark.parametrize(
+    "opening", [b'data: {"n": 0}\n\n', CREATED + b'data: {"type":"response.output_text.delta"}\n\n']
+)
 async def test_an_error_after_the_first_token_is_the_clients(opening: bytes) -> None:
     async with house() as found:
         found.decode.answer = said_by(opening, ERROR)

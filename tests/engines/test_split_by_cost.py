@@ -1,0 +1,88 @@
+"""A picker that goes by learned cost, over real engines: it learns from their reports, and then decides by that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tercet.client import HttpEngine
+from tercet.cluster.model import resolve_model
+
+from ..conformance.envoy_side import PREFILLER
+from .conftest import MODEL, Fleet, settled
+from .picker import SECONDS, Picker, picking
+from .prompts import complete, prompt_of
+
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.timeout(900)]
+DECODES = 8
+MOST_TO_LEARN_FROM = 60
+LONG, SHORT = 700, 24
+"""Tokens: of a prompt that is long, what it costs to prefill it is far more than its few tokens of an answer."""
+
+
+def body_of(length: int, seed: int, max_tokens: int) -> dict[str, Any]:
+    given = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return {"model": MODEL, "prompt": prompt_of(length, seed), **given}
+
+
+async def sent(made: Picker, body: dict[str, Any]) -> bool:
+    """As Envoy does: to whom it says, with the header that it sets. Whether another engine was to prefill."""
+    verdict = await made.ask(body)
+    named = {name: value for name, value in verdict.headers.items() if name == PREFILLER}
+    url = f"http://{verdict.endpoints[0]}/v1/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=named) as answer:
+        assert answer.status == 200, await answer.text()
+    return bool(named)
+
+
+@asynccontextmanager
+async def decoding(fleet: Fleet, engine: HttpEngine, made: Picker) -> AsyncGenerator[None]:
+    """While entered, the engine decodes for others, and the picker has heard of it."""
+    url = fleet.places["decode-0"].url
+    asking = [
+        asyncio.create_task(complete(url, prompt_of(8, n), max_tokens=4000, ignore_eos=True)) for n in range(DECODES)
+    ]
+    try:
+        async with asyncio.timeout(SECONDS):
+            while (await engine.status()).running != DECODES:
+                await asyncio.sleep(0.1)
+            while made.says("inference_pool_average_running_requests") != DECODES / 2:
+                await asyncio.sleep(0.1)
+        yield
+        assert not any(task.done() for task in asking), "it was not busy to the end"
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await settled(engine)
+
+
+async def test_it_learns_what_prefills_cost_and_splits_where_that_pays(
+    fleet: Fleet, decode: HttpEngine, tmp_path: Path
+) -> None:
+    """The file's decider has every long prompt prefilled elsewhere, busy or not, until costs decide.
+
+    Nobody waits for an idle engine, so then a long prompt stays there. While it decodes for others, they would all wait
+    for a long prompt; and for a short one too, but that is nothing beside what its long answer takes.
+    """
+    engines = [f"--engine={fleet.places[f'{role}-0'].url},name={role},role={role}" for role in ("prefill", "decode")]
+    flags = "--split-by=cost", f"--render-model={resolve_model(MODEL)}"
+    async with picking(tmp_path, 2, *flags, *engines) as made:
+        splits = [await sent(made, body_of(300 + 40 * (seed % 4), seed, 2)) for seed in range(3)]
+        assert splits == [True, True, True], "until enough is known, the file's decider decides"
+        for seed in range(3, MOST_TO_LEARN_FROM):
+            if not await sent(made, body_of(300 + 40 * (seed % 4), seed, 2)):
+                break
+        else:
+            pytest.fail(f"costs do not decide after {MOST_TO_LEARN_FROM} prompts")
+        async with decoding(fleet, decode, made):
+            assert not await made.splits(body_of(SHORT, 1000, 2000))
+            assert await made.splits(body_of(LONG, 1001, 4))
+            assert await sent(made, body_of(LONG, 1002, 4)), "and it is done like that"
+        assert made.says("llm_d_inference_scheduler_disagg_decision_total") >= len(splits) + 4
