@@ -168,8 +168,11 @@ PARAMETERS: Mapping[tuple[str, str], str] = {
     ("precise-prefix-cache-scorer", "speculativeTTL"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "tokenProcessorConfig"): KV_EVENTS,
     ("prefix-based-pd-decider", "prefixMatchInfoProducerName"): "what the scorers of the decode profile found counts",
-    ("prefix-cache-affinity-filter", "inFlightLoadProducerName"): PRODUCER,
-    ("precise-prefix-cache-affinity-filter", "inFlightLoadProducerName"): PRODUCER,
+    **{
+        (f"{kind}prefix-cache-affinity-filter", f"{data}ProducerName"): PRODUCER
+        for kind in ("", "precise-")
+        for data in ("inFlightLoad", "latencyPredictionInfo")
+    },
     ("prefix-cache-scorer", "autoTune"): "blocks have the size that blockSize says",
     ("concurrencyDetector", "headroom"): "room is what is below the thresholds",
     ("concurrencyDetector", "inFlightLoadProducerName"): PRODUCER,
