@@ -24,6 +24,7 @@ READ: Mapping[str, str] = {
     "always-disagg-pd-decider": "",
     "by-label": "",
     "by-label-selector": "",
+    "concurrency-detector": "where saturationDetector names it; in a profile by requests, as utilization-filter",
     "context-length-aware": "as context-length-scorer, and with enableFiltering as context-length-filter",
     "decode-filter": "by the engine's role, not by a label",
     "disagg-profile-handler": "no encode stage; the decode engine is picked first",
@@ -48,6 +49,7 @@ READ: Mapping[str, str] = {
     "token-load-scorer": "tokens are those that engines report, not an estimate",
     "topology-affinity-filter": TIERS,
     "topology-affinity-scorer": TIERS,
+    "utilization-detector": "where saturationDetector names it, and in a profile, as saturation-filter",
     "utilization-filter": "",
     "weighted-random-picker": "",
 }
@@ -57,7 +59,6 @@ PASSED_OVER: Mapping[str, str] = {
     "agent-identity": "its headers say whom a request shares its turns with, where its fairness id does not",
     "anthropic-parser": REQUESTS,
     "approx-prefix-cache-producer": "its parameters go to the scorers and filters that use it",
-    "concurrency-detector": "it is read where saturationDetector names it",
     "core-metrics-extractor": FLEET,
     "disagg-headers-handler": HEADERS,
     "endpoint-notification-source": FLEET,
@@ -83,7 +84,6 @@ PASSED_OVER: Mapping[str, str] = {
     "token-producer": TOKENS,
     "tokenizer": TOKENS,
     "topology-extractor": "its labels go to the filter and the scorer that use it",
-    "utilization-detector": "its thresholds are those of the section saturationDetector",
     "vertexai-parser": REQUESTS,
     "vllmhttp-parser": REQUESTS,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
-from tercet.scheduling.filters import ByLabelSelector, LabelExpression, PrefillFilter
+from tercet.scheduling.filters import (
+    ByLabelSelector,
+    LabelExpression,
+    PrefillFilter,
+    SaturationFilter,
+    UtilizationCondition,
+    UtilizationFilter,
+)
 from tercet.scheduling.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
 from tercet.scheduling.llm_d_plugins import AGENT_HEADERS, PARAMETERS, PASSED_OVER, READ, REFUSED, RENAMED_TYPES
 from tercet.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, PrefixBasedDecider, Saturation
@@ -244,6 +252,53 @@ def test_when_all_engines_together_have_no_room(
     assert unnamed.saturation is None
 
 
+@pytest.mark.parametrize(
+    ("detector", "parameters", "expected"),
+    [
+        (
+            "utilization-detector",
+            {"headroom": 0.2},
+            SaturationFilter(queue_depth_threshold=5, kv_cache_util_threshold=math.nextafter(0.96, 0)),
+        ),
+        (
+            "utilization-detector",
+            {"queueDepthThreshold": 5, "kvCacheUtilThreshold": 1},
+            SaturationFilter(queue_depth_threshold=4, kv_cache_util_threshold=math.nextafter(1, 0)),
+        ),
+        (
+            "concurrency-detector",
+            {"maxConcurrency": 10, "headroom": 0.25},  # fewer than 12
+            UtilizationFilter(conditions=(UtilizationCondition("active-requests", 11),)),
+        ),
+    ],
+)
+def test_a_detector_in_a_profile_is_a_filter(
+    tmp_path: Path, detector: str, parameters: dict[str, Any], expected: object
+) -> None:
+    given = {"type": detector, "name": "full", "parameters": parameters}
+    used = made_of(tmp_path, "queue-scorer", given, profiles={"default": {"full": 0, "queue-scorer": 1}})
+    assert used.profiles["default"].filters == [expected]
+    assert made_of(tmp_path, "queue-scorer", given).profiles["default"].filters == [expected]
+    unused = made_of(tmp_path, "queue-scorer", given, profiles={"default": {"queue-scorer": 1}})
+    assert not unused.profiles["default"].filters
+
+
+@pytest.mark.parametrize(
+    ("detector", "parameters", "field"),
+    [
+        ("concurrency-detector", {"concurrencyMode": "tokens"}, "concurrencyMode"),
+        ("concurrency-detector", {"maxConcurrency": "many"}, "maxConcurrency"),
+        ("utilization-detector", {"headroom": -1}, "headroom"),
+        ("utilization-detector", {"kvCacheUtilThreshold": [1]}, "kvCacheUtilThreshold"),
+    ],
+)
+def test_a_detector_that_is_no_filter_here_is_refused(
+    tmp_path: Path, detector: str, parameters: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(BadRequest, match=rf"plugins\[1\]\.parameters\.{field}: "):
+        made_of(tmp_path, "queue-scorer", {"type": detector, "parameters": parameters})
+
+
 def test_the_sessions_of_agents(tmp_path: Path) -> None:
     own = {"type": "agent-identity", "parameters": {"additionalSessionHeaders": ["X-Mine"]}}
     found = made_of(tmp_path, "queue-scorer", own)
@@ -271,6 +326,7 @@ def test_sessions_labels_and_thresholds(tmp_path: Path) -> None:
     found = made_of(
         tmp_path,
         {"type": "session-affinity-scorer", "parameters": {"encodedEndpointHeaderConfig": {"header": "X-Mine"}}},
+        {"type": "session-affinity-scorer", "name": "old", "parameters": {"headerName": "x-old"}},
         {
             "type": "session-affinity-scorer",
             "name": "by-id",
@@ -285,6 +341,7 @@ def test_sessions_labels_and_thresholds(tmp_path: Path) -> None:
     profile = found.profiles["default"]
     assert [scorer for scorer, _ in profile.scorers] == [
         SessionAffinityScorer(header="x-mine"),
+        SessionAffinityScorer(header="x-old"),
         SessionAffinityScorer(header="x-session-id"),
         ActiveRequestScorer(idle_threshold=2, max_busy_score=0.5),
     ]
@@ -317,7 +374,8 @@ def test_every_type_has_one_line() -> None:
     tables = [READ, PASSED_OVER, REFUSED]
     kinds = [kind for table in tables for kind in table]
     assert len(kinds) == len(set(kinds))
-    assert {RENAMED_TYPES.get(kind, kind) for kind in READ} - {CONTEXT_LENGTH} <= set(BUILT_IN)
+    several = {CONTEXT_LENGTH, *DETECTOR_SECTIONS}
+    assert {RENAMED_TYPES.get(kind, kind) for kind in READ} - several <= set(BUILT_IN)
     assert not (set(PASSED_OVER) | set(REFUSED)) & set(BUILT_IN)
     assert {RENAMED_TYPES.get(kind, kind) for kind, _ in PARAMETERS} <= {
         *BUILT_IN, *DETECTOR_SECTIONS.values()
