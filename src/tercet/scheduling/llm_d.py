@@ -180,8 +180,8 @@ class _Translation:
         agents = [entry for entry in self.entries.values() if entry.get("type") == AGENTS]
         if not agents:
             return {}
-        own = list_of(mapping_of(agents[0].get("parameters")).get("additionalSessionHeaders") or [])
-        named = own if isinstance(own, list) else [own]  # pyright: ignore[reportUnnecessaryIsInstance]
+        own: Any = mapping_of(agents[0].get("parameters")).get("additionalSessionHeaders") or []
+        named = list_of(own) if isinstance(own, list) else [own]  # what is wrong with it is said where it is read
         return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
     def profiles(self) -> list[Any]:
@@ -189,7 +189,7 @@ class _Translation:
         given = self.told.get("schedulingProfiles")
         if given:
             return [self.profile(profile) for profile in list_of(given)]
-        all_of_them = [{"pluginRef": name} for name in self.entries if not self.isprofile_handler(name)]
+        all_of_them = [{"pluginRef": name} for name in self.entries if not self.is_handler(name)]
         return [self.profile({"name": "default", "plugins": all_of_them})]
 
     def profile(self, profile: Any) -> Any:
@@ -206,7 +206,7 @@ class _Translation:
             return [use]
         return [{**told, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
 
-    def isprofile_handler(self, name: str) -> bool:
+    def is_handler(self, name: str) -> bool:
         return str(self.entries[name].get("type")).endswith(("-handler", "-decider"))
 
 

@@ -1,7 +1,7 @@
 """What becomes of each plugin type of llm-d: read as ours, passed over, or refused, each with its reason.
 
-As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the types that they still accept. A type that is
-in none of the tables is not llm-d's.
+As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the types that they still accept, and those of
+later ones that published files use. A type that is in none of the tables is not llm-d's, or is newer.
 """
 
 from __future__ import annotations
@@ -99,15 +99,18 @@ CLUSTERS = "engines are picked, not clusters"
 REVISIONS = "engines of two revisions are not kept apart: give each revision a picker of its own while both run"
 LABELS = "write a plugin of your own over engines' labels (docs/scheduling.md)"
 
+RANKS = "each data parallel rank is an engine of its own: list their ports with --engine"
+FAIRNESS = "requests take turns by their fairness id, each counting the same"
 REFUSED: Mapping[str, str] = {
     "always-disagg-multimodal-decider": ENCODE,
     "burst-prefix-cache-producer": "requests do not wait for others like them",
-    "data-parallel-profile-handler": "each data parallel rank is an engine of its own: list their ports with --engine",
+    "data-parallel-profile-handler": RANKS,
     "dcgm-data-source": LABELS,
     "dcgm-extractor": LABELS,
     "destination-endpoint-served-verifier": "it is a plugin for tests",
     "disaggregatedset-rollout-pod-extractor": REVISIONS,
     "disaggregatedset-rollout-screener": REVISIONS,
+    "dp-rank-header-handler": RANKS,
     "edf-ordering-policy": DEADLINES,
     "encode-filter": ENCODE,
     "endpoint-attribute-filter": LABELS,
@@ -118,6 +121,7 @@ REFUSED: Mapping[str, str] = {
     "latency-scorer": LATENCY,
     "latency-slo-admitter": LATENCY,
     "local-syncer": "pickers see each other's requests in engines' reports",
+    "lmetric-scorer": "prefixes and requests are scored apart, by prefix-cache-scorer and active-request-scorer",
     "mm-embeddings-cache-producer": PICTURES,
     "mm-embeddings-cache-scorer": PICTURES,
     "multicluster-approx-prefix-cache-producer": CLUSTERS,
@@ -132,11 +136,12 @@ REFUSED: Mapping[str, str] = {
     "priority-holdback-policy": LIMITS,
     "priority-then-time-eviction-order-policy": "nothing that runs is ended for others",
     "probabilistic-admitter": "a request that may be dropped is dropped when no engine has room, not by chance before",
-    "program-aware-fairness": "requests take turns by their fairness id, each counting the same",
+    "program-aware-fairness": FAIRNESS,
     "sheddable-eviction-filter": "nothing that runs is ended for others",
     "slo-deadline-ordering-policy": DEADLINES,
     "slo-headroom-tier-filter": LATENCY,
     "soft-reflective-ceiling-policy": LIMITS,
+    "thunder-agent": FAIRNESS,
     "vllmgrpc-parser": "engines are asked by HTTP",
 }
 
