@@ -181,7 +181,7 @@ class _Translation:
         if not agents:
             return {}
         own: Any = mapping_of(agents[0].get("parameters")).get("additionalSessionHeaders") or []
-        named = list_of(own) if isinstance(own, list) else [own]  # what is wrong with it is said where it is read
+        named = list_of(own if isinstance(own, list) else [own])  # what is wrong with it is said where it is read
         return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
     def profiles(self) -> list[Any]:

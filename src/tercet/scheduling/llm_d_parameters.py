@@ -111,7 +111,7 @@ def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     token = mapping_of(kept.pop("encodedEndpointHeaderConfig", None))
     named = mapping_of(kept.pop("sessionIdConfig", None))
     sources: Any = named.get("sources") or [{"header": "x-session-id"}]
-    first = mapping_of(sources[0]) if isinstance(sources, list) else {}
+    first = mapping_of(list_of(sources)[0] if isinstance(sources, list) else None)
     older = kept.pop("headerName", None)
     header = first.get("header") if by_id else token.get("header") or older
     if by_id and not header:
