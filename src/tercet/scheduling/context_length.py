@@ -6,11 +6,11 @@ llm-d-router has one plugin ``context-length-aware`` for both, whose formulas th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.protocol import EngineView
 from tercet.scheduling.plugin import Decision, Engines, Filter, Scorer
 
 Label = Annotated[str, Meta(min_length=1)]
@@ -26,8 +26,9 @@ class ContextLengthFilter(Filter, frozen=True):
     label: Label = RANGE_LABEL
 
     def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
-        length = _length_of(decision)
-        return [self.label not in engine.labels or _has(range_of(engine, self.label), length) for engine in engines]
+        length, label = _length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [text is None or _has(_range_of(text), length) for text in texts]
 
 
 class ContextLengthScorer(Scorer, frozen=True):
@@ -39,20 +40,19 @@ class ContextLengthScorer(Scorer, frozen=True):
     label: Label = RANGE_LABEL
 
     def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
-        length = _length_of(decision)
-        return [
-            _fit(range_of(engine, self.label), length) if self.label in engine.labels else WITHOUT_LABEL
-            for engine in engines
-        ]
+        length, label = _length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [WITHOUT_LABEL if text is None else _fit(_range_of(text), length) for text in texts]
 
 
 def _length_of(decision: Decision) -> int:
     return 0 if decision.request is None else decision.request.num_tokens
 
 
-def range_of(engine: EngineView, label: str) -> tuple[int, int] | None:
-    """The lengths of the engine's label, both included; None if it has none, or one that is no range."""
-    first, _, last = engine.labels.get(label, "").partition("-")
+@lru_cache(maxsize=1024)
+def _range_of(text: str) -> tuple[int, int] | None:
+    """The lengths that a label's value means, both included; None if it is no range."""
+    first, _, last = text.partition("-")
     try:
         least, most = int(first), int(last)
     except ValueError:
