@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -46,9 +48,21 @@ def plain_engine(name: str, core: int, tmp: Path) -> EnginePlace:
     environment = {
         **os.environ, "VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_port_for_later()),
     }  # fmt: skip
     return EnginePlace(name, f"http://127.0.0.1:{port}", argv, environment, tmp / f"{name}.log")
+
+
+def _port_for_later() -> int:
+    """A port that stays free until it is bound, when the engine has loaded: below those that connections are given."""
+    while True:
+        with socket.socket() as probe:
+            port = random.randrange(20_000, 30_000)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def mend(places: Mapping[str, EnginePlace]) -> None:
