@@ -109,20 +109,22 @@ def completion(seed: int, **fields: Any) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": prompt_of(LENGTH, seed), **given, **fields}
 
 
+def chat(seed: int, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{seed}. {TEXT}"}]
+    given = {"max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+    return {"model": "smollm2", "messages": messages, **given, **fields}
+
+
 async def by_itself(pair: Pair, body: Mapping[str, Any], salt: str) -> Told:
     """What the decode engine answers with nothing cached."""
     return await asked(pair.decode, {**body, "cache_salt": salt})
 
 
-CHAT = {
-    "model": "smollm2", "messages": [{"role": "user", "content": TEXT}], "max_tokens": TOKENS, "temperature": 0,
-    "return_token_ids": True,
-}  # fmt: skip
 BODIES = {
     "completion": completion(1),
     "streamed completion": completion(2, stream=True),
-    "chat": CHAT,
-    "streamed chat": {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 2},
+    "chat": chat(3),
+    "streamed chat": chat(4, stream=True, logprobs=True, top_logprobs=2),
 }
 
 
@@ -295,7 +297,7 @@ async def test_an_engine_is_killed_with_kv_that_others_were_to_fetch(
     Of those that are asked some are prefilled when their engine dies, and some are not; half are streams. The picker
     sees the same engine go and come back.
     """
-    bodies = [completion(seed, stream=seed % 2 == 0) for seed in range(10, 14)]
+    bodies = [completion(10), completion(11, stream=True), chat(12), chat(13, stream=True)]
     expected = [_without_ids((await by_itself(pair, body, "alone")).choices) for body in bodies]
     async with picker(engines, tmp_path) as made:
         done = prefilled(pair.prefill)
