@@ -42,6 +42,13 @@ async def sent(made: Picker, body: dict[str, Any]) -> bool:
     return bool(named)
 
 
+async def until_idle(made: Picker) -> None:
+    """It has heard that nothing runs or waits: what it learns from is what an engine computed alone."""
+    async with asyncio.timeout(SECONDS):
+        while made.says("inference_pool_average_running_requests") or made.says("inference_pool_per_pod_queue_size"):
+            await asyncio.sleep(0.05)
+
+
 @asynccontextmanager
 async def decoding(fleet: Fleet, engine: HttpEngine, made: Picker) -> AsyncGenerator[None]:
     """While entered, the engine decodes for others, and the picker has heard of it."""
@@ -76,6 +83,7 @@ async def test_it_learns_what_prefills_cost_and_splits_where_that_pays(
     async with picking(tmp_path, 2, *flags, *engines) as made:
         elsewhere = 0
         for seed in range(MOST_TO_LEARN_FROM):
+            await until_idle(made)
             if await sent(made, body_of(300 + 40 * (seed % 4), seed, 2)):
                 elsewhere += 1
             elif elsewhere >= ENOUGH_PREFILLS:

@@ -16,6 +16,7 @@ from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
 from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams, params_of
+from tercet.vllm_plugin.engine.load_meter import LoadMeter
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
@@ -29,13 +30,24 @@ class Processor:
         for each in ids:
             self.request_states.pop(each, None)
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.request_states)
+
+    def get_num_queued_tokens(self) -> int:
+        return 100 * len(self.request_states)
+
+    def update_scheduler_stats(self, stats: object) -> None: ...
+
 
 class Verbs:
     name = "d"
 
-    def __init__(self) -> None:
+    def __init__(self, client: Any) -> None:
         self.open = 0
         self.failure: TercetError | None = None
+        idle: Any = SimpleNamespace(core_status={"running": 0, "kv_cache_usage": 0.0}, stalled_s=0.0)
+        adapters: Any = SimpleNamespace(load_of=lambda processor: None)
+        self.meter = LoadMeter(client, idle, adapters)
 
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams]:
@@ -69,10 +81,11 @@ class House:
     """The application adds one request to vLLM, as its serving objects do."""
 
     def __init__(self, allowed: str = "10.0.0.0/8:8000", **fields: Any) -> None:
-        self.processor, self.verbs, self.remote = Processor(), Verbs(), Remote()
+        self.processor, self.remote = Processor(), Remote()
         self.added = list[Any]()
         self.core = SimpleNamespace(add_request_async=self.add)
         client: Any = SimpleNamespace(output_processor=self.processor, engine_core=self.core)
+        self.verbs = Verbs(client)
         verbs, remote = self.verbs, self.remote
         self.requests = PrefilledRequests(client, verbs, remote)  # type: ignore[arg-type]
         self.layer = PrefillerHeader(self.app, lambda: AllowedPrefillers(allowed, "prefill_hosts"))
@@ -104,6 +117,24 @@ class House:
 
         await self.layer({"type": "http", "path": path, "headers": headers}, self.app, send)  # type: ignore[arg-type]
         return msgspec.json.decode(self.sent[-1]["body"])
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_others_compute_is_no_work_of_this_engine(leaves: bool) -> None:
+    """Its tokens count from when its KV is there; the request waits all the time."""
+    house = House()
+    calling = asyncio.create_task(house.call())
+    await asyncio.sleep(0)
+    assert (house.verbs.meter.load().tokens, house.verbs.meter.load().waiting) == (0, 1)
+    if leaves:
+        calling.cancel()
+        await asyncio.wait({calling})
+        assert house.verbs.meter.load().tokens == 0
+        house.processor.request_states["other"] = object()
+    else:
+        house.remote.let.set()
+        await calling
+    assert house.verbs.meter.load().tokens == 100
 
 
 async def test_a_request_reaches_the_core_with_its_kv() -> None:

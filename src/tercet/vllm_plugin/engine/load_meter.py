@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tercet.protocol import EngineLoad
@@ -33,6 +35,7 @@ class LoadMeter:
         self._stats: SchedulerStats | None = None
         self._step_at: float | None = None
         self._step_time: float | None = None
+        self._elsewhere = 0
         self.stopping = False
         processor = client.output_processor
         update = processor.update_scheduler_stats
@@ -45,11 +48,20 @@ class LoadMeter:
 
         processor.update_scheduler_stats = listen  # type: ignore[method-assign]
 
+    @contextmanager
+    def computed_elsewhere(self, tokens: int) -> Generator[None]:
+        """While entered, another engine computes so many tokens of a prompt that waits here."""
+        self._elsewhere += tokens
+        try:
+            yield
+        finally:
+            self._elsewhere -= tokens
+
     def load(self) -> EngineLoad:
         """The load now.
 
         Requests that the core has not seen yet count as waiting, and those that it has lost since its last step do not
-        count any more. ``tokens`` are the prompts that have no first token yet.
+        count any more. ``tokens`` are the prompts that have no first token yet, but for those that others compute.
         """
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
@@ -59,7 +71,7 @@ class LoadMeter:
             waiting=requests - running,
             running=running,
             kv_usage=stats.kv_cache_usage if stats is not None else core["kv_cache_usage"],
-            tokens=processor.get_num_queued_tokens(),
+            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # one that was aborted is gone there
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,

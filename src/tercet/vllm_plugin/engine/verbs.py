@@ -119,8 +119,8 @@ class EngineVerbs:
         self.incarnation = uuid.uuid4().hex
         events = description.kv_events
         self._kv_events = None if events is None else KVEvents(**events, epoch=self.incarnation)
-        self._meter = LoadMeter(client, probe, adapters)
-        self.front_doors = FrontDoors(name, self.incarnation, self._meter.load, self.stream_generate, longest_call)
+        self.meter = LoadMeter(client, probe, adapters)
+        self.front_doors = FrontDoors(name, self.incarnation, self.meter.load, self.stream_generate, longest_call)
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
@@ -454,7 +454,7 @@ class EngineVerbs:
 
     def announce_stop(self) -> int:
         """Tell the front doors that this engine stops when it is empty; how many there are."""
-        self._meter.stopping = True
+        self.meter.stopping = True
         return self.front_doors.tell_now()
 
     @property

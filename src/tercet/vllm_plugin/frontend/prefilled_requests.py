@@ -140,7 +140,9 @@ class PrefilledRequests:
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
-        async with self._remote.prefilled(self, sequence, named.hosts, trace) as begin:
+        async with AsyncExitStack() as held:
+            with self._verbs.meter.computed_elsewhere(sequence.num_tokens):
+                begin = await held.enter_async_context(self._remote.prefilled(self, sequence, named.hosts, trace))
             try:
                 params = await named.held.enter_async_context(self._verbs.adopted(sequence))
             except TercetError as error:  # it has been aborted meanwhile, or its lease is over
