@@ -23,8 +23,10 @@ from .prompts import complete, prompt_of
 pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.timeout(900)]
 DECODES = 8
 MOST_TO_LEARN_FROM = 60
-LONG, SHORT = 700, 24
-"""Tokens: of a prompt that is long, what it costs to prefill it is far more than its few tokens of an answer."""
+LENGTHS = 320, 384, 448, 512
+"""Tokens of prompts: whole blocks of the picker's."""
+LONG = 704
+"""Tokens: what it costs to prefill them is far more than the few tokens of an answer."""
 
 
 def body_of(length: int, seed: int, max_tokens: int) -> dict[str, Any]:
@@ -76,7 +78,7 @@ async def test_it_learns_what_prefills_cost_and_splits_where_that_pays(
     """The file's decider has every long prompt prefilled elsewhere, busy or not, until costs decide.
 
     Nobody waits for an idle engine, so then a long prompt stays there. While it decodes for others, they would all wait
-    for a long prompt; and for a short one too, but that is nothing beside what its long answer takes.
+    for another one; that prompt itself it has by then.
     """
     engines = [f"--engine={fleet.places[f'{role}-0'].url},name={role},role={role}" for role in ("prefill", "decode")]
     flags = "--split-by=cost", f"--render-model={resolve_model(MODEL)}"
@@ -84,13 +86,14 @@ async def test_it_learns_what_prefills_cost_and_splits_where_that_pays(
         elsewhere = 0
         for seed in range(MOST_TO_LEARN_FROM):
             await until_idle(made)
-            if await sent(made, body_of(300 + 40 * (seed % 4), seed, 2)):
+            body = body_of(LENGTHS[seed % len(LENGTHS)], seed, 2)
+            if await sent(made, body):
                 elsewhere += 1
             elif elsewhere >= ENOUGH_PREFILLS:
                 break
         else:
             pytest.fail(f"costs do not decide: of {MOST_TO_LEARN_FROM} prompts {elsewhere} went elsewhere")
         async with decoding(fleet, decode, made):
-            assert not await made.splits(body_of(SHORT, 1000, 2000))
+            assert not await made.splits(body), "it has this one"
             assert await made.splits(body_of(LONG, 1001, 4))
             assert await sent(made, body_of(LONG, 1002, 4)), "and it is done like that"
