@@ -4,6 +4,7 @@ The watch on the API server is :class:`~tercet.discovery.watching.Watch`; what a
 :func:`~tercet.discovery.pods.engines_of`; what a fleet's members become, :func:`~tercet.discovery.members.with_pods`.
 """
 
+from tercet.discovery.api_objects import PoolReference
 from tercet.discovery.members import follow_pods, roles_of, until_known, with_pods
 from tercet.discovery.objectives import follow_objectives
 from tercet.discovery.pod_discovery import PodDiscovery, access_of, discovery_of
@@ -12,6 +13,7 @@ from tercet.discovery.pods import PodEngine
 __all__ = [
     "PodDiscovery",
     "PodEngine",
+    "PoolReference",
     "access_of",
     "discovery_of",
     "follow_objectives",

@@ -67,6 +67,31 @@ class InferencePool(msgspec.Struct, frozen=True):
     metadata: Metadata
     spec: PoolSpec = PoolSpec()
 
+    @property
+    def pods(self) -> tuple[dict[str, str], list[int]]:
+        """The labels that its pods have, and the ports on which they serve."""
+        return self.spec.selector.match_labels, [each.number for each in self.spec.target_ports]
+
+
+class EarlierPoolSpec(msgspec.Struct, frozen=True, rename="camel"):
+    """Which pods a pool has, as it was said before ``v1``."""
+
+    selector: dict[str, str] = {}
+    target_port_number: int | None = None
+
+
+class EarlierInferencePool(msgspec.Struct, frozen=True):
+    """``inference.networking.x-k8s.io/v1alpha2`` InferencePool."""
+
+    metadata: Metadata
+    spec: EarlierPoolSpec = EarlierPoolSpec()
+
+    @property
+    def pods(self) -> tuple[dict[str, str], list[int]]:
+        """The labels that its pods have, and the port on which they serve."""
+        port = self.spec.target_port_number
+        return self.spec.selector, [] if port is None else [port]
+
 
 class PoolReference(msgspec.Struct, frozen=True):
     """The pool that something is about, in its own namespace."""

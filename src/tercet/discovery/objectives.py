@@ -12,7 +12,11 @@ OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferen
 
 
 async def follow_objectives(
-    api: ApiAccess, namespace: str, pool: str, tell: Callable[[Mapping[str, int]], object], waits: Waits = WAITS
+    api: ApiAccess,
+    namespace: str,
+    pool: PoolReference,
+    tell: Callable[[Mapping[str, int]], object],
+    waits: Waits = WAITS,
 ) -> None:
     """Until cancelled, ``tell`` the priorities of all objectives of the ``pool``, by name, whenever they may be others.
 
@@ -25,6 +29,13 @@ async def follow_objectives(
     await Watch(api, OBJECTIVES.format(namespace), InferenceObjective, {}, changed, waits).run()
 
 
-def priorities_of(found: Sequence[InferenceObjective], pool: str) -> dict[str, int]:
-    """Of those that are for the pool; 0 for one without a priority."""
-    return {each.metadata.name: each.spec.priority or 0 for each in found if each.spec.pool_ref == PoolReference(pool)}
+def priorities_of(found: Sequence[InferenceObjective], pool: PoolReference) -> dict[str, int]:
+    """Of those that are for the pool and stay; 0 for one without a priority.
+
+    A pool of the same name in another API group is another pool.
+    """
+    return {
+        each.metadata.name: each.spec.priority or 0
+        for each in found
+        if each.spec.pool_ref == pool and each.metadata.deletion_timestamp is None
+    }

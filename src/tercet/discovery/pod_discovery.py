@@ -10,14 +10,16 @@ from pathlib import Path
 
 from tercet.aio import TaskSet
 from tercet.discovery.api_access import ApiAccess, from_kubeconfig, in_cluster
-from tercet.discovery.api_objects import InferencePool, Pod
+from tercet.discovery.api_objects import EarlierInferencePool, InferencePool, Pod
 from tercet.discovery.pods import PodEngine, engines_of
 from tercet.discovery.watching import WAITS, Waits, Watch
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, log_events
+from tercet.settings.discovery_settings import EARLIER_POOL_GROUP, POOL_GROUP
 
 logger = logging.getLogger("tercet.discovery")
-POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
+POOLS = f"/apis/{POOL_GROUP}/v1/namespaces/{{}}/inferencepools"
+EARLIER_POOLS = f"/apis/{EARLIER_POOL_GROUP}/v1alpha2/namespaces/{{}}/inferencepools"
 PODS = "/api/v1/namespaces/{}/pods"
 PORT = 8000
 Wanted = tuple[str, Sequence[int]]
@@ -75,22 +77,26 @@ class PodDiscovery:
         finally:
             await self._tasks.close()
 
-    def _pool_watch(self) -> Watch[InferencePool]:
+    def _pool_watch(self) -> Watch[InferencePool] | Watch[EarlierInferencePool]:
         # By this selector a Role may allow one pool by its name.
         query = {"fieldSelector": f"metadata.name={self._settings.pool_name}"}
-        return Watch(self._api, POOLS.format(self._namespace), InferencePool, query, self._pool_changed, self._waits)
+        told, waits = self._pool_changed, self._waits
+        if self._settings.pool_group == EARLIER_POOL_GROUP:
+            path = EARLIER_POOLS.format(self._namespace)
+            return Watch(self._api, path, EarlierInferencePool, query, told, waits)
+        return Watch(self._api, POOLS.format(self._namespace), InferencePool, query, told, waits)
 
-    def _pool_changed(self, pools: Sequence[InferencePool]) -> None:
+    def _pool_changed(self, pools: Sequence[InferencePool] | Sequence[EarlierInferencePool]) -> None:
         if not pools:
             log_events.POOL_MISSING.tell(
                 pool=f"{self._namespace}/{self._settings.pool_name}", reason="it does not exist"
             )
             self._want(None)
             return
-        spec = pools[0].spec
-        selector = ",".join(f"{key}={value}" for key, value in sorted(spec.selector.match_labels.items()))
+        labels, ports = pools[0].pods
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
         # A selector of nothing would be every pod of the namespace.
-        self._want((selector, self._ports([each.number for each in spec.target_ports])) if selector else None)
+        self._want((selector, self._ports(ports)) if selector else None)
 
     def _ports(self, of_pool: Sequence[int]) -> Sequence[int]:
         return tuple(self._settings.endpoint_target_ports or of_pool or (PORT,))

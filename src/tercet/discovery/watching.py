@@ -1,8 +1,9 @@
 """Keeps a :class:`~tercet.discovery.mirror.Mirror` equal to a collection of the API server's: a list, then watches.
 
-A watch that ends, breaks off or is silent goes on from the last version that was heard of; where the server cannot do
-that (410, or whatever else it refuses a watch with) the collection is listed again. While the server does not answer,
-what is known stays as it is, and it is asked again after pauses that grow.
+A watch that ends, breaks off, is silent, or is refused by a server that has too much to do (429, 503) goes on from the
+last version that was heard of; where the server cannot do that (410, or whatever else it refuses a watch with) the
+collection is listed again. While the server does not answer, what is known stays as it is, and it is asked again after
+pauses that grow.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tercet.settings import log_events
 logger = logging.getLogger("tercet.discovery")
 T = TypeVar("T", bound=HasMetadata)
 PAGE = 500
+BUSY = 429, 503
 HINTS = {
     401: "; is the token still good?",
     403: "; its Role must allow get, list and watch",
@@ -109,7 +111,8 @@ class Watch(Generic[T]):
             self._mirror.void()
             return self._next_pause()
         except ApiRefused as error:
-            self._mirror.void()
+            if error.code not in BUSY:  # a list would be more to do for it, and nothing was missed
+                self._mirror.void()
             if error.code != GONE:
                 self._is_lost(f"{error}{HINTS.get(error.code, '')}")
             return max(self._next_pause(), min(error.retry_after, self._waits.longest_pause_s))

@@ -163,7 +163,8 @@ class EndpointPicker:
     def _named(self, among: Collection[str] | None) -> Collection[str] | None:
         if among is None:
             return None
-        names = {member.name for member in self._fleet.members if self._address(member) in among}
+        wanted = frozenset(among)
+        names = {member.name for member in self._fleet.members if _is_named(self._address(member), wanted)}
         if not names:
             raise EngineUnreachable("none of the endpoints that this request may go to is an engine of this fleet")
         return names
@@ -191,6 +192,14 @@ def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Roo
         queue_depth_threshold=config.max_waiting_per_engine, kv_cache_util_threshold=config.max_kv_usage
     )  # fmt: skip
     return RoomByUtilization(fleet, load, told or given)
+
+
+def _is_named(address: str, among: Collection[str]) -> bool:
+    """Whether an address is among them; one without a port stands for every port of it."""
+    if address in among:
+        return True
+    host = address.rpartition(":")[0]
+    return host in among or host.strip("[]") in among
 
 
 def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:

@@ -247,22 +247,24 @@ def headers_of(message: ProcessingRequest) -> dict[str, str]:
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
-    """The endpoints that the proxy allows, as a list or joined by commas; None where it does not say."""
+    """The endpoints that the proxy allows, as a list, joined by commas, or both; None where it does not say.
+
+    Empty, if what it says is neither: whoever limits requests and is not understood must not be passed over.
+    """
     given = _metadata(message, SUBSET_METADATA, SUBSET)
     if given is None:
         return None
-    parts = given.split(",") if isinstance(given, str) else [part for part in given if isinstance(part, str)]
-    return [part.strip() for part in parts if part.strip()]
+    parts = given if isinstance(given, list) else [given]
+    return [each.strip() for part in parts for each in part.split(",") if each.strip()]
 
 
-def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[Any] | None:
-    """A string or a list that the proxy says; None where it is neither, or not there."""
+def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[str] | None:
+    """A string or a list of some that the proxy says, empty for anything else; None where it is not there."""
     known = message.metadata_context.filter_metadata
     if namespace not in known:
         return None
-    value = known[namespace].fields.get(key)
-    if value is None:
+    fields = known[namespace].fields
+    if key not in fields:
         return None
-    if value.HasField("string_value"):
-        return value.string_value
-    return [each.string_value for each in value.list_value.values] if value.HasField("list_value") else None
+    value = fields[key]
+    return [each.string_value for each in value.list_value.values] if value.HasField("list_value") else value.string_value

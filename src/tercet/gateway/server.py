@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet, signals_to
 from tercet.client import engine_tls
-from tercet.discovery import access_of, discovery_of, follow_objectives, follow_pods, until_known
+from tercet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
 from tercet.fleet import EngineFleet
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
@@ -178,8 +178,8 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
         starting = asyncio.create_task(_until_ready(fleet, told), name="readiness")
         background = TaskSet()
         try:
-            if (pool := config.discovery.pool_name) is not None:
-                api = access_of(config.discovery)
+            if (name := config.discovery.pool_name) is not None:
+                api, pool = access_of(config.discovery), PoolReference(name, group=config.discovery.pool_group)
                 namespace = config.discovery.pool_namespace or api.namespace
                 background.spawn(follow_objectives(api, namespace, pool, picker.set_objectives), "objectives")
             yield PickerServer(port, metrics_port, picker, told, starting)

@@ -13,6 +13,8 @@ from tercet.settings.declaration import Setting, Settings
 
 KUBERNETES = "Kubernetes"
 TargetPort = Annotated[int, Meta(ge=1, le=65535)]
+POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
+"""API groups of InferencePools: of v1, and of v1alpha2 before it."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -27,6 +29,13 @@ class DiscoverySettings(Settings, frozen=True):
     pool_namespace: Annotated[
         str | None, Setting("The namespace of the pool and of the pods.", default="its own", panel=KUBERNETES)
     ] = None
+    pool_group: Annotated[
+        Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"],
+        Setting(
+            "The pool's API group: that of `v1`, or the earlier one of `v1alpha2`. InferenceObjectives of this pool "
+            "name the same one.", panel=KUBERNETES,
+        ),
+    ] = POOL_GROUP  # fmt: skip
     endpoint_selector: Annotated[
         str | None,
         Setting("Labels of pods that are engines, such as `app=vllm,tier in (a,b)`.", default="none", panel=KUBERNETES),
@@ -52,6 +61,8 @@ class DiscoverySettings(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pool_group != POOL_GROUP and self.pool_name is None:
+            raise BadRequest("pool-group: is of a pool; name it with pool-name", "pool-group")
         if self.pool_name is not None and self.endpoint_selector is not None:
             raise BadRequest("endpoint-selector: the pool has one; give one of the two", "endpoint-selector")
         for key, name in (("pool-name", self.pool_name), ("pool-namespace", self.pool_namespace)):

@@ -22,9 +22,10 @@ from tercet.discovery.watching import Waits
 NAMESPACE = "models"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 POOLS = f"/apis/inference.networking.k8s.io/v1/namespaces/{NAMESPACE}/inferencepools"
+EARLIER_POOLS = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/inferencepools"
 OBJECTIVES = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives"
 FAST = Waits(list_s=2.0, watch_s=1.0, grace_s=0.2, first_pause_s=0.005, longest_pause_s=0.05)
-PATHS = PODS, POOLS, OBJECTIVES
+PATHS = PODS, POOLS, EARLIER_POOLS, OBJECTIVES
 Object = dict[str, Any]
 
 
@@ -48,10 +49,21 @@ def pool(name: str, match: dict[str, str], *ports: int) -> Object:
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
 
 
-def objective(name: str, priority: int | None = None, pool: str = "pool", **named: str) -> Object:
+def earlier_pool(name: str, match: dict[str, str], port: int) -> Object:
+    """As ``v1alpha2`` has it."""
+    spec = {"selector": match, "targetPortNumber": port, "extensionRef": {"name": "epp"}}
+    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
+
+
+def objective(
+    name: str, priority: int | None = None, pool: str = "pool", deleting: bool = False, **named: str
+) -> Object:
     """``named`` is what else its reference to the pool says."""
     spec: Object = {"poolRef": {"name": pool, **named}, **({} if priority is None else {"priority": priority})}
-    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
+    metadata: Object = {"name": name, "uid": f"uid-{name}"}
+    if deleting:
+        metadata["deletionTimestamp"] = "2026-11-23T15:00:00Z"
+    return {"metadata": metadata, "spec": spec}
 
 
 @dataclass

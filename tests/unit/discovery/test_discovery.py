@@ -17,7 +17,7 @@ from tercet.protocol import BadRequest, Engine, EngineUnreachable
 from tercet.settings import DiscoverySettings, EngineAddress
 
 from ..fakes import FakeEngine
-from .api_server import FAST, POOLS, ApiServer, api_server, pod, pool
+from .api_server import EARLIER_POOLS, FAST, POOLS, ApiServer, api_server, earlier_pool, pod, pool
 
 
 @asynccontextmanager
@@ -104,6 +104,19 @@ async def test_by_an_inference_pool_and_its_changes(world: World, caplog: pytest
     assert all(each.get("fieldSelector") in (None, "metadata.name=mine") for each in server.queries)
 
 
+async def test_by_a_pool_of_the_earlier_group(world: World) -> None:
+    server = world.server
+    server.put(pod("a"))
+    server.put(pod("b", "10.0.0.2", labels={"app": "other"}))
+    server.put(pool("mine", {"app": "other"}, 7000), POOLS)
+    async with world.following(pool_name="mine", pool_group="inference.networking.x-k8s.io"):
+        assert world.state() == {}, "the pool of this name in the other group is another one"
+        server.put(earlier_pool("mine", {"app": "engine"}, 9000), EARLIER_POOLS)
+        await world.until(lambda state: state == {"a": ("http://10.0.0.1:9000", "both", False)})
+        server.put(earlier_pool("mine", {}, 9000), EARLIER_POOLS)
+        await world.until(lambda state: state == {})
+
+
 async def test_named_engines_and_strange_pods(world: World, caplog: pytest.LogCaptureFixture) -> None:
     server = world.server
     server.put(pod("strange", labels={"llm-d.ai/role": "encode"}))
@@ -140,6 +153,8 @@ async def test_who_begins_without_the_api_server_says_so(world: World) -> None:
         ({"endpoint_selector": " "}, "endpoint-selector"),
         ({"pool_name": "../pods"}, "pool-name"),
         ({"pool_name": "a", "pool_namespace": "Models"}, "pool-namespace"),
+        ({"pool_name": "a", "pool_group": "example.com"}, "pool-group"),
+        ({"endpoint_selector": "a=b", "pool_group": "inference.networking.x-k8s.io"}, "pool-group"),
         ({"endpoint_selector": "a=b", "endpoint_target_ports": (0,)}, "endpoint-target-ports"),
         ({"endpoint_selector": "a=b", "endpoint_scheme": "grpc"}, "endpoint-scheme"),
     ],

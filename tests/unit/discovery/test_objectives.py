@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from tercet.discovery import follow_objectives
+import pytest
+
+from tercet.discovery import PoolReference, follow_objectives
 
 from .api_server import FAST, NAMESPACE, OBJECTIVES, ApiServer, api_server, objective
+
+POOL = PoolReference("pool")
 
 
 class Told:
@@ -22,9 +26,9 @@ class Told:
 
 
 @asynccontextmanager
-async def following(server: ApiServer) -> AsyncGenerator[Told]:
+async def following(server: ApiServer, pool: PoolReference = POOL) -> AsyncGenerator[Told]:
     told = Told()
-    task = asyncio.create_task(follow_objectives(server.api, NAMESPACE, "pool", told.all.append, FAST))
+    task = asyncio.create_task(follow_objectives(server.api, NAMESPACE, pool, told.all.append, FAST))
     try:
         yield told
     finally:
@@ -47,6 +51,29 @@ async def test_objectives_of_the_pool_come_change_and_go() -> None:
             server.put(objective("chat", 2), OBJECTIVES)
             server.delete("plain", OBJECTIVES)
             await told.until(lambda found: found == {"chat": 2, "full": 7, "batch": -1})
+            server.put(objective("batch", -1, deleting=True), OBJECTIVES)
+            await told.until(lambda found: found == {"chat": 2, "full": 7})
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("inference.networking.k8s.io", {"said", "unsaid"}),
+        ("inference.networking.x-k8s.io", {"earlier"}),
+    ],
+)
+async def test_a_pool_of_the_same_name_in_another_group_is_another_pool(group: str, names: set[str]) -> None:
+    async with api_server() as server:
+        server.put(objective("unsaid", 1), OBJECTIVES)
+        server.put(objective("said", 1, group="inference.networking.k8s.io"), OBJECTIVES)
+        server.put(objective("earlier", 1, group="inference.networking.x-k8s.io"), OBJECTIVES)
+        server.put(objective("core", 1, group=""), OBJECTIVES)
+        async with following(server, PoolReference("pool", group=group)) as told:
+            await told.until(lambda found: set(found) == names)
+            # One that is handed over to another pool does not hold here any more.
+            moved, *rest = sorted(names)
+            server.put(objective(moved, 1, group="example.com"), OBJECTIVES)
+            await told.until(lambda found: set(found) == set(rest))
 
 
 async def test_objectives_stay_while_the_server_does_not_answer_and_follow_after_410() -> None:

@@ -216,6 +216,24 @@ async def test_who_may_not_watch_is_told_what_is_missing(server: ApiServer, capl
     assert caplog.text.count("discovery_lost") == 1
 
 
+@pytest.mark.parametrize(("status", "lists"), [(429, 1), (503, 1), (500, 2), (504, 2)])
+async def test_a_server_that_has_too_much_to_do_is_not_asked_for_all_of_it(
+    server: ApiServer, status: int, lists: int
+) -> None:
+    server.put(pod("a"))
+    async with watching(server) as seen:
+        await watched(server)
+        server.refuse_watches = status
+        server.drop()
+        server.put(pod("b"))
+        async with asyncio.timeout(5):
+            while server.watches < 2:
+                await asyncio.sleep(0.002)
+        server.refuse_watches = None
+        await seen.until_like(server)
+        assert min(server.lists, 2) == lists
+
+
 async def test_what_is_told_twice_and_late_is_not_about_the_successor(server: ApiServer) -> None:
     server.put(pod("engine-0", "10.0.0.1", uid="one"))
     async with watching(server) as seen:

@@ -212,8 +212,11 @@ async def test_a_file_of_llm_d_with_one_profile_never_splits_and_says_when_there
 async def test_candidates() -> None:
     house = House("both", "both", "both")
     assert (await house.picker.pick(call(), [E])).decode == [E]
-    with pytest.raises(EngineUnreachable):
-        await house.picker.pick(call(), ["192.0.2.1:1"])
+    for stranger in ("192.0.2.1:1", "192.0.2.1", E.replace(":8000", ":8001"), ":8000", ""):
+        with pytest.raises(EngineUnreachable):
+            await house.picker.pick(call(), [stranger])
+    # An address without a port is every port of it.
+    assert (await house.picker.pick(call(), [E.partition(":")[0]])).decode == [E]
     house.fleet.member("e1").reachable = False
     with pytest.raises(EngineUnreachable):
         await house.picker.pick(call(), [E])

@@ -10,7 +10,17 @@ import yaml
 from tercet.gateway.server import fleet_of, picking
 from tercet.settings import DiscoverySettings, PickerConfig
 
-from ..discovery.api_server import NAMESPACE, OBJECTIVES, POOLS, api_server, objective, pod, pool
+from ..discovery.api_server import (
+    EARLIER_POOLS,
+    NAMESPACE,
+    OBJECTIVES,
+    POOLS,
+    api_server,
+    earlier_pool,
+    objective,
+    pod,
+    pool,
+)
 
 
 def kubeconfig(file: Path, url: str) -> Path:
@@ -34,6 +44,20 @@ async def test_its_fleet_is_known_before_it_serves(tmp_path: Path) -> None:
             async with asyncio.timeout(10):
                 while fleet.members:
                     await asyncio.sleep(0.01)
+
+
+async def test_a_pool_of_the_earlier_group_and_its_objectives(tmp_path: Path) -> None:
+    async with api_server() as server:
+        server.put(pod("a", "127.0.0.1"))
+        server.put(earlier_pool("pool", {"app": "engine"}, 1), EARLIER_POOLS)
+        server.put(objective("chat", 10), OBJECTIVES)
+        server.put(objective("batch", -1, group="inference.networking.x-k8s.io"), OBJECTIVES)
+        file = kubeconfig(tmp_path / "config", server.url)
+        found = DiscoverySettings(pool_name="pool", pool_group="inference.networking.x-k8s.io", kubeconfig=str(file))
+        config = PickerConfig(discovery=found, port=0, metrics_port=0)
+        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(10):
+            while made.picker.objectives != {"batch": -1} or not fleet.members:
+                await asyncio.sleep(0.01)
 
 
 async def test_priorities_are_those_of_the_pools_objectives_and_its_own_flags(tmp_path: Path) -> None:
