@@ -34,6 +34,7 @@ from tercet.gateway.protos import (
     health,
 )
 from tercet.gateway.rendering import ByCharacters, Renderer
+from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.service import EndpointPickerService
 from tercet.protocol import BadRequest, ShuttingDown
 from tercet.protocol.hosts import host_and_port
@@ -227,10 +228,8 @@ def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:
     try:
         if config.tls_cert is None or config.tls_key is None:
             return server.add_insecure_port(address)
-        pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
-        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-    except OSError as error:
-        raise BadRequest(f"tls-cert: {error}", "tls-cert") from error
+        shown = ServedCertificate(Path(config.tls_cert), Path(config.tls_key))
+        return server.add_secure_port(address, shown.credentials())
     except RuntimeError as error:
         raise BadRequest(f"port: nothing can listen on {address}", "port") from error
 
