@@ -11,9 +11,10 @@ from scripts.reference.markdown import code, table
 
 from tercet.client import prefill_metrics
 from tercet.fleet import EngineFleet, Member
+from tercet.fleet.engine_gauges import EngineCollector
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.protocol import Engine, EngineLoad
-from tercet.router.metrics import EngineCollector, Metrics
+from tercet.router.metrics import Metrics
 from tercet.sim.sim_server import COUNTERS, GAUGES
 from tercet.vllm_plugin.engine import agent_metrics
 from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
@@ -50,7 +51,13 @@ def metrics_page() -> str:
                 ]
             ),
             "## Of an endpoint picker",
-            _table([*declared_by(vars(PickerMetrics())), *collected(PoolCollector(_fleet(), "tercet").collect())]),
+            _table(
+                [
+                    *declared_by(vars(PickerMetrics())),
+                    *collected(PoolCollector(_fleet(), "tercet").collect()),
+                    *collected(EngineCollector(_fleet()).collect()),
+                ]
+            ),
             "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` is the engine's.",
             _table(declared_by(vars(prefill_metrics))),
             "## Of a simulated engine\n\nAnd those of a sidecar.",

@@ -21,6 +21,7 @@ from tercet.aio import TaskSet, signals_to
 from tercet.client import engine_tls
 from tercet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
 from tercet.fleet import EngineFleet
+from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
 from tercet.fleet.scraping import scraping
@@ -160,6 +161,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port that is taken."""
     metrics = PickerMetrics()
     metrics.registry.register(PoolCollector(fleet, config.pool))
+    metrics.registry.register(EngineCollector(fleet))
     renderer = renderer_of(config)
     picker = EndpointPicker(fleet, renderer, metrics, config)
     server = grpc.aio.server(

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.moves import MoveRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 METRICS = ("/metrics", "/metrics/")
-GAUGES = {
-    "waiting": "Requests that wait, as the engine last reported.",
-    "running": "Requests that run, as the engine last reported.",
-    "kv_usage": "Share of the KV cache in use, as the engine last reported.",
-    "tokens": "Tokens still to work on, as the engine last reported.",
-    "step_time": "Seconds of recent steps, as the engine last reported.",
-}
-
-
 # Whoever proposes a move says why, in words of his own.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
@@ -172,42 +161,6 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
-
-
-class EngineCollector(Collector):
-    """Gauges by engine. One that has reported nothing, or does not answer, has but one: that it is up, or not.
-
-    The age says how old a report is, in seconds.
-    """
-
-    def __init__(self, fleet: EngineFleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterable[Metric]:
-        up_now = [member.name for member in self._fleet.members if member.reachable]
-        found = {name: self._fleet.knowledge.loads.last(name) for name in up_now}
-        reports = {name: report for name, report in found.items() if report is not None}
-        ages = GaugeMetricFamily(
-            "tercet_engine_report_age_seconds", "Time since the engine's last report.", labels=["engine"]
-        )
-        for name, (_, age) in reports.items():
-            ages.add_metric([name], age)
-        yield ages
-        up = GaugeMetricFamily("tercet_engine_up", "Whether the engine answers and makes progress.", labels=["engine"])
-        for member in self._fleet.members:
-            up.add_metric([member.name], member.reachable)
-        yield up
-        for field, meaning in GAUGES.items():
-            gauge = GaugeMetricFamily(f"tercet_engine_{field}", meaning, labels=["engine"])
-            for name, (load, _) in reports.items():
-                value: float | None = getattr(load, field)
-                if value is not None:
-                    gauge.add_metric([name], value)
-            yield gauge
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not ask at registration."""
-        return ()
 
 
 def export(fleet: EngineFleet) -> None:

@@ -155,7 +155,7 @@ async def test_who_leaves_while_waiting_gives_the_place_back() -> None:
 
 async def test_metrics() -> None:
     async with asked("decode", "prefill", pool="p") as (envoy, served):
-        served.fleet.report("e0", IDLE)
+        served.fleet.report("e0", structs.replace(IDLE, waiting=3, kv_usage=0.25))
         await envoy.request(BODY)
         async with envoy.stream(DUPLEX) as stream:
             await stream.send_headers("/v1/completions", {})
@@ -175,7 +175,10 @@ async def test_metrics() -> None:
         'llm_d_inference_scheduler_disagg_decision_total{decision_type="prefill-decode",model_name="m"} 1.0',
         'llm_d_inference_scheduler_disagg_decision_total{decision_type="decode-only",model_name="m"} 1.0',
         'inference_pool_ready_pods{name="p"} 2.0',
-        'inference_pool_per_pod_queue_size{model_server_pod="e0",name="p"} 0.0',
+        'inference_pool_per_pod_queue_size{model_server_pod="e0",name="p"} 3.0',
+        'tercet_engine_kv_usage{engine="e0"} 0.25',
+        'tercet_engine_waiting{engine="e0"} 3.0',
+        'tercet_engine_up{engine="e1"} 1.0',
         'tercet_picker_served_total{endpoint="first"} 1.0',
         "inference_extension_scheduler_e2e_duration_seconds_count 2.0",
     ):
