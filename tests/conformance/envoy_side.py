@@ -31,9 +31,9 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 SERVED = "x-gateway-destination-endpoint-served"
 PREFILLER = "x-prefiller-host-port"
 LONGEST_PIECE = 64 * 1024
-PATIENCE = 10.0
 DUPLEX, BUFFERED, NO_BODY = ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED, ProcessingMode.NONE
-MODES = {"full-duplex": DUPLEX, "buffered": BUFFERED}
+PARTIAL, STREAMED = ProcessingMode.BUFFERED_PARTIAL, ProcessingMode.STREAMED
+MODES = {"full-duplex": DUPLEX, "buffered": BUFFERED, "partial": PARTIAL, "streamed": STREAMED, "none": NO_BODY}
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Verdict:
     pieces: list[int] = field(default_factory=list[int])
     ended: bool = False
     trailers: bool = False
+    told_together: bool = False
     order: list[str] = field(default_factory=list[str])
 
     @property
@@ -65,6 +66,7 @@ class Verdict:
         self.order.append(kind)
         fields = reply.dynamic_metadata.fields
         self.namespaces |= set(fields)
+        before = set(self.headers)
         if "envoy.lb" in fields:
             self.metadata = fields["envoy.lb"].struct_value.fields[DESTINATION].string_value
         if kind == "immediate_response":
@@ -75,6 +77,8 @@ class Verdict:
             self._note_common(getattr(reply, kind).response)
         elif kind == "request_trailers":
             self.trailers = True
+        if DESTINATION in self.headers and DESTINATION not in before:
+            self.told_together = "envoy.lb" in fields
         return kind
 
     def _note_common(self, common: CommonResponse) -> None:
@@ -98,18 +102,32 @@ def _headers(options: Sequence[Any]) -> dict[str, str]:
     return {option.header.key.lower(): option.header.raw_value.decode() for option in options}
 
 
-class EnvoySide:
-    """One picker's channel; each :meth:`request` is one HTTP request on a stream of its own."""
+def _struct(fields: Mapping[str, Sequence[str] | str]) -> Struct:
+    made = Struct()
+    for key, value in fields.items():
+        made[key] = value if isinstance(value, str) else list(value)
+    return made
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+
+class EnvoySide:
+    """One picker's channel; each :meth:`request` is one HTTP request on a stream of its own.
+
+    An answer may take ``patience`` seconds.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, patience: float = 10.0) -> None:
         self._stub = ExternalProcessorStub(channel)
+        self.patience = patience
 
     @asynccontextmanager
-    async def stream(self, mode: int) -> AsyncGenerator[Stream]:
-        """A stream, cancelled at its end if it has not ended by itself, as Envoy does when a client leaves."""
+    async def stream(self, mode: int, waits: bool = True) -> AsyncGenerator[Stream]:
+        """A stream, cancelled at its end if it has not ended by itself, as Envoy does when a client leaves.
+
+        ``waits`` is what Envoy says of itself: whether it shows a body only once its headers are answered.
+        """
         call = self._stub.Process()
         try:
-            yield Stream(call, mode)
+            yield Stream(call, mode, waits, self.patience)
         finally:
             call.cancel()
 
@@ -125,39 +143,63 @@ class EnvoySide:
         """One request up to where it goes on to the engine."""
         async with self.stream(mode) as stream:
             await stream.send_headers(path, headers or {}, ends=body is None, candidates=candidates)
-            if mode == BUFFERED and body is not None:
-                await stream.read()
-                if not stream.verdict.status:
-                    await stream.send(request_body=HttpBody(body=body, end_of_stream=True))
-            elif body is not None:
+            if body is None or mode == NO_BODY:
+                return await stream.until_it_goes_on(has_body=False)
+            if mode == DUPLEX:
                 await stream.send_body(body, chunk)
-            return await stream.until_it_goes_on(body is not None)
+                return await stream.until_it_goes_on()
+            # In all other modes Envoy waits for the answer to the headers before it shows a body.
+            await stream.read()
+            pieces = [body[start : start + chunk] for start in range(0, len(body), chunk)] or [b""]
+            if mode != STREAMED:
+                pieces = [body]
+            for number, piece in enumerate(pieces, 1):
+                if stream.verdict.status:
+                    break
+                await stream.send(request_body=HttpBody(body=piece, end_of_stream=number == len(pieces)))
+                assert await stream.read() in ("request_body", "immediate_response"), "a body without an answer"
+            return stream.verdict
 
 
 class Stream:
     """The messages of one request."""
 
-    def __init__(self, call: Any, mode: int) -> None:
+    def __init__(self, call: Any, mode: int, waits: bool, patience: float) -> None:
         self.call = call
+        self._patience = patience
         self.mode = mode
+        self._waits = waits
         self.verdict = Verdict()
         self._began = False
 
-    async def send(self, candidates: Sequence[str] | str | None = None, served: str | None = None, **part: Any) -> None:
-        """A message; the first one says how bodies are sent, those of answers in the same way."""
+    async def send(
+        self,
+        candidates: Sequence[str] | str | None = None,
+        served: str | None = None,
+        hint: Mapping[str, str] | None = None,
+        balancing: Mapping[str, str] | None = None,
+        **part: Any,
+    ) -> None:
+        """A message; the first one says how bodies are sent, those of answers in the same way.
+
+        ``hint`` and ``balancing`` are whole namespaces of metadata: that of candidates, and that of who served.
+        """
         message = ProcessingRequest(**part)
         if not self._began:
-            told = ProtocolConfiguration(request_body_mode=self.mode, response_body_mode=self.mode)
+            told = ProtocolConfiguration(
+                request_body_mode=self.mode,
+                response_body_mode=self.mode,
+                send_body_without_waiting_for_header_response=not self._waits,
+            )
             message.protocol_config.CopyFrom(told)
         self._began = True
-        if candidates is not None:
-            hint = Struct()
-            hint[SUBSET] = candidates if isinstance(candidates, str) else list(candidates)
-            message.metadata_context.CopyFrom(Metadata(filter_metadata={"envoy.lb.subset_hint": hint}))
-        if served is not None:
-            said = Struct()
-            said[SERVED] = served
-            message.metadata_context.CopyFrom(Metadata(filter_metadata={"envoy.lb": said}))
+        said = {
+            "envoy.lb.subset_hint": hint if candidates is None else {SUBSET: candidates},
+            "envoy.lb": balancing if served is None else {SERVED: served},
+        }
+        known = {namespace: _struct(fields) for namespace, fields in said.items() if fields is not None}
+        if known:
+            message.metadata_context.CopyFrom(Metadata(filter_metadata=known))
         await self.call.write(message)
 
     async def send_headers(
@@ -167,6 +209,7 @@ class Stream:
         ends: bool = False,
         candidates: Sequence[str] | str | None = None,
         as_text: bool = False,
+        hint: Mapping[str, str] | None = None,
     ) -> None:
         """The request's head; ``as_text``, as proxies sent it before they had `raw_value`."""
         pseudo = {":method": "GET" if ends else "POST", ":path": path, ":authority": "gateway", ":scheme": "http"}
@@ -174,7 +217,8 @@ class Stream:
             HeaderValue(key=name, value=value) if as_text else HeaderValue(key=name, raw_value=value.encode())
             for name, value in {**pseudo, "content-type": "application/json", **headers}.items()
         ]
-        await self.send(candidates, request_headers=HttpHeaders(headers=HeaderMap(headers=values), end_of_stream=ends))
+        shown = HttpHeaders(headers=HeaderMap(headers=values), end_of_stream=ends)
+        await self.send(candidates, hint=hint, request_headers=shown)
 
     async def send_body(self, body: bytes, chunk: int, ends: bool = True) -> None:
         """All of a body, in chunks."""
@@ -187,15 +231,36 @@ class Stream:
         """The end of a body that trailers follow."""
         await self.send(request_trailers=HttpTrailers())
 
+    async def send_answer_headers(self, headers: Mapping[str, str]) -> None:
+        """The head of an engine's answer."""
+        values = [HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()]
+        await self.send(response_headers=HttpHeaders(headers=HeaderMap(headers=values)))
+
+    async def answer_body(self, trailers: bool) -> tuple[bytes, bool]:
+        """An answer's body as it goes back in full duplex, up to its end or its trailers; and whether it ended."""
+        body, ended = b"", False
+        while True:
+            reply = await self.reply()
+            if reply.WhichOneof("response") == "response_trailers":
+                return body, ended
+            mutation = reply.response_body.response.body_mutation
+            assert mutation.HasField("streamed_response"), "Envoy takes nothing else in this mode"
+            assert len(mutation.streamed_response.body) < LONGEST_PIECE
+            assert not ended, "a piece of body after its end"
+            body += mutation.streamed_response.body
+            ended = mutation.streamed_response.end_of_stream
+            if ended and not trailers:
+                return body, ended
+
     async def read(self) -> str:
         """The next reply's kind; empty at the stream's end."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(self._patience):
             reply = await self.call.read()
         return "" if reply is grpc.aio.EOF else self.verdict.note(reply)
 
     async def reply(self) -> ProcessingResponse:
         """The next reply itself."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(self._patience):
             found = await self.call.read()
         assert found is not grpc.aio.EOF, "the stream has ended"
         return found

@@ -21,14 +21,16 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from .conftest import Target
-from .envoy_side import DUPLEX, PATIENCE
+from .envoy_side import BUFFERED, DUPLEX, STREAMED
 
 BODY = json.dumps({"model": "m", "prompt": "tell me"}).encode()
+"""For streams whose body no picker needs to understand."""
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
 async def still_picks(target: Target) -> bool:
-    verdict = await target.envoy.request(BODY)
+    body = json.dumps({"model": target.model, "prompt": "tell me"}).encode()
+    verdict = await target.envoy.request(body)
     return verdict.status == 0 and set(verdict.endpoints) <= target.endpoints
 
 
@@ -45,36 +47,72 @@ async def test_the_answers_headers_are_left_alone(target: Target, mode: int) -> 
         assert await stream.call.code() == grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("served", ["first", "another", "a stranger", "nobody said"])
+@pytest.mark.parametrize("served", ["first", "another", "a stranger", "something else", "nobody said"])
 async def test_whoever_served_it_is_fine(target: Target, mode: int, served: str) -> None:
     async with target.envoy.stream(mode) as stream:
         await stream.send_headers("/v1/models", {}, ends=True)
         verdict = await stream.until_it_goes_on(has_body=False)
         told = {"first": verdict.endpoints[0], "another": verdict.endpoints[-1], "a stranger": "192.0.2.1:1"}
-        await stream.send(served=told.get(served), response_headers=HttpHeaders())
+        other = {"another-key": "192.0.2.1:1"} if served == "something else" else None
+        await stream.send(served=told.get(served), balancing=other, response_headers=HttpHeaders())
         assert await stream.read() == "response_headers"
         await stream.call.done_writing()
         assert await stream.read() == ""
         assert await stream.call.code() == grpc.StatusCode.OK
 
 
-async def test_an_answer_that_is_shown_after_all_is_left_as_it_is(target: Target, mode: int) -> None:
+ANSWERS = {
+    "JSON": ("application/json", [b'{"choices": [], ', b'"usage": {"completion_tokens": 10}}']),
+    "no JSON": ("application/json", [b"no healthy ", b"upstream"]),
+    "events": ("text/event-stream", [b"data: {}\n\n", b'data: {"usage": {"total_tokens": 17}}\n\ndata: [DONE]\n\n']),
+    "bytes": ("application/octet-stream", [b"\xff\xfe\x00", b"x" * 100_000]),
+}
+
+
+@pytest.mark.parametrize("ends", ["with the last piece", "without content", "by trailers"])
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=list(ANSWERS))
+async def test_an_answer_that_is_shown_after_all_is_left_as_it_is(
+    target: Target, answer: tuple[str, list[bytes]], ends: str
+) -> None:
+    content_type, pieces = answer
+    async with target.envoy.stream(DUPLEX) as stream:
+        await stream.send_headers("/v1/models", {}, ends=True)
+        await stream.until_it_goes_on(has_body=False)
+        await stream.send_answer_headers({":status": "200", "content-type": content_type})
+        assert await stream.read() == "response_headers"
+        shown = [*pieces, b""] if ends == "without content" else pieces
+        for place, piece in enumerate(shown, 1):
+            last = place == len(shown) and ends != "by trailers"
+            await stream.send(response_body=HttpBody(body=piece, end_of_stream=last))
+        if ends == "by trailers":
+            await stream.send(response_trailers=HttpTrailers())
+        back, ended = await stream.answer_body(trailers=ends == "by trailers")
+    assert (back, ended) == (b"".join(pieces), ends != "by trailers")
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, STREAMED], ids=["buffered", "streamed"])
+async def test_an_answer_that_is_shown_piece_by_piece_is_left_as_it_is(target: Target, mode: int) -> None:
     async with target.envoy.stream(mode) as stream:
         await stream.send_headers("/v1/models", {}, ends=True)
         await stream.until_it_goes_on(has_body=False)
-        await stream.send(response_headers=HttpHeaders())
+        await stream.send_answer_headers({":status": "200"})
         assert await stream.read() == "response_headers"
-        pieces = [b"data: 1\n\n", b"data: 2\n\n"] if mode == DUPLEX else [b"all of it"]
-        back = b""
+        pieces = [b"all of it"] if mode == BUFFERED else [b"one", b"two", b""]
         for place, piece in enumerate(pieces, 1):
             await stream.send(response_body=HttpBody(body=piece, end_of_stream=place == len(pieces)))
             common = (await stream.reply()).response_body.response
             assert common.status == common.CONTINUE
-            assert common.body_mutation.HasField("streamed_response") == (mode == DUPLEX)
-            back += common.body_mutation.streamed_response.body if mode == DUPLEX else piece
-        assert back == b"".join(pieces)
+            assert not common.body_mutation.WhichOneof("mutation")
         await stream.send(response_trailers=HttpTrailers())
         assert (await stream.reply()).WhichOneof("response") == "response_trailers"
+
+
+async def test_who_shows_the_answer_only(target: Target, mode: int) -> None:
+    """Envoy's configuration may leave the request's headers out."""
+    async with target.envoy.stream(mode) as stream:
+        await stream.send_answer_headers({":status": "200"})
+        assert await stream.read() == "response_headers"
+        assert stream.verdict.metadata is None
 
 
 async def test_who_only_watches_gets_no_answers(target: Target) -> None:
@@ -132,7 +170,7 @@ async def test_bytes_that_are_no_message(target: Target, payload: bytes) -> None
     call = target.channel.stream_stream(PROCESS)()
     try:
         await call.write(payload)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(target.envoy.patience):
             assert await call.code() != grpc.StatusCode.OK
     finally:
         call.cancel()
@@ -141,11 +179,11 @@ async def test_bytes_that_are_no_message(target: Target, payload: bytes) -> None
 
 @pytest.mark.parametrize("service", ["", "envoy.service.ext_proc.v3.ExternalProcessor", "liveness", "readiness"])
 async def test_health(target: Target, service: str) -> None:
-    answer = await HealthStub(target.channel).Check(HealthCheckRequest(service=service))
+    answer = await HealthStub(target.health).Check(HealthCheckRequest(service=service))
     assert answer.status == HealthCheckResponse.SERVING
 
 
 async def test_health_of_what_is_not_there(target: Target) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await HealthStub(target.channel).Check(HealthCheckRequest(service="no.such.Service"))
+        await HealthStub(target.health).Check(HealthCheckRequest(service="no.such.Service"))
     assert refused.value.code() == grpc.StatusCode.NOT_FOUND

@@ -35,20 +35,17 @@ async def test_a_completion(shared: Gateway) -> None:
     assert (await served(shared))["other"] == before["other"]
 
 
-async def test_a_long_stream_comes_token_by_token(shared: Gateway) -> None:
+async def test_a_long_stream_comes_as_it_is_generated(shared: Gateway) -> None:
+    """What has been generated is there while the engine still works on the rest."""
     events: list[bytes] = []
-    gaps: list[float] = []
-    loop = asyncio.get_running_loop()
-    async with shared.streamed("tell me", 60) as answer:
-        last = loop.time()
+    async with shared.streamed("tell me", 300) as answer:
         async for line in answer.content:
             if line.startswith(b"data: "):
                 events.append(line)
-                gaps.append(loop.time() - last)
-                last = loop.time()
+                if len(events) in (1, 50):
+                    assert any([await shared.running(name) for name in shared.engines]), "it comes when all is done"
     assert events[-1].strip() == b"data: [DONE]"
-    assert len(events) == 61
-    assert sum(gap > 0.001 for gap in gaps) > 30, "the answer came in one piece"
+    assert len(events) == 301
 
 
 @pytest.mark.parametrize("size", [200_000, 10_000_000])
@@ -91,12 +88,16 @@ async def test_a_client_does_not_choose_the_endpoint(shared: Gateway) -> None:
 
 
 async def test_a_burst_is_spread(shared: Gateway) -> None:
-    answers = [asyncio.create_task(shared.complete(f"{n}" * 300, max_tokens=100)) for n in range(9)]
-    async with asyncio.timeout(30):
-        while not all([await shared.running(name) for name in shared.engines]):
-            assert not all(answer.done() for answer in answers), "no moment with some on each engine"
-            await asyncio.sleep(0.02)
-    assert {status for status, _ in await asyncio.gather(*answers)} == {200}
+    answers = [asyncio.create_task(shared.complete(f"{n}" * 300, max_tokens=1000)) for n in range(9)]
+    try:
+        async with asyncio.timeout(30):
+            while not all([await shared.running(name) for name in shared.engines]):
+                assert not any(answer.done() for answer in answers), "no moment with some on each engine"
+                await asyncio.sleep(0.02)
+    finally:
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
 
 
 async def test_clients_that_leave_end_their_generation(shared: Gateway) -> None:
