@@ -13,7 +13,8 @@ RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /t
  && python3 -m pip install --no-cache-dir --constraint /tmp/there.txt . \
  && rm /tmp/there.txt \
  && install -d -o 1000 -g 1000 /var/cache/tercet
-ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub
+# vLLM's image has no user of this number, and PyTorch asks for its name.
+ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub USER=tercet
 USER 1000:1000
 ENTRYPOINT ["tini", "--", "tercet"]
 CMD ["--help"]

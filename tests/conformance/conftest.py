@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--model", default="m", help="a model that they serve")
     group.addoption("--tls", action="store_true", help="its service speaks TLS; any certificate is taken")
     group.addoption("--health", metavar="HOST:PORT", help="where its health is served without TLS, if not at --target")
-    group.addoption("--empty", metavar="HOST:PORT", help="a picker without a ready endpoint (or those tests are skipped)")
+    group.addoption(
+        "--empty", metavar="HOST:PORT", help="a picker without a ready endpoint (or those tests are skipped)"
+    )
     group.addoption("--saturated", metavar="HOST:PORT", help="a picker whose endpoints are full (or they are skipped)")
     group.addoption("--sheddable", metavar="NAME", help="an objective of --saturated whose requests may be dropped")
     group.addoption("--patience", type=float, default=10.0, metavar="SECONDS", help="how long an answer may take (10)")
@@ -113,7 +115,11 @@ async def target(way: Way) -> Target:
         address, endpoints = await way.started()
     channel, health = await way.to(address), way.told("--health")
     return Target(
-        way.envoy(channel), channel, channel if health is None else await way.to(health, tls=False), endpoints, way.model
+        way.envoy(channel),
+        channel,
+        channel if health is None else await way.to(health, tls=False),
+        endpoints,
+        way.model,
     )
 
 

@@ -53,6 +53,7 @@ class Verdict:
     ended: bool = False
     trailers: bool = False
     told_together: bool = False
+    is_duplex: bool = False
     order: list[str] = field(default_factory=list[str])
 
     @property
@@ -74,14 +75,14 @@ class Verdict:
             self.status, self.refusal = refusal.status.code, refusal.body
             self.refusal_headers = _headers(refusal.headers.set_headers)
         elif kind in ("request_headers", "request_body"):
-            self._note_common(getattr(reply, kind).response)
+            self._note_common(getattr(reply, kind).response, of_body=kind == "request_body")
         elif kind == "request_trailers":
             self.trailers = True
         if DESTINATION in self.headers and DESTINATION not in before:
             self.told_together = "envoy.lb" in fields
         return kind
 
-    def _note_common(self, common: CommonResponse) -> None:
+    def _note_common(self, common: CommonResponse, of_body: bool) -> None:
         assert common.status == CommonResponse.CONTINUE
         self.headers |= _headers(common.header_mutation.set_headers)
         self.removed += [name.lower() for name in common.header_mutation.remove_headers]
@@ -94,6 +95,7 @@ class Verdict:
             self.ended = streamed.end_of_stream
         else:
             assert not common.body_mutation.WhichOneof("mutation"), "the body is changed"
+            assert not (of_body and self.is_duplex), "in full duplex Envoy takes streamed pieces and nothing else"
 
 
 def _headers(options: Sequence[Any]) -> dict[str, str]:
@@ -169,7 +171,7 @@ class Stream:
         self._patience = patience
         self.mode = mode
         self._waits = waits
-        self.verdict = Verdict()
+        self.verdict = Verdict(is_duplex=mode == DUPLEX)
         self._began = False
 
     async def send(

@@ -107,9 +107,7 @@ async def test_trailers_and_no_body(target: Target) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"prompt": '])
-async def test_a_body_that_is_no_request_is_the_clients_fault(
-    target: Target, reading_mode: int, body: bytes
-) -> None:
+async def test_a_body_that_is_no_request_is_the_clients_fault(target: Target, reading_mode: int, body: bytes) -> None:
     verdict = await target.envoy.request(body, reading_mode)
     assert 400 <= verdict.status < 500
 

@@ -1,7 +1,7 @@
 """Schemas of the custom resources that the chart makes, as far as their definitions go that it uses.
 
 Written from the API references of Gateway API v1, of its inference extension (InferencePool v1, InferenceObjective
-v1alpha2) and of the Prometheus operator. Unknown fields are refused, as an API server would drop them without a word.
+v1alpha2), of the Prometheus operator, of Istio and of GKE. Unknown fields are refused, as an API server would drop them without a word.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def resource(group: str, kind: str, spec: Any) -> dict[str, Any]:
 PATH_MATCH = record(type={"enum": ["Exact", "PathPrefix", "RegularExpression"]}, value=TEXT)
 BACKEND = record(("name",), group=TEXT, kind=TEXT, name=NAME, namespace=NAME, port=PORT, weight={"type": "integer"})
 PARENT = record(("name",), group=TEXT, kind=TEXT, name=NAME, namespace=NAME, sectionName=NAME, port=PORT)
+TARGET = record(("group", "kind", "name"), group=TEXT, kind=TEXT, name=NAME)
 RELABEL = record(
     sourceLabels={"type": "array", "items": TEXT}, regex=TEXT, targetLabel=TEXT, replacement=TEXT, action=TEXT
 )
@@ -75,6 +76,30 @@ SCHEMAS: Mapping[str, dict[str, Any]] = {
                 16,
             ),
         ),
+    ),
+    "DestinationRule": resource(
+        "networking.istio.io/v1",
+        "DestinationRule",
+        record(
+            ("host", "trafficPolicy"), host=NAME,
+            trafficPolicy=record(tls=record(("mode",), mode={"enum": ["SIMPLE"]}, insecureSkipVerify={"type": "boolean"})),
+        ),
+    ),
+    "HealthCheckPolicy": resource(
+        "networking.gke.io/v1",
+        "HealthCheckPolicy",
+        record(
+            ("targetRef",), targetRef=TARGET,
+            default=record(
+                checkIntervalSec={"type": "integer"}, timeoutSec={"type": "integer"},
+                config=record(type={"enum": ["HTTP"]}, httpHealthCheck=record(requestPath=TEXT, port=PORT)),
+            ),
+        ),
+    ),
+    "GCPBackendPolicy": resource(
+        "networking.gke.io/v1",
+        "GCPBackendPolicy",
+        record(("targetRef",), targetRef=TARGET, default=record(timeoutSec={"type": "integer", "minimum": 1})),
     ),
     "PodMonitor": resource(
         "monitoring.coreos.com/v1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 import typer
+import yaml
 
 from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
@@ -21,7 +23,7 @@ from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
 
-from .chart import CHART, GROUPS, VALUES, Object, containers, objects, of_kind, pods, ports_of, rendered, selects
+from .chart import CHART, GROUPS, ROOT, VALUES, Object, containers, objects, of_kind, pods, ports_of, rendered, selects
 from .crds import SCHEMAS
 
 VERSIONS = ("1.28", "1.30", "1.32", "1.34", "1.37")
@@ -73,7 +75,6 @@ def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None
     ("values", "said"),
     [
         ({"gateway": {"enabled": True}}, "name the Gateway"),
-        ({"frontDoor": {"enabled": False}, "engineDefaults": {"autoscaling": {"enabled": True}}}, "frontDoor.enabled"),
         ({"frontDoor": {"enabled": False}}, "nobody sends"),
         ({"engines": {"decode": {"sidecar": {"enabled": True}}}}, "prefillNetworks"),
     ],
@@ -205,7 +206,9 @@ def test_pods_may_do_little(values: Object) -> None:
         assert spec["securityContext"]["runAsNonRoot"], name
         assert own["readOnlyRootFilesystem"], name
         assert own["allowPrivilegeEscalation"] is False, name
-        assert own["capabilities"] == {"drop": ["ALL"]}, name
+        assert own["capabilities"]["drop"] == ["ALL"], name
+        more = own["capabilities"].get("add", [])
+        assert more == (["IPC_LOCK"] if name == "StatefulSet/tercet-decode" and "hubToken" in values else []), name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
         assert spec["enableServiceLinks"] is False, name
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
@@ -233,6 +236,83 @@ def test_secrets_are_in_no_argument(values: Object) -> None:
         assert not [secret for secret in secrets if secret in said]
         named = {each["name"] for each in container["env"]}
         assert "TERCET_SECRET" in named or container["name"] == "status"
+
+
+def test_engines_on_devices_go_where_devices_are() -> None:
+    pod = of_kind("StatefulSet", objects(VALUES["everything"]))["tercet-decode"]["spec"]["template"]["spec"]
+    (engine,) = pod["containers"]
+    assert engine["image"] == "tercet-cuda:1"
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/hca": 1}
+    assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"gpu": "h100"}, "serving")
+    assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "topology.kubernetes.io/zone"
+    assert pod["imagePullSecrets"] == [{"name": "pull"}]
+    env = {each["name"]: each for each in engine["env"]}
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    assert env["HF_HOME"]["value"].startswith("/var/cache/tercet")
+
+
+def test_helm_test_reaches_the_front_door_whoever_its_clients_are() -> None:
+    made = objects(VALUES["everything"])
+    (labels,) = (each["metadata"]["labels"] for each in made if each["kind"] == "Pod")
+    rule = of_kind("NetworkPolicy", made)["tercet-front-door"]["spec"]["ingress"][0]
+    assert any(selects(each["podSelector"]["matchLabels"], labels) for each in rule["from"] if "podSelector" in each)
+
+
+def test_a_gateway_of_istio_speaks_tls_to_the_picker() -> None:
+    made = objects(VALUES["gateway"])
+    (rule,) = of_kind("DestinationRule", made).values()
+    assert rule["spec"]["host"].split(".")[:2] == [
+        of_kind("InferencePool", made)["tercet"]["spec"]["endpointPickerRef"]["name"], "models",
+    ]  # fmt: skip
+    plain = {**VALUES["gateway"], "epp": {"tls": {"selfSigned": False}}}
+    assert not of_kind("DestinationRule", objects(plain)), "nor TLS to one that speaks none"
+
+
+# ---- it scales ---------------------------------------------------------------------------------------------------
+
+
+def metrics_of(values: Object) -> dict[str, Object]:
+    """Of each autoscaler, its metrics by name."""
+    scalers = of_kind("HorizontalPodAutoscaler", objects(values))
+    found: dict[str, Object] = {}
+    for name, scaler in scalers.items():
+        sources = [each["external"] if each["type"] == "External" else each["pods"] for each in scaler["spec"]["metrics"]]
+        found[name] = {each["metric"]["name"]: each for each in sources}
+    return found
+
+
+@pytest.mark.parametrize("values", [VALUES["gateway"], VALUES["everything"]], ids=["gateway", "everything"])
+def test_autoscalers_go_by_metrics_that_there_are(values: Object) -> None:
+    """Of whoever is there to say them: pickers, or front doors; and the adapter's rules pass them on."""
+    scalers = metrics_of(values)
+    assert scalers
+    rules = yaml.safe_load((CHART.parent / "prometheus-adapter.yaml").read_text())["rules"]
+    passed_on = {rule["seriesQuery"].partition("{")[0] for kind in ("custom", "external") for rule in rules[kind]}
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    sections = {text.splitlines()[0]: text for text in page.split("\n## ")}
+    said_by = "Of a front door" if values.get("frontDoor", {}).get("enabled", True) else "Of an endpoint picker"
+    for metrics in scalers.values():
+        assert metrics.keys() <= passed_on
+        assert all(f"`{name}`" in sections[said_by] for name in metrics)
+
+
+def test_each_groups_autoscaler_sees_the_engines_of_its_group() -> None:
+    made = objects(VALUES["everything"])
+    (monitor,) = of_kind("PodMonitor", made).values()
+    relabel = {json.dumps(each["metricRelabelings"]) for each in monitor["spec"]["podMetricsEndpoints"]}
+    ((rule,),) = (json.loads(each) for each in relabel)
+    assert (rule["sourceLabels"], rule["targetLabel"], rule["replacement"]) == (["engine"], "engine_group", "$1")
+    for name, metrics in metrics_of(VALUES["everything"]).items():
+        if name.endswith("front-door"):
+            continue
+        is_deployment = name in of_kind("Deployment", made)
+        for pod in (f"{name}-5d4f8c7b9-x2wqz", f"{name}-x-24567") if is_deployment else (f"{name}-0", f"{name}-12"):
+            # Prometheus matches whole values.
+            found = re.fullmatch(rule["regex"], pod)
+            assert found is not None
+            for each in metrics.values():
+                assert each["metric"]["selector"]["matchLabels"] == {"engine_group": found[1]}
 
 
 def test_keys_are_long_and_of_each_installation() -> None:

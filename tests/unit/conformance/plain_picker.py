@@ -244,7 +244,9 @@ class Call:
         content = body.body
         for start in range(0, len(content), 60_000) or [0]:
             last = body.end_of_stream and start + 60_000 >= len(content)
-            yield _body("response_body", content[start : start + 60_000], last and not self.has("swallows answers' ends"))
+            yield _body(
+                "response_body", content[start : start + 60_000], last and not self.has("swallows answers' ends")
+            )
 
     def on_response_trailers(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
         yield ProcessingResponse(response_trailers=TrailersResponse())
@@ -273,9 +275,7 @@ async def serving_plainly(
         if not (name == "readiness" and fault == "does not say whether it is ready"):
             await told.set(name, HealthCheckResponse.SERVING)
     address = "127.0.0.1:0"
-    port = (
-        server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
-    )
+    port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     await server.start()
     try:
         yield port

@@ -41,7 +41,21 @@ async def failed(directory: Path, port: int, *options: str) -> set[str]:
 
 async def test_print(tmp_path: Path) -> None:
     import time
+
     for fault in ("", *FAULTS):
-        t=time.time()
-        async with serving_plainly(ENDPOINTS, fault) as port, serving_plainly((), fault) as empty, serving_plainly(ENDPOINTS, fault, full=True) as full:
-            print(repr(fault), sorted(await failed(tmp_path, port, f"--empty=127.0.0.1:{empty}", f"--saturated=127.0.0.1:{full}", "--sheddable=any")), round(time.time()-t,1), flush=True)
+        t = time.time()
+        async with (
+            serving_plainly(ENDPOINTS, fault) as port,
+            serving_plainly((), fault) as empty,
+            serving_plainly(ENDPOINTS, fault, full=True) as full,
+        ):
+            print(
+                repr(fault),
+                sorted(
+                    await failed(
+                        tmp_path, port, f"--empty=127.0.0.1:{empty}", f"--saturated=127.0.0.1:{full}", "--sheddable=any"
+                    )
+                ),
+                round(time.time() - t, 1),
+                flush=True,
+            )

@@ -65,6 +65,8 @@ valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: api-k
 - {name: TERCET_CACHE, value: /var/cache/tercet}
 - {name: HF_HOME, value: /var/cache/tercet/hub}
 - {name: HOME, value: /tmp}
+# PyTorch asks for the name of who runs it, which a number need not have.
+- {name: USER, value: tercet}
 {{- with .Values.hubToken.existingSecret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.hubToken.key }}}}
@@ -81,6 +83,8 @@ valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: api-k
 - name: cache
 {{- if .Values.modelCache.existingClaim }}
   persistentVolumeClaim: {claimName: {{ .Values.modelCache.existingClaim }}}
+{{- else if .Values.modelCache.volume }}
+  {{- toYaml .Values.modelCache.volume | nindent 2 }}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.modelCache.sizeLimit }}}
 {{- end }}
