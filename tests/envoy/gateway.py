@@ -24,6 +24,14 @@ HOST = "127.0.0.1"
 READY_SECONDS = 60.0
 TIMEOUT = aiohttp.ClientTimeout(total=60)
 TERCET = (sys.executable, "-m", "tercet.cli")
+# As docs/gateway.md has it: Envoy trusts whatever certificate the picker shows, as gateways do.
+TLS_TO_PICKER = {
+    "name": "envoy.transport_sockets.tls",
+    "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        "common_tls_context": {"alpn_protocols": ["h2"]},
+    },
+}
 
 
 def envoy_binary() -> str | None:
@@ -70,7 +78,9 @@ class Gateway:
         ports = f"--port={self.picker_port}", f"--metrics-port={self.metrics_port}"
         await self.start("picker", *TERCET, "epp", *ports, "--shutdown-timeout=4", *engines, *flags)
 
-    async def start_envoy(self, fail_open: bool = True, duplex: bool = False, silence: str = "60s") -> None:
+    async def start_envoy(
+        self, fail_open: bool = True, duplex: bool = False, silence: str = "60s", tls: bool = False
+    ) -> None:
         self.write_endpoints(self.engines.values())
         config = yaml.safe_load((SHIPPED / "envoy.yaml").read_text())
         listener, (picker, engines) = config["static_resources"]["listeners"][0], config["static_resources"]["clusters"]
@@ -84,6 +94,8 @@ class Gateway:
         if duplex:
             streamed = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
             processor["processing_mode"] |= streamed
+        if tls:
+            picker["transport_socket"] = TLS_TO_PICKER
         endpoint = walk(picker, "load_assignment", "endpoints", 0, "lb_endpoints", 0, "endpoint")
         endpoint["address"]["socket_address"]["port_value"] = self.picker_port
         engines["eds_cluster_config"]["eds_config"]["path_config_source"] = {

@@ -16,6 +16,7 @@ from yarl import URL
 from tercet.cluster.ports import free_ports
 from tercet.gateway.exchange import CONTROL
 
+from ..unit.client.certificates import Authority
 from .gateway import HOST, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -125,6 +126,27 @@ async def test_the_picker_dies_and_envoy_fails_closed(world: Gateway) -> None:
         return status >= 500
 
     await until(refused)
+
+
+async def test_a_picker_with_tls_whose_certificate_is_renewed(world: Gateway) -> None:
+    """As it is behind gateways, which speak TLS to it and take any certificate."""
+    certificate, key = Authority(world.directory, "first").issue("picker")
+    for name, port in zip(("e0", "e1"), free_ports(HOST, 2), strict=True):
+        await world.start_engine(name, port)
+    await world.start_picker("--tls-cert", str(certificate), "--tls-key", str(key))
+    await world.start_envoy(fail_open=False, tls=True)
+    await world.until_ready(2)
+    assert (await world.complete())[0] == 200
+    renewed, renewed_key = Authority(world.directory, "second").issue("renewed")
+    renewed_key.replace(key)
+    renewed.replace(certificate)
+    await world.processes["envoy"].stop()
+    await world.start_envoy(fail_open=False, tls=True)
+    await world.until_ready(2)
+    assert (await world.complete())[0] == 200
+    assert "is another one, and shown from now on" in "".join(
+        file.read_text() for file in world.directory.glob("picker-*.log")
+    )
 
 
 async def test_a_picker_that_stops_costs_nothing(world: Gateway) -> None:
