@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Verdict:
     trailers: bool = False
     told_together: bool = False
     is_duplex: bool = False
+    answer_headers: list[str] = field(default_factory=list[str])
     order: list[str] = field(default_factory=list[str])
 
     @property
@@ -76,6 +77,9 @@ class Verdict:
             self.refusal_headers = _headers(refusal.headers.set_headers)
         elif kind in ("request_headers", "request_body"):
             self._note_common(getattr(reply, kind).response, of_body=kind == "request_body")
+        elif kind == "response_headers":
+            changes = reply.response_headers.response.header_mutation
+            self.answer_headers += [*_headers(changes.set_headers), *changes.remove_headers]
         elif kind == "request_trailers":
             self.trailers = True
         if DESTINATION in self.headers and DESTINATION not in before:
@@ -128,10 +132,14 @@ class EnvoySide:
         ``waits`` is what Envoy says of itself: whether it shows a body only once its headers are answered.
         """
         call = self._stub.Process()
+        stream = Stream(call, mode, waits, self.patience)
+        reader = asyncio.create_task(stream.collect())
         try:
-            yield Stream(call, mode, waits, self.patience)
+            yield stream
         finally:
             call.cancel()
+            reader.cancel()
+            await asyncio.wait({reader})
 
     async def request(
         self,
@@ -173,6 +181,18 @@ class Stream:
         self._waits = waits
         self.verdict = Verdict(is_duplex=mode == DUPLEX)
         self._began = False
+        self._replies = asyncio.Queue[Any]()
+
+    async def collect(self) -> None:
+        """Take replies as they come, to the stream's end or its failure: one that ends loses what nobody has taken."""
+        try:
+            while True:
+                reply = await self.call.read()
+                self._replies.put_nowait(reply)
+                if reply is grpc.aio.EOF:
+                    return
+        except grpc.aio.AioRpcError as error:
+            self._replies.put_nowait(error)
 
     async def send(
         self,
@@ -202,7 +222,9 @@ class Stream:
         known = {namespace: _struct(fields) for namespace, fields in said.items() if fields is not None}
         if known:
             message.metadata_context.CopyFrom(Metadata(filter_metadata=known))
-        await self.call.write(message)
+        # A picker may refuse before it has seen all; Envoy sends no more then, and what was said is read.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self.call.write(message)
 
     async def send_headers(
         self,
@@ -256,34 +278,38 @@ class Stream:
 
     async def read(self) -> str:
         """The next reply's kind; empty at the stream's end."""
-        async with asyncio.timeout(self._patience):
-            reply = await self.call.read()
+        reply = await self._next(self._patience)
         return "" if reply is grpc.aio.EOF else self.verdict.note(reply)
 
     async def reply(self) -> ProcessingResponse:
         """The next reply itself."""
-        async with asyncio.timeout(self._patience):
-            found = await self.call.read()
+        found = await self._next(self._patience)
         assert found is not grpc.aio.EOF, "the stream has ended"
         return found
 
     async def silent(self, seconds: float = 0.2) -> bool:
-        """Whether nothing comes for a while; a stream cannot be read after that."""
+        """Whether nothing comes for a while."""
         try:
-            async with asyncio.timeout(seconds):
-                await self.call.read()
+            await self._next(seconds)
         except TimeoutError:
             return True
         return False
+
+    async def _next(self, seconds: float) -> Any:
+        async with asyncio.timeout(seconds):
+            found = await self._replies.get()
+        if isinstance(found, grpc.aio.AioRpcError):
+            raise found
+        return found
 
     async def until_it_goes_on(self, has_body: bool = True, trailers: bool = False) -> Verdict:
         """Read until Envoy has what it needs to go on to the engine, or to refuse."""
         verdict = self.verdict
         while not verdict.status:
-            if self.mode == DUPLEX and has_body:
-                whole = verdict.trailers if trailers else verdict.ended
+            if not (self.mode == DUPLEX and has_body):
+                whole = "request_headers" in verdict.order
             else:
-                whole = verdict.metadata is not None
+                whole = verdict.trailers if trailers else verdict.ended
             if whole:
                 break
             assert await self.read(), f"the stream has ended after {verdict.order}"

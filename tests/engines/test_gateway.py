@@ -39,14 +39,20 @@ async def asked(
     return choices, next((each["tercet"] for each in said if "tercet" in each), {})
 
 
-@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "streamed chat"])
-async def test_answers_are_the_same_and_the_prefill_engine_is_used(fleet: Fleet, tmp_path: Path, body: Any) -> None:
+@pytest.mark.parametrize(
+    ("body", "duplex"),
+    [(COMPLETION, False), (CHAT, True)],
+    ids=["a completion, whose body is buffered", "a streamed chat, in full duplex"],
+)
+async def test_answers_are_the_same_and_the_prefill_engine_is_used(
+    fleet: Fleet, tmp_path: Path, body: Any, duplex: bool
+) -> None:
     places = {name: fleet.places[name].url for name in ("prefill-0", "decode-0")}
     made: Gateway
     async with gateway(tmp_path) as made, aiohttp.ClientSession() as session:
         made.engines = {name: int(url.rsplit(":", 1)[1]) for name, url in places.items()}
         await made.start_picker(roles={"prefill-0": "prefill", "decode-0": "decode"})
-        await made.start_envoy()
+        await made.start_envoy(duplex=duplex)
         await made.until_ready(len(places))
         choices, trace = await asked(session, f"http://127.0.0.1:{made.port}", body, "behind Envoy")
         direct, nothing = await asked(session, places["decode-0"], body, "direct")

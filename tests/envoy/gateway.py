@@ -25,6 +25,25 @@ READY_SECONDS = 60.0
 TIMEOUT = aiohttp.ClientTimeout(total=60)
 TERCET = (sys.executable, "-m", "tercet.cli")
 # As docs/gateway.md has it: Envoy trusts whatever certificate the picker shows, as gateways do.
+CANDIDATES = "x-test-candidates"
+"""A header of requests that a filter before the picker makes candidates of, where a test wants one."""
+CANDIDATES_FILTER = {
+    "name": "envoy.filters.http.header_to_metadata",
+    "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.header_to_metadata.v3.Config",
+        "request_rules": [
+            {
+                "header": CANDIDATES,
+                "on_header_present": {
+                    "metadata_namespace": "envoy.lb.subset_hint",
+                    "key": "x-gateway-destination-endpoint-subset",
+                    "type": "STRING",
+                },
+                "remove": True,
+            }
+        ],
+    },
+}
 TLS_TO_PICKER = {
     "name": "envoy.transport_sockets.tls",
     "typed_config": {
@@ -79,7 +98,12 @@ class Gateway:
         await self.start("picker", *TERCET, "epp", *ports, "--shutdown-timeout=4", *engines, *flags)
 
     async def start_envoy(
-        self, fail_open: bool = True, duplex: bool = False, silence: str = "60s", tls: bool = False
+        self,
+        fail_open: bool = True,
+        duplex: bool = False,
+        silence: str = "60s",
+        tls: bool = False,
+        candidates: bool = False,
     ) -> None:
         self.write_endpoints(self.engines.values())
         config = yaml.safe_load((SHIPPED / "envoy.yaml").read_text())
@@ -94,6 +118,8 @@ class Gateway:
         if duplex:
             streamed = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
             processor["processing_mode"] |= streamed
+        if candidates:
+            manager["http_filters"].insert(0, CANDIDATES_FILTER)
         if tls:
             picker["transport_socket"] = TLS_TO_PICKER
         endpoint = walk(picker, "load_assignment", "endpoints", 0, "lb_endpoints", 0, "endpoint")
@@ -195,6 +221,13 @@ class Gateway:
         async with aiohttp.request("GET", url, timeout=TIMEOUT) as answer:
             lines = (await answer.text()).splitlines()
         return float(next(line for line in lines if line.startswith("vllm:num_requests_running")).rsplit(" ", 1)[1])
+
+    async def served_by(self, name: str) -> int:
+        """How many requests Envoy has sent to an engine."""
+        async with aiohttp.request("GET", f"http://{HOST}:{self.admin}/clusters", timeout=TIMEOUT) as answer:
+            lines = (await answer.text()).splitlines()
+        counted = f"engines::{HOST}:{self.engines[name]}::rq_total::"
+        return next(int(line.removeprefix(counted)) for line in lines if line.startswith(counted))
 
     async def who_runs(self) -> str:
         """The one engine that runs something, once one does."""

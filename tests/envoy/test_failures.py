@@ -17,7 +17,7 @@ from tercet.cluster.ports import free_ports
 from tercet.gateway.exchange import CONTROL
 
 from ..unit.client.certificates import Authority
-from .gateway import HOST, Gateway
+from .gateway import CANDIDATES, HOST, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -86,6 +86,27 @@ async def test_without_an_engine_the_answer_is_503(world: Gateway) -> None:
     await world.until_picked_among(0)
     status, answer = await world.complete()
     assert (status, answer["error"]["code"]) == (503, "engine_unreachable")
+
+
+@pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "full-duplex"])
+async def test_candidates_that_another_filter_names(world: Gateway, duplex: bool) -> None:
+    """As gateways with subsets do: those serve and nobody else, and with none of the pool it is 503."""
+    await start(world, duplex=duplex, candidates=True)
+    addresses = {name: f"{HOST}:{port}" for name, port in world.engines.items()}
+
+    async def asked(candidates: str) -> int:
+        return (await world.complete(headers={CANDIDATES: candidates}))[0]
+
+    for name, address in addresses.items():
+        before = {each: await world.served_by(each) for each in addresses}
+        for _ in range(3):
+            assert await asked(address) == 200
+            assert await asked(f"192.0.2.1:1, {address}") == 200
+        for each in addresses:
+            assert await world.served_by(each) - before[each] == (6 if each == name else 0)
+    for nobody in ("192.0.2.1:1", ","):
+        assert await asked(nobody) == 503
+    assert (await world.complete())[0] == 200, "who names none may have all"
 
 
 @pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "full-duplex"])

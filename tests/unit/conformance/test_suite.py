@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
+import grpc
 import pytest
 
-from .faults import EXPECTED, Fault
-from .plain_picker import FAULTS, serving_plainly
+from ..client.certificates import Authority
+from .faults import FAULTS, WIDE_FAULTS
+from .plain_picker import serving_plainly
 
-ROOT = Path(__file__).resolve().parents[3]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+SUITE = Path(__file__).resolve().parents[2] / "conformance"
 ENDPOINTS = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+# The suite as somebody has it who has installed it, and no Tercet.
+INSTALLED = "import sys; sys.modules['tercet'] = None; from picker_suite.run import main; sys.exit(main())"
 
 
-async def failed(directory: Path, port: int, *options: str) -> set[str]:
-    """The tests of the suite that fail, by their functions' names."""
-    report = directory / "report.xml"
-    target = "--target", f"127.0.0.1:{port}", "--endpoints", ",".join(ENDPOINTS), "--patience", "2"
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder in which the suite is a package, and nothing else of this repository is."""
+    (tmp_path / "picker_suite").symlink_to(SUITE)
+    return tmp_path
+
+
+async def run(where: Path, *options: str) -> tuple[int, str]:
+    """The exit code, and what is said."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.conformance.run", "-q", f"--junitxml={report}", *target, *options,
-        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        sys.executable, "-c", INSTALLED, *options, cwd=where,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
         said, _ = await process.communicate()
@@ -30,32 +42,87 @@ async def failed(directory: Path, port: int, *options: str) -> set[str]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode in (0, 1), said.decode()
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    assert len(cases) > 200
-    bad = {each.attrib["name"].partition("[")[0] for each in cases if each.find("failure") is not None}
-    assert not [each for each in cases if each.find("error") is not None], said.decode()
-    assert bool(bad) == (process.returncode == 1)
-    return bad
+    assert process.returncode is not None
+    return process.returncode, said.decode()
 
 
-async def test_print(tmp_path: Path) -> None:
-    import time
+async def outcomes(where: Path, *options: str) -> tuple[dict[str, list[str]], str]:
+    """What became of each test's cases, by its function's name: passed, failure, error, skipped; and what is said."""
+    report = where / "report.xml"
+    code, said = await run(where, "-q", f"--junitxml={report}", *options)
+    assert code in (0, 1), said
+    found: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = [each.tag for each in case if each.tag in ("failure", "error", "skipped")]
+        found.setdefault(case.attrib["name"].partition("[")[0], []).append(kinds[0] if kinds else "passed")
+    return found, said
 
-    for fault in ("", *FAULTS):
-        t = time.time()
-        async with (
-            serving_plainly(ENDPOINTS, fault) as port,
-            serving_plainly((), fault) as empty,
-            serving_plainly(ENDPOINTS, fault, full=True) as full,
-        ):
-            print(
-                repr(fault),
-                sorted(
-                    await failed(
-                        tmp_path, port, f"--empty=127.0.0.1:{empty}", f"--saturated=127.0.0.1:{full}", "--sheddable=any"
-                    )
-                ),
-                round(time.time() - t, 1),
-                flush=True,
-            )
+
+@asynccontextmanager
+async def pickers(fault: str = "") -> AsyncGenerator[Sequence[str]]:
+    """One with endpoints, one without, and one whose endpoints are full, as options of the suite."""
+    async with (
+        serving_plainly(ENDPOINTS, fault) as port,
+        serving_plainly((), fault) as empty,
+        serving_plainly(ENDPOINTS, fault, full=True) as full,
+    ):
+        more = f"--empty=127.0.0.1:{empty}", f"--saturated=127.0.0.1:{full}", "--sheddable=batch"
+        yield target(port, *more)
+
+
+def target(port: int, *options: str) -> Sequence[str]:
+    return f"--target=127.0.0.1:{port}", f"--endpoints={','.join(ENDPOINTS)}", *options
+
+
+async def test_a_picker_that_keeps_the_protocol_passes(installed: Path) -> None:
+    async with pickers() as options:
+        found, said = await outcomes(installed, *options)
+    assert {kind for kinds in found.values() for kind in kinds} == {"passed"}, said
+    assert sum(len(kinds) for kinds in found.values()) > 200
+
+
+@pytest.mark.parametrize(("fault", "cases"), FAULTS.items(), ids=list(FAULTS))
+async def test_what_is_done_wrong_fails_the_cases_that_are_about_it(
+    installed: Path, fault: str, cases: set[str]
+) -> None:
+    async with pickers(fault) as options:
+        found, said = await outcomes(installed, *options, "--patience=5")
+    assert {name for name, kinds in found.items() if "failure" in kinds} == cases, said
+    assert not [name for name, kinds in found.items() if "error" in kinds], said
+
+
+@pytest.mark.parametrize(("fault", "cases"), WIDE_FAULTS.items(), ids=list(WIDE_FAULTS))
+async def test_what_is_done_wrong_with_every_request_fails(installed: Path, fault: str, cases: set[str]) -> None:
+    async with pickers(fault) as options:
+        found, said = await outcomes(installed, *options, "--patience=5", "-k", " or ".join(cases))
+    assert {name for name, kinds in found.items() if "failure" in kinds} >= cases, said
+
+
+async def test_a_picker_that_speaks_tls_and_serves_its_health_elsewhere(installed: Path) -> None:
+    certificate, key = Authority(installed, "nobody-knows-it").issue("picker")
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    async with (
+        serving_plainly(ENDPOINTS, "does not say whether it is ready", credentials=credentials) as port,
+        serving_plainly(ENDPOINTS) as health,
+    ):
+        found, said = await outcomes(installed, *target(port, "--tls", f"--health=127.0.0.1:{health}"))
+    skipped = {name for name, kinds in found.items() if set(kinds) == {"skipped"}}
+    assert skipped == {
+        "test_without_a_ready_endpoint_the_answer_is_503",
+        "test_what_may_be_dropped_gets_429_while_the_pool_is_full",
+    }
+    assert {kind for kinds in found.values() for kind in kinds} == {"passed", "skipped"}, said
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ((), "--target: name the endpoint picker"),
+        (("--target=127.0.0.1:1",), "--endpoints: name all endpoints"),
+        (("--target=127.0.0.1:1", "--endpoints=10.0.0.1:8000"), "--endpoints: name all endpoints"),
+        (target(1, "--saturated=127.0.0.1:2"), "--sheddable: name the objective"),
+    ],
+)
+async def test_what_is_lacking_is_named(installed: Path, options: Sequence[str], complaint: str) -> None:
+    code, said = await run(installed, *options)
+    assert (code, complaint in said) == (pytest.ExitCode.USAGE_ERROR, True), said
