@@ -1,4 +1,4 @@
-"""The picker under test: the one at ``--target``, or in Tercet's repository ``tercet epp`` over engines in name only."""
+"""The picker under test: that at ``--target``, or in Tercet's repository ``tercet epp`` over engines in name only."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ class Way:
 
     @property
     def model(self) -> str:
-        return str(self.config.getoption("--model", "m"))
+        return self.told("--model") or "m"
 
     def envoy(self, channel: grpc.aio.Channel) -> EnvoySide:
-        return EnvoySide(channel, float(self.config.getoption("--patience", 10.0)))
+        return EnvoySide(channel, float(self.told("--patience") or 10.0))
 
 
 @pytest_asyncio.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves(target: Target) -> None:
     ],
     ids=["empty", "body first", "headers twice"],
 )
-async def test_messages_that_no_proxy_sends(target: Target, parts: list[dict[str, object]]) -> None:
+async def test_messages_that_no_proxy_sends(target: Target, parts: list[dict[str, Any]]) -> None:
     """An error of the stream, or a refusal; never endpoints, and never silence with the stream held open."""
     async with target.envoy.stream(DUPLEX) as stream:
         for part in parts:

@@ -1,7 +1,8 @@
 """Schemas of the custom resources that the chart makes, as far as their definitions go that it uses.
 
 Written from the API references of Gateway API v1, of its inference extension (InferencePool v1, InferenceObjective
-v1alpha2), of the Prometheus operator, of Istio and of GKE. Unknown fields are refused, as an API server would drop them without a word.
+v1alpha2), of the Prometheus operator, of Istio and of GKE. Unknown fields are refused, as an API server would drop them
+without a word.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PATH_MATCH = record(type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
 BACKEND = record(("name",), group=TEXT, kind=TEXT, name=NAME, namespace=NAME, port=PORT, weight={"type": "integer"})
 PARENT = record(("name",), group=TEXT, kind=TEXT, name=NAME, namespace=NAME, sectionName=NAME, port=PORT)
 TARGET = record(("group", "kind", "name"), group=TEXT, kind=TEXT, name=NAME)
+TLS = record(("mode",), mode={"enum": ["SIMPLE"]}, insecureSkipVerify={"type": "boolean"})
 RELABEL = record(
     sourceLabels={"type": "array", "items": TEXT}, regex=TEXT, targetLabel=TEXT, replacement=TEXT, action=TEXT
 )
@@ -81,8 +83,7 @@ SCHEMAS: Mapping[str, dict[str, Any]] = {
         "networking.istio.io/v1",
         "DestinationRule",
         record(
-            ("host", "trafficPolicy"), host=NAME,
-            trafficPolicy=record(tls=record(("mode",), mode={"enum": ["SIMPLE"]}, insecureSkipVerify={"type": "boolean"})),
+            ("host", "trafficPolicy"), host=NAME, trafficPolicy=record(tls=TLS),
         ),
     ),
     "HealthCheckPolicy": resource(

@@ -277,7 +277,7 @@ def metrics_of(values: Object) -> dict[str, Object]:
     scalers = of_kind("HorizontalPodAutoscaler", objects(values))
     found: dict[str, Object] = {}
     for name, scaler in scalers.items():
-        sources = [each["external"] if each["type"] == "External" else each["pods"] for each in scaler["spec"]["metrics"]]
+        sources = [each["external" if each["type"] == "External" else "pods"] for each in scaler["spec"]["metrics"]]
         found[name] = {each["metric"]["name"]: each for each in sources}
     return found
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import msgspec
 
@@ -267,4 +266,6 @@ def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | lis
     if key not in fields:
         return None
     value = fields[key]
-    return [each.string_value for each in value.list_value.values] if value.HasField("list_value") else value.string_value
+    if value.HasField("list_value"):
+        return [each.string_value for each in value.list_value.values]
+    return value.string_value

@@ -31,7 +31,8 @@ class ServedCertificate:
 
     def credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server's port."""
-        return grpc.dynamic_ssl_server_credentials(self._first, self.renewed, False)
+        # Of None gRPC's types know nothing; it stands for what was shown before.
+        return grpc.dynamic_ssl_server_credentials(self._first, self.renewed, False)  # pyright: ignore[reportArgumentType]
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """What is to be shown from now on; None if that is what was shown before."""

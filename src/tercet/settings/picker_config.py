@@ -107,7 +107,10 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("How long it goes on picking, not ready, when it is told to stop.", unit="seconds"),
     ] = msgspec.field(default=5.0, name="shutdown-timeout")
-    tls_cert: Annotated[str | None, Setting("Its certificate (PEM), read anew when the file is another one.", metavar="FILE", default="none: no TLS")] = None
+    tls_cert: Annotated[
+        str | None,
+        Setting("Its certificate (PEM), read anew when it is replaced.", metavar="FILE", default="none: no TLS"),
+    ] = None
     tls_key: Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")] = None
     pool: Annotated[str, Setting("What its metrics call the pool.")] = "tercet"
     secret: EngineSecret = ""

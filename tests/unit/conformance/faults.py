@@ -8,10 +8,7 @@ FAULTS: Mapping[str, set[str]] = {
     "answers a second end": {"test_a_second_end_is_ignored"},
     "answers headers before the body's end": {
         "test_messages_that_no_proxy_sends",
-        "test_no_candidate_is_503",
         "test_nothing_goes_on_before_the_bodys_end",
-        "test_what_may_be_dropped_gets_429_while_the_pool_is_full",
-        "test_without_a_ready_endpoint_the_answer_is_503",
     },
     "answers who only watches": {"test_who_only_watches_gets_no_answers"},
     "believes clients": {"test_a_client_does_not_choose_for_itself"},

@@ -7,8 +7,8 @@ from typing import cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tercet.fleet import EngineFleet, Member
-from tercet.protocol import Engine, EngineLoad
 from tercet.fleet.engine_gauges import EngineCollector
+from tercet.protocol import Engine, EngineLoad
 
 
 def test_each_engine_that_has_reported_has_its_load_and_the_reports_age() -> None:
