@@ -41,7 +41,8 @@ RELABEL = record(
 )
 SCRAPE = record(
     port=TEXT, path=TEXT, interval=DURATION, scheme={"enum": ["http", "https"]},
-    tlsConfig=record(insecureSkipVerify={"type": "boolean"}), metricRelabelings={"type": "array", "items": RELABEL},
+    tlsConfig=record(insecureSkipVerify={"type": "boolean"}), relabelings={"type": "array", "items": RELABEL},
+    metricRelabelings={"type": "array", "items": RELABEL},
 )  # fmt: skip
 
 SCHEMAS: Mapping[str, dict[str, Any]] = {

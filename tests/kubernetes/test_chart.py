@@ -297,10 +297,21 @@ def test_autoscalers_go_by_metrics_that_there_are(values: Object) -> None:
         assert all(f"`{name}`" in sections[said_by] for name in metrics)
 
 
+def test_sidecars_say_their_own_metrics_where_there_are_some() -> None:
+    def scraped(values: Object) -> list[Object]:
+        (monitor,) = of_kind("PodMonitor", objects(values)).values()
+        return [each for each in monitor["spec"]["podMetricsEndpoints"] if each["path"] == "/sidecar/metrics"]
+
+    (found,) = scraped(VALUES["everything"])
+    assert found["relabelings"][0]["regex"] == "sidecar", "or engines without one would be asked for them"
+    assert not scraped({"podMonitor": {"enabled": True}})
+
+
 def test_each_groups_autoscaler_sees_the_engines_of_its_group() -> None:
     made = objects(VALUES["everything"])
     (monitor,) = of_kind("PodMonitor", made).values()
-    relabel = {json.dumps(each["metricRelabelings"]) for each in monitor["spec"]["podMetricsEndpoints"]}
+    scraped = [each for each in monitor["spec"]["podMetricsEndpoints"] if each["path"] == "/metrics"]
+    relabel = {json.dumps(each["metricRelabelings"]) for each in scraped}
     ((rule,),) = (json.loads(each) for each in relabel)
     assert (rule["sourceLabels"], rule["targetLabel"], rule["replacement"]) == (["engine"], "engine_group", "$1")
     for name, metrics in metrics_of(VALUES["everything"]).items():
