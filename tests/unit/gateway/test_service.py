@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc.aio
@@ -18,7 +19,7 @@ from msgspec import structs
 
 from tercet.cluster.ports import free_ports
 from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.exchange import Exchange
+from tercet.gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
 from tercet.gateway.protos import (
     HealthCheckRequest,
     HealthCheckResponse,
@@ -103,6 +104,26 @@ async def test_others_are_picked_for_between_the_pieces_of_a_long_body() -> None
         await beside
         assert any(when < 0 for when in during), "while it came"
         assert any(0 < when < pieces * len(piece) for when in during), "while it was given back"
+
+
+@pytest.mark.parametrize(
+    ("value", "candidates"),
+    [
+        ("a:1, b:2", ["a:1", "b:2"]),
+        (["a:1,b:2", " c:3 "], ["a:1", "b:2", "c:3"]),
+        (["a:1", 7.0, None], ["a:1"]),
+        (7.0, []),
+        (None, []),
+        ({"a": "b"}, []),
+        ([], []),
+    ],
+)
+def test_candidates_that_are_not_understood_are_none_at_all(value: Any, candidates: list[str]) -> None:
+    """Who limits a request must not be passed over: it is refused, rather than sent anywhere."""
+    message = ProcessingRequest()
+    message.metadata_context.filter_metadata[SUBSET_METADATA][SUBSET] = value
+    assert candidates_of(message) == candidates
+    assert candidates_of(ProcessingRequest()) is None
 
 
 async def test_what_is_dropped_says_why() -> None:
