@@ -12,7 +12,15 @@ from msgspec import Meta
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
-from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import (
+    EngineSecret,
+    EngineTLS,
+    LeastLogged,
+    LogLines,
+    TLSCertificate,
+    TLSKey,
+    require_pair,
+)
 from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, Port, engine_fields, require_unlike
 
 FLOW = "Flow control"
@@ -107,11 +115,8 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("How long it goes on picking, not ready, when it is told to stop.", unit="seconds"),
     ] = msgspec.field(default=5.0, name="shutdown-timeout")
-    tls_cert: Annotated[
-        str | None,
-        Setting("Its certificate (PEM), read anew when it is replaced.", metavar="FILE", default="none: no TLS"),
-    ] = None
-    tls_key: Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")] = None
+    tls_cert: TLSCertificate = None
+    tls_key: TLSKey = None
     pool: Annotated[str, Setting("What its metrics call the pool.")] = "tercet"
     secret: EngineSecret = ""
     engine_tls: EngineTLS = EngineTLS()
@@ -132,5 +137,4 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
                 raise BadRequest(
                     f"objectives: the priority of {name} is {priority!r}, not a whole number", "objectives"
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise BadRequest("tls-key: a certificate and its key go together", "tls-key")
+        require_pair(self.tls_cert, self.tls_key)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from tercet.protocol import BadRequest
 from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings
 from tercet.settings.log_lines import LogFormat, LogLevel
 
@@ -13,7 +14,17 @@ EngineSecret = Annotated[
     str, Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
 ]
 LeastLogged = Annotated[LogLevel, Setting("Of its log.")]
+TLSCertificate = Annotated[
+    str | None, Setting("Its certificate (PEM), read anew when it is replaced.", metavar="FILE", default="none: no TLS")
+]
+TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")]
 LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")]
+
+
+def require_pair(certificate: str | None, key: str | None) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` where there is one of the two."""
+    if (certificate is None) != (key is None):
+        raise BadRequest("tls-key: a certificate and its key go together", "tls-key")
 
 
 class EngineTLS(Settings, frozen=True):

@@ -16,7 +16,15 @@ from tercet.settings.prefill_settings import (
     PrefillStuckAfter,
     PrefillTimeout,
 )
-from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import (
+    EngineSecret,
+    EngineTLS,
+    LeastLogged,
+    LogLines,
+    TLSCertificate,
+    TLSKey,
+    require_pair,
+)
 from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
 from tercet.settings.urls import require_engine_url
 
@@ -49,6 +57,8 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
     ] = MAX_REQUEST_BYTES
+    tls_cert: TLSCertificate = None
+    tls_key: TLSKey = None
     secret: EngineSecret = ""
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
@@ -57,6 +67,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_engine_url(self.engine, "engine")
+        require_pair(self.tls_cert, self.tls_key)
         self.allowed_prefillers()
 
     def allowed_prefillers(self) -> AllowedPrefillers:

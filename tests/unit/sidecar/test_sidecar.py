@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tercet.client import HttpEngine
+from tercet.client import HttpEngine, engine_tls
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.gateway.sidecar.prefill_legs import NixlLeg
 from tercet.gateway.sidecar.server import SidecarServer, sidecar
@@ -23,6 +24,7 @@ from tercet.settings import SidecarConfig
 from tercet.sim import EngineOptions, SimEngine
 from tercet.sim.sim_server import serving
 
+from ..client.certificates import Authority
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
 
 PARAMS = {
@@ -421,6 +423,37 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
             answer.close()
         async with asyncio.timeout(10):
             await left.wait()
+
+
+async def test_clients_that_speak_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    certificate, key = first.issue("sidecar")
+    async with house(tls_cert=str(certificate), tls_key=str(key)) as found:
+        url = found.url.replace("http:", "https:") + "/v1/chat/completions"
+
+        async def served(trusted: Authority) -> bool:
+            """By a client that trusts only this authority, over a connection of its own."""
+            tls = engine_tls(str(trusted.file), None, None)
+            try:
+                async with aiohttp.request(
+                    "POST", url, json=CHAT, connector=aiohttp.TCPConnector(ssl=tls or True)
+                ) as answer:
+                    return (await answer.text()).endswith("data: [DONE]\n\n")
+            except aiohttp.ClientSSLError:
+                return False
+
+        assert (await served(first), await served(second)) == (True, False)
+        renewed, renewed_key = second.issue("renewed")
+        renewed_key.replace(key)
+        assert await served(first), "half of a pair is no pair"
+        renewed.replace(certificate)
+        assert (await served(first), await served(second)) == (False, True)
+        with pytest.raises(aiohttp.ClientError):
+            await found.ask()
+    halves: list[dict[str, Any]] = [{"tls_cert": str(certificate)}, {"tls_key": str(key)}]
+    for half in halves:
+        with pytest.raises(BadRequest, match="go together"):
+            SidecarConfig(engine="http://127.0.0.1:1", **half)
 
 
 async def test_verbs_are_for_those_who_know_the_secret() -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
@@ -19,6 +20,7 @@ from tercet.client import HttpEngine, engine_tls, prefill_metrics
 from tercet.client.http_engine import KEEPALIVE_SECONDS
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
+from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
 from tercet.protocol import BadRequest, ShuttingDown
@@ -102,7 +104,7 @@ async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> 
 async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     """Serve while entered.
 
-    Raises :class:`~tercet.protocol.BadRequest` for one that is taken.
+    Raises :class:`~tercet.protocol.BadRequest` for a port that is taken, and a certificate that cannot be used.
     """
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=tls or True)
@@ -118,12 +120,19 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
+            await web.TCPSite(runner, config.host, config.port, ssl_context=_shown(config)).start()
         except OSError as error:
             raise BadRequest(
                 f"port: nothing can listen on {config.host}:{config.port}: {error.strerror}", "port"
             ) from error
         yield SidecarServer(int(runner.addresses[0][1]), proxy, runner, leg)
+
+
+def _shown(config: SidecarConfig) -> SSLContext | None:
+    """What clients are shown, where they speak TLS."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()
 
 
 @asynccontextmanager
