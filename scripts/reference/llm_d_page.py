@@ -9,7 +9,7 @@ from tercet.scheduling.llm_d_plugins import PARAMETERS, PASSED_OVER, READ, REFUS
 HEAD = """# Plugins of llm-d
 
 A scheduling file whose `apiVersion` is llm-d's or the Gateway API Inference Extension's is read as it is
-([gateway.md](../gateway.md#from-llm-d)). Of each type of plugin there is one line here: it is *read* (with what differs, if anything
+([how](../howto/llm-d.md)). Of each type of plugin there is one line here: it is *read* (with what differs, if anything
 does), *passed over* (nothing of it changes which engine is picked, or what does is said here; the log says it too), or *refused*,
 since picks would not be those that the file asks for.
 """

@@ -12,8 +12,9 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     """Run the suite; what it returns is pytest's exit code."""
-    own = ["--rootdir", str(HERE), "--import-mode=importlib", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
-    return int(pytest.main([*own, str(HERE), *sys.argv[1:]]))
+    own = ["--rootdir", str(HERE), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    loops = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
+    return int(pytest.main([*own, *loops, str(HERE), *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 READY_SECONDS = 60.0
 TIMEOUT = aiohttp.ClientTimeout(total=60)
 TERCET = (sys.executable, "-m", "tercet.cli")
-# As docs/gateway.md has it: Envoy trusts whatever certificate the picker shows, as gateways do.
+# As docs/envoy.md has it: Envoy trusts whatever certificate the picker shows, as gateways do.
 CANDIDATES = "x-test-candidates"
 """A header of requests that a filter before the picker makes candidates of, where a test wants one."""
 CANDIDATES_FILTER = {

@@ -122,7 +122,7 @@ async def test_the_picker_dies_and_envoy_fails_open(world: Gateway, duplex: bool
     async def all_served() -> bool:
         answers = await asyncio.gather(*(world.complete(f"{n}" * 300) for n in range(20)))
         found = {status for status, _ in answers}
-        assert found <= ({200, 500} if duplex else {200})  # as Envoy is: see docs/gateway.md
+        assert found <= ({200, 500} if duplex else {200})  # as Envoy is: see docs/envoy.md
         return found == {200}
 
     await until(all_served)

@@ -34,7 +34,10 @@ FAULTS: Mapping[str, set[str]] = {
     },
     "sends large pieces": {"test_a_body_comes_through_in_full_duplex"},
     "swallows answers' ends": {"test_an_answer_that_is_shown_after_all_is_left_as_it_is"},
-    "takes bad bodies for its own fault": {"test_a_body_that_is_no_request_is_the_clients_fault"},
+    "takes bad bodies for its own fault": {
+        "test_a_body_that_is_no_request_is_the_clients_fault",
+        "test_trailers_and_no_body",
+    },
     "takes candidates as text only": {"test_no_candidate_is_503", "test_one_candidate", "test_some_candidates"},
     "takes no candidates for all": {"test_no_candidate_is_503"},
     "writes on answers": {"test_the_answers_headers_are_left_alone"},
