@@ -136,8 +136,9 @@ async def test_the_picker_dies_and_envoy_fails_open(world: Gateway, duplex: bool
     await until(picks)
 
 
-async def test_the_picker_dies_and_envoy_fails_closed(world: Gateway) -> None:
-    await start(world, fail_open=False)
+@pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "full-duplex"])
+async def test_the_picker_dies_and_envoy_fails_closed(world: Gateway, duplex: bool) -> None:
+    await start(world, fail_open=False, duplex=duplex)
     assert (await world.complete())[0] == 200
     world.signal("picker", signal.SIGKILL)
 

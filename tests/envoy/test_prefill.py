@@ -18,13 +18,13 @@ TRACED = {"x-tercet-trace": "true"}
 LONG = "word " * 400
 
 
-async def start(world: Gateway, prefill_hosts: str) -> str:
+async def start(world: Gateway, prefill_hosts: str, duplex: bool = False) -> str:
     """A fleet whose decode engines may ask those of ``prefill_hosts``; the address of the one that prefills."""
     ports = dict(zip(ROLES, free_ports(HOST, len(ROLES)), strict=True))
     for name, port in ports.items():
         await world.start_engine(name, port, flags=("--prefill-hosts", prefill_hosts))
     await world.start_picker(roles=ROLES)
-    await world.start_envoy()
+    await world.start_envoy(duplex=duplex)
     await world.until_ready(len(ROLES))
     return f"{HOST}:{ports['p']}"
 
@@ -35,8 +35,9 @@ async def trace_of(world: Gateway, number: int, **more: Any) -> dict[str, Any]:
     return answer["tercet"]
 
 
-async def test_the_picked_engine_prefills(world: Gateway) -> None:
-    prefill = await start(world, f"{HOST}:*")
+@pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "full-duplex"])
+async def test_the_picked_engine_prefills(world: Gateway, duplex: bool) -> None:
+    prefill = await start(world, f"{HOST}:*", duplex)
     trace = await trace_of(world, 1)
     sent = next(event for event in trace["events"] if event["verb"] == "remote_send")
     assert (trace["program"], sent["engine"]) == ("disaggregated", prefill)

@@ -194,14 +194,6 @@ def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Roo
     return RoomByUtilization(fleet, load, told or given)
 
 
-def _is_named(address: str, among: Collection[str]) -> bool:
-    """Whether an address is among them; one without a port stands for every port of it."""
-    if address in among:
-        return True
-    host = address.rpartition(":")[0]
-    return host in among or host.strip("[]") in among
-
-
 def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:
     body, limit = call.body, call.max_tokens
     return Request(
@@ -222,3 +214,11 @@ def address_of(url: str) -> str:
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return host_and_port(host, port)
+
+
+def _is_named(address: str, among: Collection[str]) -> bool:
+    """Whether an address is among them; one without a port stands for every port of it."""
+    if address in among:
+        return True
+    host = address.rpartition(":")[0]
+    return host in among or host.strip("[]") in among
