@@ -85,7 +85,7 @@ charts: setup ## the Helm chart and the images' files, without a cluster
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/kubernetes.txt
 	$(BIN)/pytest $(STUCK)=600 tests/kubernetes
 
-LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps sidecar plain_vllm
+LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps sidecar plain_vllm second_model_runner
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
 

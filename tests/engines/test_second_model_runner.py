@@ -19,6 +19,7 @@ from tercet.client import HttpEngine
 from tercet.protocol import Request
 
 from .conftest import settled
+from .long_runs import FULL
 from .unlike import engines_with
 
 pytest.importorskip("triton", reason="its kernels are Triton's")
@@ -62,7 +63,10 @@ async def alone(url: str, prompt: tuple[int, ...], **params: Any) -> list[int]:
         return [token async for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, 300])
+LENGTHS = (1, 16, 17, 300) if FULL else (17,)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 async def test_tokens_are_those_of_one_engine(urls: dict[str, str], length: int) -> None:
     """Within a block, at its end, behind it, and in several steps."""
     prompt = prompt_of(length)
@@ -89,10 +93,10 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", HOW.values(), ids=HOW)
-async def test_sequences_go_on_elsewhere_as_if_they_had_stayed(urls: dict[str, str], params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", HOW if FULL else ["seeded penalties"])
+async def test_sequences_go_on_elsewhere_as_if_they_had_stayed(urls: dict[str, str], how: str) -> None:
     """With the output so far: the scheduler gives it to this runner, where the first one needs a hook."""
-    prompt, salt = prompt_of(60), uuid.uuid4().hex
+    params, prompt, salt = HOW[how], prompt_of(60), uuid.uuid4().hex
     expected = await alone(urls["source"], prompt, **params)
     first = tuple(expected[:7])
     async with HttpEngine("s", urls["source"]) as sender, HttpEngine("t", urls["target"]) as receiver:
