@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,25 @@ class Played:
         self.answer: Handler = self.prefilled
         self.params: Any = PARAMS
         self.address = ""
+        self.health: Handler = self.well
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         if http.path == "/health":
-            return web.Response()
+            return await self.health(http)
         body = await http.read()
         self.bodies.append(
             msgspec.json.decode(body) if http.content_type == "application/json" else {"size": len(body)}
         )
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
         return await self.answer(http)
+
+    async def well(self, http: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    async def gone(self, http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.abort()
+        return web.Response()
 
     async def prefilled(self, http: web.Request) -> web.StreamResponse:
         return web.json_response({"choices": [{"index": 0}], "kv_transfer_params": self.params})
@@ -251,6 +261,29 @@ async def test_kv_that_cannot_be_fetched_is_computed(path: str, fails: Any) -> N
         assert (status, "[DONE]" in said) == (200, True)
         assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
         assert said.startswith('data: {"n": 0}')
+        assert "disaggregated -> data_parallel" in said
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["no answer", "an empty stream"])
+@pytest.mark.parametrize("health", [Played.stands_still, Played.gone], ids=["stopped", "killed"])
+async def test_kv_of_an_engine_that_is_gone_is_not_waited_for(health: Any, begun: bool) -> None:
+    """The engine that decodes may never say that it cannot fetch it."""
+    async with house() as found:
+
+        async def waits_with_it(http: web.Request) -> web.StreamResponse:
+            if "kv_transfer_params" not in found.decode.bodies[-1]:
+                return await found.decode.streamed(http)
+            found.prefill.health = partial(health, found.prefill)
+            if begun:
+                response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+                await response.prepare(http)
+                await response.write(b": nothing yet\n\n")
+            return await found.decode.stands_still(http)
+
+        found.decode.answer = waits_with_it
+        status, said = await found.ask()
+        assert (status, "[DONE]" in said) == (200, True)
+        assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
         assert "disaggregated -> data_parallel" in said
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,6 +25,7 @@ from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.gateway")
+T = TypeVar("T")
 QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 LEG = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 DRAIN = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
@@ -49,16 +50,28 @@ class PrefillLeg(Protocol):
         ...
 
 
+async def _alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return await work()
+
+
+class WhileThere(Protocol):
+    """Does work as long as an engine is there that it needs; :class:`~tercet.protocol.EngineUnreachable` then."""
+
+    async def __call__(self, work: Callable[[], Coroutine[Any, Any, T]], /) -> T: ...
+
+
 @dataclass
 class DecodeLeg:
     """What the decode engine is asked with; ``local`` is what it is asked with if it fails that, None if the same.
 
     Who asks it sets ``sent``, from which on the engine gives back what ``body`` refers to, and ``failure``, why it had
-    to be asked with ``local``.
+    to be asked with ``local``. Until it answers ``body``, that is work for ``while_there``: an engine may wait for ever
+    for KV of another one that is gone.
     """
 
     body: bytes
     local: bytes | None = None
+    while_there: WhileThere = _alone
     sent: bool = False
     failure: TercetError | None = None
 
@@ -182,19 +195,20 @@ class NixlLeg:
     async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
         trace.program = REMOTE
         began = self._attempts.clock()
-        params: dict[str, Any] | None = None
+        found: tuple[str, dict[str, Any]] | None = None
         try:
             call.require_whole()
             ask = partial(self._prefilled_by, call, trace)
-            params = await self._attempts.first_of(hosts, call.request_id, trace, ask)
+            found = await self._attempts.first_of(hosts, call.request_id, trace, ask)
         except TercetError as error:
             prefill_here(self._url, call.request_id, error, trace)
         prefill_metrics.seconds.observe(self._attempts.clock() - began)
-        if params is None:
+        if found is None:
             yield DecodeLeg(call.body)
             return
-        fields = {**call.fields, KV_PARAMS: params}
-        prepared = DecodeLeg(msgspec.json.encode(fields), local=call.body)
+        host, params = found
+        body = msgspec.json.encode({**call.fields, KV_PARAMS: params})
+        prepared = DecodeLeg(body, local=call.body, while_there=partial(self._while_there, host))
         try:
             yield prepared
         finally:
@@ -211,7 +225,19 @@ class NixlLeg:
     async def finish(self, seconds: float) -> None:
         await self.draining.wait(seconds)
 
-    async def _prefilled_by(self, call: SplitCall, trace: VerbTrace, host: str) -> dict[str, Any]:
+    async def _while_there(self, host: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def outcome() -> T | TercetError:
+            try:
+                return await work()
+            except TercetError as error:  # of the engine that decodes, for which this one is not to be blamed
+                return error
+
+        found = await self._attempts.watched(host, outcome, partial(self._healthy, f"{self._scheme}://{host}"))
+        if isinstance(found, TercetError):
+            raise found
+        return found
+
+    async def _prefilled_by(self, call: SplitCall, trace: VerbTrace, host: str) -> tuple[str, dict[str, Any]]:
         url = f"{self._scheme}://{host}"
         started = time.monotonic()
 
@@ -222,7 +248,7 @@ class NixlLeg:
 
         params = await self._attempts.watched(host, leg, partial(self._healthy, url))
         trace.events.append(TraceEvent("prefill", host, time.monotonic() - started, to=self._url))
-        return params
+        return host, params
 
     async def _healthy(self, url: str) -> None:
         try:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, cast
 
 import aiohttp
@@ -169,14 +170,16 @@ class Proxy:
                 opening = b""
                 if prepared is None or prepared.local is None:
                     asked = body if prepared is None else prepared.body
-                    response = await self._asked(http, asked, stack, prepared)
+                    if prepared is not None:
+                        prepared.sent = True
+                    response = await self._asked(http, asked, stack)
                 else:
-                    response = await self._asked(http, prepared.body, stack, prepared)
+                    prepared.sent = True
+                    opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
-                        opening = await _opening(response, waiting)
+                        response, opening = await prepared.while_there(opened)
                     except TercetError as error:  # nothing is lost that the engine cannot compute itself
                         prepared.failure = error
-                        response.close()
                         response = await self._asked(http, prepared.local, stack)
                 await answer.begin(response)
                 while chunk := opening or await _read(response, waiting):
@@ -189,14 +192,21 @@ class Proxy:
         finally:
             watching.cancel()
 
-    async def _asked(
-        self, http: web.Request, body: Any, stack: AsyncExitStack, prepared: DecodeLeg | None = None
-    ) -> aiohttp.ClientResponse:
+    async def _opened(
+        self, http: web.Request, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """The engine's answer with KV of another one, and what it says with its first tokens."""
+        response = await self._asked(http, prepared.body, stack)
+        try:
+            return response, await _opening(response, waiting)
+        except BaseException:
+            response.close()
+            raise
+
+    async def _asked(self, http: web.Request, body: Any, stack: AsyncExitStack) -> aiohttp.ClientResponse:
         headers = [(name, value) for name, value in http.headers.items() if name.lower() not in DROPPED]
         if isinstance(body, aiohttp.StreamReader) and "content-length" in http.headers:
             headers.append(("content-length", http.headers["content-length"]))
-        if prepared is not None:
-            prepared.sent = True
         url = URL(self._url + http.rel_url.raw_path_qs, encoded=True)
         try:
             response = await self._session.request(
