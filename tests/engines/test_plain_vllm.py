@@ -43,7 +43,8 @@ TOKENS = 6
 TEXT = "The sea is wide and the wind is cold, and the old sailor tells the children of the ships he saw. " * 6
 ELSEWHERE, HERE = "disaggregated", "disaggregated -> data_parallel"
 """What an answer's trace says of where its prompt was prefilled."""
-REQUESTS = 100 if FULL else 10
+REQUESTS = 100
+in_full = pytest.mark.skipif(not FULL, reason="takes minutes: make test-long")
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,7 @@ def prefilled(url: str) -> float:
     return counted(url, "vllm:request_success_total", finished_reason="length")
 
 
+@in_full
 async def test_all_requests_succeed_while_who_prefills_is_stopped(pair: Pair) -> None:
     prompts = [completion(seed) for seed in range(4)]
     expected = [_without_ids((await by_itself(pair, body, "alone")).choices) for body in prompts]
@@ -289,6 +291,7 @@ async def until_picked(made: Picker, url: str) -> None:
             await asyncio.sleep(0.1)
 
 
+@in_full
 async def test_an_engine_is_killed_with_kv_that_others_were_to_fetch(
     engines: Mapping[str, EnginePlace], pair: Pair, tmp_path: Path
 ) -> None:
