@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import msgspec
-import pytest
 
 from ..conformance.envoy_side import PREFILLER, EnvoySide, Verdict
-from .conftest import START_SECONDS, answers, free_port
-
-SECONDS = 400
-
-
-def page(url: str) -> str:
-    """What a process's /metrics says."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        return answer.read().decode()
-
-
-def counted(url: str, name: str, **labels: str) -> float:
-    """One of its numbers, summed over the labels that are not named."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in page(url).splitlines()
-        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)
-    )
-
-
-@contextmanager
-def tercet_process(log: Path, url: str, *args: str) -> Generator[None]:
-    """`tercet` with these arguments, from when it answers at `url`."""
-    command = [sys.executable, "-m", "tercet.cli", *args]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as run:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(url):
-                if run.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"tercet {args[0]} does not answer:\n{log.read_text()[-4000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            run.terminate()
+from .commands import SECONDS, counted, tercet_process
+from .conftest import free_port
 
 
 class Picker:

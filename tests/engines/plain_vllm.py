@@ -17,8 +17,8 @@ import pytest
 from tercet.client.vllm_metrics import VllmMetrics, parsed
 from tercet.cluster.model import resolve_model
 
+from .commands import counted, page
 from .conftest import MODEL, START_SECONDS, answers, free_port
-from .picker import counted, page
 from .processes import EnginePlace
 from .prompts import complete, prompt_of
 

@@ -15,9 +15,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from .commands import SECONDS, counted, generating, tercet_process
 from .conftest import answers, free_port
 from .long_runs import FULL
-from .picker import SECONDS, Picker, counted, picking, tercet_process
+from .picker import Picker, picking
 from .plain_vllm import (
     AT_ONCE,
     BLOCK,
@@ -235,18 +236,10 @@ def picker(engines: Mapping[str, EnginePlace], tmp: Path) -> AbstractAsyncContex
 @asynccontextmanager
 async def busy(url: str) -> AsyncGenerator[None]:
     """While entered, an engine runs as many as it takes, and three more wait."""
-    asking = [asyncio.create_task(complete(url, prompt_of(8, n), max_tokens=2000, ignore_eos=True)) for n in range(7)]
     try:
-        async with asyncio.timeout(SECONDS):
-            while (load(url).running, load(url).waiting) != (AT_ONCE, 3):
-                assert not any(task.done() for task in asking)
-                await asyncio.sleep(0.1)
-        yield
-        assert not any(task.done() for task in asking), "it was not busy to the end"
+        async with generating(url, AT_ONCE + 3, lambda: (load(url).running, load(url).waiting) == (AT_ONCE, 3)):
+            yield
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
         await unpinned(url)
 
 

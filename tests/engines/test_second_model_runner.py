@@ -20,7 +20,7 @@ from tercet.protocol import Request
 
 from .conftest import settled
 from .long_runs import FULL
-from .unlike import engines_with
+from .unlike import engines_with, hand_over
 
 pytest.importorskip("triton", reason="its kernels are Triton's")
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
@@ -72,13 +72,7 @@ async def test_tokens_are_those_of_one_engine(urls: dict[str, str], length: int)
     prompt = prompt_of(length)
     expected = await alone(urls["source"], prompt, temperature=0)
     async with HttpEngine("s", urls["source"]) as sender, HttpEngine("t", urls["target"]) as receiver:
-        asked = request(prompt, uuid.uuid4().hex, temperature=0)
-        async with receiver.prep_recv(asked) as space:
-            sent = await sender.remote_send(asked, space, space.matched_len, sample=True)
-            assert sent.first is not None
-            tokens = [*sent.first.token_ids]
-            async for output in receiver.start_generate(asked, sent.end, sent.first.token_ids):
-                tokens += output.token_ids
+        tokens, _ = await hand_over(sender, receiver, list(prompt), uuid.uuid4().hex, TOKENS)
         assert tokens == expected
         await settled(sender)
         await settled(receiver)

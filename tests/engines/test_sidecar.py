@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +13,8 @@ import pytest
 from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
 
-from .conftest import START_SECONDS, Fleet, answers, free_port, settled
+from .commands import tercet_process
+from .conftest import Fleet, free_port, settled
 from .long_runs import FULL
 from .processes import processes_of, send_signal
 from .prompts import alone, complete, prompt_of, tokens_of
@@ -34,22 +32,10 @@ ELSEWHERE, HERE = "disaggregated", "disaggregated -> data_parallel"
 @pytest.fixture
 def sidecar(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a sidecar in front of decode-0."""
-    port, log = free_port(), tmp_path_factory.mktemp("sidecar") / "sidecar.log"
-    command = [
-        sys.executable, "-m", "tercet.cli", "sidecar", "--engine", fleet.places["decode-0"].url, "--port", str(port),
-        "--prefill-hosts", "127.0.0.1:*",
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(f"{url}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"tercet sidecar does not answer:\n{log.read_text()[-4000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
+    url, log = f"http://127.0.0.1:{(port := free_port())}", tmp_path_factory.mktemp("sidecar") / "sidecar.log"
+    flags = f"--engine={fleet.places['decode-0'].url}", f"--port={port}", "--prefill-hosts=127.0.0.1:*"
+    with tercet_process(log, f"{url}/health", "sidecar", *flags):
+        yield url
 
 
 def _busy(status: EngineStatus) -> bool:

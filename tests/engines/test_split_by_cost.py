@@ -16,9 +16,10 @@ from tercet.cluster.model import resolve_model
 from tercet.gateway.split_cost import ENOUGH_PREFILLS
 
 from ..conformance.envoy_side import PREFILLER
+from .commands import SECONDS, generating
 from .conftest import MODEL, Fleet, settled
-from .picker import SECONDS, Picker, picking
-from .prompts import complete, prompt_of
+from .picker import Picker, picking
+from .prompts import prompt_of
 
 pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.timeout(900)]
 DECODES = 8
@@ -55,20 +56,12 @@ async def until_idle(made: Picker) -> None:
 async def decoding(fleet: Fleet, engine: HttpEngine, made: Picker) -> AsyncGenerator[None]:
     """While entered, the engine decodes for others, and the picker has heard of it."""
     url = fleet.places["decode-0"].url
-    asking = [
-        asyncio.create_task(complete(url, prompt_of(8, n), max_tokens=2000, ignore_eos=True)) for n in range(DECODES)
-    ]
     try:
-        async with asyncio.timeout(SECONDS):
-            while made.says("inference_pool_average_running_requests") != DECODES / 2:
-                assert not any(task.done() for task in asking)
-                await asyncio.sleep(0.1)
-        yield
-        assert not any(task.done() for task in asking), "it was not busy to the end"
+        async with generating(
+            url, DECODES, lambda: made.says("inference_pool_average_running_requests") == DECODES / 2
+        ):
+            yield
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
         await settled(engine)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import LayoutMismatch
+from tests.engines.commands import counted
 from tests.engines.conftest import settled
 from tests.engines.prompts import complete, prompt_of, tokens_of
 from tests.engines.unlike import engines_with, hand_over
@@ -99,10 +99,10 @@ async def test_what_a_drafter_remembers_goes_along_with_what_the_model_does(tmp_
                 alone = await complete(
                     urls["plain"], prompt, max_tokens=60, cache_salt=uuid.uuid4().hex, ignore_eos=True
                 )  # fmt: skip
-                before = await _guesses(urls["target"])
+                before = _guesses(urls["target"])
                 tokens, received = await hand_over(source, target, prompt, uuid.uuid4().hex, num_tokens=60)
                 assert (tokens, received) == (tokens_of(alone), length)
-                made, right = (now - then for now, then in zip(await _guesses(urls["target"]), before, strict=True))
+                made, right = (now - then for now, then in zip(_guesses(urls["target"]), before, strict=True))
                 # Of the last step more is guessed than there is room for.
                 assert made > 30
                 assert made - right <= 3, (length, made, right)
@@ -112,12 +112,7 @@ async def test_what_a_drafter_remembers_goes_along_with_what_the_model_does(tmp_
                 await settled(engine)
 
 
-async def _guesses(url: str) -> tuple[int, int]:
+def _guesses(url: str) -> tuple[float, float]:
     """How many tokens an engine has guessed so far, and how many of them were right."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
-        text = await answer.text()
-    made, right = (
-        sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:spec_decode_num_{name}{{"))
-        for name in ("draft_tokens_total", "accepted_tokens_total")
-    )
-    return int(made), int(right)
+    made, right = (counted(url, f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted"))
+    return made, right

@@ -168,13 +168,11 @@ class Proxy:
         try:
             async with until_lost(lost), AsyncExitStack() as stack:
                 opening = b""
-                if prepared is None or prepared.local is None:
-                    asked = body if prepared is None else prepared.body
-                    if prepared is not None:
-                        prepared.sent = True
-                    response = await self._asked(http, asked, stack)
-                else:
+                if prepared is not None:
                     prepared.sent = True
+                if prepared is None or prepared.local is None:
+                    response = await self._asked(http, body if prepared is None else prepared.body, stack)
+                else:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
                         response, opening = await prepared.while_there(opened)
