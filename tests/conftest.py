@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 # Machines that run these tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tercet", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# For `make check`; `make test` runs all examples.
+# For `make check`; `make test-long` runs all examples.
 settings.register_profile("quick", settings.get_profile("tercet"), max_examples=20)
 settings.load_profile("tercet")
 

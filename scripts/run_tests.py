@@ -1,0 +1,172 @@
+"""All parts of `make test`: a part that fails does not stop the others, and the end says what failed and what took longest.
+
+Two lanes run at the same time: engines and unit tests, which compute, and Envoy and charts, which mostly wait. A test
+that fails, other than one of `make check`, is run once more. One that passes then is flaky: it is named at the end and in
+build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
+
+    python -m scripts.run_tests                  all parts
+    python -m scripts.run_tests engines envoy    these
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "tests"
+SLOWEST = 20
+
+# A test that ignores its timeout ends its process after so many seconds, with all stacks.
+STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
+UNIT = (*STUCK, "faulthandler_timeout=600", "--numprocesses", "3", "--dist", "worksteal",
+        "tests/unit", "tests/fuzz", "tests/conformance")  # fmt: skip
+ENGINES = (*STUCK, "faulthandler_timeout=1000")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest, or of another command (then it is not repeated)."""
+
+    name: str
+    pytest: Sequence[str] = ()
+    command: Sequence[str] = ()
+
+
+COMPUTING = (
+    Part("check", command=("make", "--no-print-directory", "check")),
+    Part("processes", ("-m", "processes or slow", *UNIT)),
+    Part("engines", (*ENGINES, "tests/engines")),
+    # Layers that look back at all tokens, and states; `make test-models` has the other families.
+    Part("models", (*ENGINES, "tests/models", "-k", "granite_hybrid")),
+)
+WAITING = (
+    Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
+    Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a part: ``seconds`` with its second run; tests are named by pytest's node ids."""
+
+    part: Part
+    seconds: float = 0.0
+    failed: list[str] = field(default_factory=list)
+    flaky: list[str] = field(default_factory=list)
+    durations: list[tuple[float, str]] = field(default_factory=list)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the parts with these names, or all; returns the exit code."""
+    known = [part.name for part in (*COMPUTING, *WAITING)]
+    if unknown := sorted({*names} - {*known}):
+        print(f"run_tests: {', '.join(unknown)}: unknown part; parts are {', '.join(known)}", file=sys.stderr)
+        return 2
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    RESULTS.mkdir(parents=True)
+    lanes = [[part for part in lane if not names or part.name in names] for lane in (COMPUTING, WAITING)]
+    outcomes: list[Outcome] = []
+    waiting = threading.Thread(target=lambda: outcomes.extend(_run(part, aside=True) for part in lanes[1]))
+    waiting.start()
+    computed = [_run(part, aside=False) for part in lanes[0]]
+    waiting.join()
+    outcomes[:0] = computed
+    flaky = [test for outcome in outcomes for test in outcome.flaky]
+    (RESULTS / "flaky.txt").write_text("".join(f"{test}\n" for test in flaky))
+    print(report(outcomes), flush=True)
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def _run(part: Part, *, aside: bool) -> Outcome:
+    """Run a part; the output of one that runs ``aside`` is printed when it has ended."""
+    outcome, began = Outcome(part), time.monotonic()
+    if part.command:
+        if subprocess.run(part.command, cwd=ROOT, check=False).returncode != 0:
+            outcome.failed.append(part.name)
+    else:
+        first = _pytest(part, (), aside=aside)
+        outcome.durations = _durations(part)
+        if first != 0:
+            failed = _last_failed(part)
+            print(f"\n{part.name}: {len(failed)} failed; they are run once more", flush=True)
+            second = (
+                _pytest(part, ("--last-failed", "--last-failed-no-failures", "none"), aside=aside) if failed else first
+            )
+            outcome.failed, outcome.flaky = judge(part.name, failed, second, _last_failed(part))
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What failed and what was flaky, of the tests that failed ``first`` and in the ``second`` run.
+
+    ``code`` is the exit code of the second run: a run that broke off proves nothing, so all that failed first failed.
+    """
+    first, second = sorted(first), sorted(second)
+    if code == 0:
+        return [], first
+    if code != 1 or not second:
+        return first or [name], []
+    return second, sorted({*first} - {*second})
+
+
+def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={RESULTS / part.name}",
+               f"--junitxml={_report_of(part)}", *part.pytest, *more]  # fmt: skip
+    print(f"\n== {part.name}{', output follows when it has ended' if aside else ''}", flush=True)
+    if not aside:
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
+    ran = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"\n== {part.name}\n{ran.stdout}", flush=True)
+    return ran.returncode
+
+
+def _report_of(part: Part) -> Path:
+    return RESULTS / f"{part.name}.xml"
+
+
+def _last_failed(part: Part) -> list[str]:
+    try:
+        return sorted(json.loads((RESULTS / part.name / "v" / "cache" / "lastfailed").read_text()))
+    except FileNotFoundError:
+        return []
+
+
+def _durations(part: Part) -> list[tuple[float, str]]:
+    """Seconds and names of the tests of a finished run; none if it broke off."""
+    try:
+        cases = ElementTree.parse(_report_of(part)).getroot().iter("testcase")
+    except (FileNotFoundError, ElementTree.ParseError):
+        return []
+    return [(float(case.attrib["time"]), f"{case.attrib['classname']}::{case.attrib['name']}") for case in cases]
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """The end of a run, as text."""
+    lines = ["", f"== parts ({time.strftime('%Y-%m-%d')})"]
+    for outcome in outcomes:
+        kind = "FAILED" if outcome.failed else "flaky" if outcome.flaky else "passed"
+        lines.append(f"{outcome.seconds:7.0f} s  {outcome.part.name:10} {kind}")
+    lines.append(f"== slowest tests, with what they waited for (all in {RESULTS.relative_to(ROOT)}/*.xml)")
+    slowest = sorted((each for outcome in outcomes for each in outcome.durations), reverse=True)[:SLOWEST]
+    lines += [f"{seconds:7.0f} s  {name}" for seconds, name in slowest]
+    for title, tests in (
+        ("flaky: failed once, passed when run again", [test for outcome in outcomes for test in outcome.flaky]),
+        ("FAILED", [test for outcome in outcomes for test in outcome.failed]),
+    ):
+        if tests:
+            lines += [f"== {title}", *(f"  {test}" for test in tests)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

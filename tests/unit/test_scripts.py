@@ -1,0 +1,91 @@
+"""What the Makefile's commands decide: which tests are flaky, which ones a change selects, what is locked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from scripts import quick, run_tests
+from scripts.run_tests import Outcome, Part, judge, report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "second", "failed", "flaky"),
+    [
+        (["a", "b"], 0, [], [], ["a", "b"]),
+        (["a", "b"], 1, ["b"], ["b"], ["a"]),
+        (["a", "b"], 1, ["a", "b"], ["a", "b"], []),
+        (["a"], 2, [], ["a"], []),  # the second run broke off
+        (["a"], -9, ["a"], ["a"], []),
+        (["a"], 1, [], ["a"], []),
+        ([], 2, [], ["part"], []),  # it could not be collected
+    ],
+)
+def test_a_test_is_flaky_if_it_passes_the_second_time(
+    first: list[str], code: int, second: list[str], failed: list[str], flaky: list[str]
+) -> None:
+    assert judge("part", first, code, second) == (failed, flaky)
+
+
+def test_the_end_of_a_run_names_what_failed_and_what_wavered() -> None:
+    outcomes = [
+        Outcome(Part("engines"), 3, failed=["t::bad"], flaky=["t::wavers"], durations=[(2.0, "t::long")]),
+        Outcome(Part("charts"), 1),
+    ]
+    said = report(outcomes)
+    assert [said.index(each) for each in ("engines", "t::long", "t::wavers", "t::bad")]
+    assert re.search(r"charts\s+passed", said)
+
+
+def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = tmp_path / "test_it.py"
+    tests.write_text(
+        "import pathlib\n"
+        "def test_wavers():\n    seen = pathlib.Path(__file__).with_name('seen')\n    ran = seen.exists()\n"
+        "    seen.touch()\n    assert ran\n"
+        "def test_good(): pass\n"
+    )
+    monkeypatch.setattr(run_tests, "RESULTS", run_tests.ROOT / "build" / f"tests-{tmp_path.name}")
+    bad = Part("bad", command=("false",))
+    monkeypatch.setattr(run_tests, "COMPUTING", (bad, Part("computing", (str(tests), "-p", "no:cacheprovider"))))
+    monkeypatch.setattr(run_tests, "WAITING", (Part("waiting", (str(tests),)),))
+    try:
+        assert run_tests.main(["waiting"]) == 0
+        assert "test_wavers" in (run_tests.RESULTS / "flaky.txt").read_text()
+        assert run_tests.main(["bad", "waiting"]) == 1
+        assert re.search(r"bad +FAILED(.|\n)*waiting +passed", capsys.readouterr().out)
+        assert run_tests.main(["unheard"]) == 2
+    finally:
+        run_tests.shutil.rmtree(run_tests.RESULTS, ignore_errors=True)
+
+
+def test_a_change_selects_the_tests_of_its_room() -> None:
+    always = list(quick.ALWAYS)
+    assert quick.selected_tests([]) == sorted(always)
+    assert "tests/unit/fleet" in quick.selected_tests(["src/tercet/fleet/admission.py"])
+    assert quick.selected_tests(["docs/x.md", "tests/unit/fleet/test_gone.py"]) == sorted(always)
+    assert "tests/unit/cli" in quick.selected_tests(["src/tercet/cli/app.py", "tests/unit/cli/test_command_line.py"])
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return dict(found.groups() for line in lines if (found := re.match(r"([\w.-]+)==([^\s;]+)", line)))
+
+
+def normal(pinned: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pinned}
+
+
+def test_what_is_locked_is_what_is_pinned() -> None:
+    lists = ("cpu", "docs", "envoy", "kubernetes", "transport")
+    wanted = normal(pin for each in lists for pin in pins(each).items())
+    torch = wanted.pop("torch")
+    assert normal(pins("locked").items()) == wanted, "make lock"
+    assert pins("torch") == {"torch": f"{torch}+cpu"}
+    assert f"torch={torch}\n" in (ROOT / "scripts" / "setup").read_text()
