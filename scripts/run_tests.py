@@ -1,8 +1,8 @@
-"""All parts of `make test`: a part that fails does not stop the others, and the end says what failed and what took longest.
+"""All parts of `make test`: one that fails does not stop the others; at the end, what failed and what took longest.
 
 Two lanes run at the same time: engines and unit tests, which compute, and Envoy and charts, which mostly wait. A test
-that fails, other than one of `make check`, is run once more. One that passes then is flaky: it is named at the end and in
-build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
+that fails, other than one of `make check`, is run once more. One that passes then is flaky: it is named at the end and
+in build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
 
     python -m scripts.run_tests                  all parts
     python -m scripts.run_tests engines envoy    these

@@ -75,7 +75,7 @@ def test_a_change_selects_the_tests_of_its_room() -> None:
 
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-    return dict(found.groups() for line in lines if (found := re.match(r"([\w.-]+)==([^\s;]+)", line)))
+    return {found[1]: found[2] for line in lines if (found := re.match(r"([\w.-]+)==([^\s;]+)", line))}
 
 
 def normal(pinned: Iterable[tuple[str, str]]) -> dict[str, str]:
