@@ -18,6 +18,7 @@ import msgspec
 
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
+from tercet.protocol.bearer import key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
@@ -209,8 +210,9 @@ def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ)
     That is: verbs that strangers could call, and several API servers.
     """
     given: dict[str, Any] = json.loads(kv_transfer_config(spec.extra_args)).get("kv_connector_extra_config") or {}
-    keys = [inherited.get(name, "") for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
-    keys += [str(given.get("secret", "")), value_of(spec.extra_args, "--api-key") or ""]
+    keys = [key_of(inherited.get(name, ""), name) for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
+    keys.append(key_of(str(given.get("secret", "")), "secret"))
+    keys.append(key_of(value_of(spec.extra_args, "--api-key") or "", "--api-key"))
     if value_of(spec.extra_args, "--uds") is None:
         require_key_beyond_loopback(spec.host, keys)
     servers = value_of(spec.extra_args, "--api-server-count", "-asc")

@@ -1,32 +1,43 @@
-"""Who may call: keys that callers show as ``Authorization: Bearer KEY``."""
+"""Keys that callers show as ``Authorization: Bearer KEY``: one notion of an empty key, one check of a header."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from tercet.protocol.errors import Unauthorized
+from tercet.protocol.errors import BadRequest, Unauthorized
 
 
 class BearerKeys:
-    """The keys of which a caller must show one; without any, everybody may call. They are never told.
+    """The keys of which a caller must show one; without any, every caller is accepted. They are never shown.
 
-    Space around a key, such as the end of the line of a file, does not count.
+    Space around a key of ours, such as the end of a file's line, is ignored.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys if key.strip()]
+        self._digests = [_digest(key.strip()) for key in keys if key.strip()]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def require(self, authorization: str | None, refusal: str) -> None:
-        """Raise :class:`~tercet.protocol.Unauthorized` with the words of ``refusal`` unless a key is shown."""
-        scheme, _, shown = (authorization or "").partition(" ")
+    def require(self, authorization: Sequence[str], refusal: str) -> None:
+        """Raise :class:`~tercet.protocol.Unauthorized` with the text ``refusal`` unless a key is shown.
+
+        ``authorization`` are the values of all headers of that name. The rule is vLLM's own, so that a header that one
+        route accepts is accepted by all: the scheme in any case, one space, and the key as it is. Two headers are
+        refused: servers and proxies disagree on which one counts.
+        """
+        if not self._digests:
+            return
+        if len(authorization) > 1:
+            raise Unauthorized(
+                f"{refusal}; the request has {len(authorization)} Authorization headers", "authorization"
+            )
+        scheme, _, shown = "".join(authorization).partition(" ")
         # Hashes have one length, so that the time of a comparison tells nothing about a key.
         fits = [secrets.compare_digest(_digest(shown), digest) for digest in self._digests]
-        if fits and (scheme.lower() != "bearer" or not any(fits)):
+        if scheme.lower() != "bearer" or not any(fits):
             raise Unauthorized(refusal, "authorization")
 
 
@@ -35,5 +46,17 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
 
 
+def key_of(text: str, name: str) -> str:
+    """The key in ``text`` without the space around it, such as the end of a file's line; empty if ``text`` is.
+
+    Raises :class:`~tercet.protocol.BadRequest` if ``text`` is blank but not empty, as an empty file's line is: a key was
+    wanted, and without one all callers would be accepted. ``name`` is the setting's.
+    """
+    key = text.strip()
+    if text and not key:
+        raise BadRequest(f"{name}: the key is blank; give a key, or leave {name} out", name)
+    return key
+
+
 def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.strip().encode(errors="surrogateescape")).digest()
+    return hashlib.sha256(text.encode(errors="surrogateescape")).digest()

@@ -140,6 +140,7 @@ async def _serve_openai(
     service = state.service
     names = [config.public_name, *config.model_aliases]
     args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
+    args.api_key = api_keys(args)  # vLLM's own check, which also sees websockets, has the same keys
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
@@ -149,7 +150,7 @@ async def _serve_openai(
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, gate, api_keys(args), service.program_called, config.max_request_bytes,
+            layers, server.fast, gate, args.api_key, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
         )  # fmt: skip
         await state.serving()

@@ -15,7 +15,8 @@ import msgspec
 import yaml
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
+from tercet.protocol.bearer import key_of
+from tercet.settings.declaration import SECRET_VARIABLE, Declared, complaint, declared, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
 # What Kubernetes sets NAME_PORT to in every pod of a namespace that has a service NAME.
@@ -50,6 +51,9 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
                 raise BadRequest(f"{source.origin}unknown key {key}; {near(key, list(known))}", key)
             found[key] = value, source.name_of(key)
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
+    for key, (value, name) in found.items():
+        if known[key].env == SECRET_VARIABLE:
+            values[known[key].path] = key_of(str(value), name)
     for each in known.values():
         if each.is_required and each.key not in found:
             raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is needed", each.key)

@@ -62,7 +62,7 @@ UNREAD_SECONDS = 60.0
 async def _admit(request: Request) -> None:
     """Raises ``Unauthorized`` for a stranger's call, ``Conflict`` for one that is meant for the engine of before."""
     callers: BearerKeys = request.app.state.tercet_callers
-    callers.require(request.headers.get("authorization"), ASKS_FOR_A_KEY)
+    callers.require(request.headers.getlist("authorization"), ASKS_FOR_A_KEY)
     require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
 
 

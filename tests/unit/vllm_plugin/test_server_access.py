@@ -10,10 +10,17 @@ import pytest
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, RankAddress, Unauthorized
 from tercet.protocol.bearer import BearerKeys, bearer
-from tercet.settings import SECRET_VARIABLE
+from tercet.settings import (
+    SECRET_VARIABLE,
+    PickerConfig,
+    RouterConfig,
+    SidecarConfig,
+    decode_settings,
+    from_environment,
+)
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
-from tercet.vllm_plugin.engine.server_access import callers_of, is_loopback
+from tercet.vllm_plugin.engine.server_access import api_keys, callers_of, is_loopback
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 8, 16, 1024, 1, "cpu")
 INFO = KVAddrInfo("f" * 32, "d", 16, 40, "tcp", (RankAddress(0, ("tcp://127.0.0.1:7001",)),), LAYOUT)
@@ -74,28 +81,77 @@ def test_kv_on_loopback_needs_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic secret", "secret", "Bearer secret2", "Bearer none"]
-)
+    "shown",
+    [
+        None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic secret", "secret", "Bearer secret2", "Bearer none",
+        "Bearer  secret", "Bearer secret ", "Bearer secret\n", "Bearer\tsecret", " Bearer secret",
+    ],
+)  # fmt: skip
 def test_a_stranger_is_refused(shown: str | None) -> None:
     with pytest.raises(Unauthorized, match="no") as caught:
-        BearerKeys(["secret", "key", ""]).require(shown, "no")
+        BearerKeys(["secret", "key", ""]).require([] if shown is None else [shown], "no")
     assert (caught.value.status, caught.value.param) == (401, "authorization")
 
 
 @pytest.mark.parametrize("shown", ["Bearer secret", "bearer key", "BEARER key"])
 def test_who_shows_one_of_the_keys_may_call(shown: str) -> None:
-    BearerKeys(["secret", "key"]).require(shown, "no")
+    BearerKeys(["secret", "key"]).require([shown], "no")
+
+
+@pytest.mark.parametrize(
+    "shown", ["Bearer secret", "Bearer  secret", "bearer secret", "Bearer secret ", "Basic secret"]
+)
+def test_the_verdict_is_vllms(shown: str) -> None:
+    from starlette.datastructures import Headers
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    vllms = AuthenticationMiddleware(lambda *_: None, ["secret"]).verify_token(Headers({"authorization": shown}))
+    try:
+        BearerKeys(["secret\n"]).require([shown], "no")
+    except Unauthorized:
+        assert not vllms
+    else:
+        assert vllms
+
+
+def test_two_headers_are_refused_since_servers_disagree_on_which_one_counts() -> None:
+    with pytest.raises(Unauthorized, match="2 Authorization headers"):
+        BearerKeys(["secret"]).require(["Bearer secret", "Bearer secret"], "no")
+
+
+@pytest.mark.parametrize("blank", ["\n", " ", "\t\r\n"])
+def test_a_blank_key_is_refused_at_start_wherever_it_is_given(blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadRequest, match="^--api-key: the key is blank"):
+        callers_of(args("127.0.0.1", api_key=[blank]), "")
+    with pytest.raises(BadRequest, match="^secret: the key is blank"):
+        _ = PluginSettings(secret=blank).fleet_secret
+    monkeypatch.setenv(API_KEY_VARIABLE, blank)
+    with pytest.raises(BadRequest, match=f"^{API_KEY_VARIABLE}: the key is blank"):
+        callers_of(args(None), "secret")
+    monkeypatch.delenv(API_KEY_VARIABLE)
+    monkeypatch.setenv(SECRET_VARIABLE, blank)
+    with pytest.raises(BadRequest, match=f"^{SECRET_VARIABLE}: the key is blank"):
+        _ = PluginSettings().fleet_secret
+    for settings in (RouterConfig, SidecarConfig, PickerConfig):
+        with pytest.raises(BadRequest, match=f"^{SECRET_VARIABLE}: the key is blank"):
+            decode_settings(settings, from_environment(settings))
+
+
+def test_a_key_without_the_end_of_its_line_is_given_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "key\n")
+    assert api_keys(args(None)) == ["key"]
+    assert api_keys(args(None, api_key=["other "])) == ["other"]
 
 
 def test_the_end_of_a_files_line_is_no_part_of_a_key() -> None:
-    BearerKeys(["secret\n"]).require(bearer("secret")["authorization"], "no")
-    BearerKeys(["secret"]).require(bearer("secret\n")["authorization"], "no")
+    BearerKeys(["secret\n"]).require([bearer("secret")["authorization"]], "no")
+    BearerKeys(["secret"]).require([bearer("secret\n")["authorization"]], "no")
     assert bearer(" \n") == bearer("") == {}
     assert not BearerKeys(["\n"])
 
 
 def test_where_no_key_is_set_everybody_may_call() -> None:
-    BearerKeys(["", ""]).require(None, "no")
+    BearerKeys(["", ""]).require([], "no")
 
 
 # ---- what a receiver said ------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Proxy:
         if not self._keys and not self._verbs_are_open:
             raise BadRequest(f"{PREFIX}: this sidecar has no TERCET_SECRET, and passes no verbs on without one")
         refusal = "this sidecar asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-        self._keys.require(http.headers.get("authorization"), refusal)
+        self._keys.require(http.headers.getall("authorization", []), refusal)
 
     # ---- requests that may be split --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
+from tercet.protocol.bearer import key_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
@@ -119,8 +120,11 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def fleet_secret(self) -> str:
-        """What all engines of the fleet know; empty if nobody has said it."""
-        return self.secret or os.environ.get(SECRET_VARIABLE, "")
+        """The secret that all engines of the fleet share; empty if none is set.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a blank one.
+        """
+        return key_of(self.secret, "secret") or key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
 
     def allowed_prefillers(self) -> AllowedPrefillers:
         """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""

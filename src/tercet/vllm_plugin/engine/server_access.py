@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.bearer import BearerKeys, key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import SET_A_SECRET
@@ -31,13 +31,17 @@ def callers_of(args: Namespace, secret: str) -> BearerKeys:
 
 
 def api_keys(args: Namespace) -> Sequence[str]:
-    """vLLM's own keys, by its own rule: those of its command line, else that of its variable."""
-    return args.api_key or [os.environ.get(API_KEY_VARIABLE, "")]
+    """vLLM's own keys, by its own rule: those of its command line, else that of its variable; empty ones are left out.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a blank one.
+    """
+    given = [key_of(key, "--api-key") for key in args.api_key or ()]
+    return [key for key in given or [key_of(os.environ.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)] if key]
 
 
 def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and there is no key."""
-    if not any(keys) and not is_loopback(host):
+    if not any(key.strip() for key in keys) and not is_loopback(host):
         raise BadRequest(
             f"--host: other machines can reach the verbs of an engine at {host or 'any address'}, so {SET_A_SECRET} "
             "(or give vLLM's --api-key, or --host 127.0.0.1)",
