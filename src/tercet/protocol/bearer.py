@@ -49,8 +49,8 @@ def bearer(key: str) -> dict[str, str]:
 def key_of(text: str, name: str) -> str:
     """The key in ``text`` without the space around it, such as the end of a file's line; empty if ``text`` is.
 
-    Raises :class:`~tercet.protocol.BadRequest` if ``text`` is blank but not empty, as an empty file's line is: a key was
-    wanted, and without one all callers would be accepted. ``name`` is the setting's.
+    Raises :class:`~tercet.protocol.BadRequest` if ``text`` is blank but not empty, as an empty file's line is: a key
+    was wanted, and without one all callers would be accepted. ``name`` is the setting's.
     """
     key = text.strip()
     if text and not key:

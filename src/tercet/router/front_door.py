@@ -141,9 +141,8 @@ class FrontDoor:
             self._require_ready()
         if context.path not in OPEN:
             refusal = "this front door asks for its API key: Authorization: Bearer KEY"
-            self._keys.require(
-                [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"], refusal
-            )
+            shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+            self._keys.require(shown, refusal)
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])

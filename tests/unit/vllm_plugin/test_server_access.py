@@ -105,7 +105,9 @@ def test_the_verdict_is_vllms(shown: str) -> None:
     from starlette.datastructures import Headers
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    vllms = AuthenticationMiddleware(lambda *_: None, ["secret"]).verify_token(Headers({"authorization": shown}))
+    async def app(*_: object) -> None: ...
+
+    vllms = AuthenticationMiddleware(app, ["secret"]).verify_token(Headers({"authorization": shown}))
     try:
         BearerKeys(["secret\n"]).require([shown], "no")
     except Unauthorized:
@@ -121,9 +123,9 @@ def test_two_headers_are_refused_since_servers_disagree_on_which_one_counts() ->
 
 @pytest.mark.parametrize("blank", ["\n", " ", "\t\r\n"])
 def test_a_blank_key_is_refused_at_start_wherever_it_is_given(blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadRequest, match="^--api-key: the key is blank"):
+    with pytest.raises(BadRequest, match=r"^--api-key: the key is blank"):
         callers_of(args("127.0.0.1", api_key=[blank]), "")
-    with pytest.raises(BadRequest, match="^secret: the key is blank"):
+    with pytest.raises(BadRequest, match=r"^secret: the key is blank"):
         _ = PluginSettings(secret=blank).fleet_secret
     monkeypatch.setenv(API_KEY_VARIABLE, blank)
     with pytest.raises(BadRequest, match=f"^{API_KEY_VARIABLE}: the key is blank"):
