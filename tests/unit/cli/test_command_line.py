@@ -71,6 +71,7 @@ def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: py
 
 @pytest.mark.parametrize("command", ["up", "engine", "router"])
 def test_a_port_in_use_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         engines = ["--engine", "http://127.0.0.1:1"] if command == "router" else []

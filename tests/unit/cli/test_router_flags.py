@@ -36,7 +36,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Ro
     """The configuration that the front door of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.cli.servers.serve", found.append)
-    monkeypatch.setattr("tercet.cli.servers.find_model", lambda name, _: name)
+    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     engine = EngineAddress("e", "http://127.0.0.1:1", "decode")
 
     def start(config: UpConfig, _: object) -> None:
@@ -124,7 +124,7 @@ def test_bad_flags_end_with_one_line_and_exit_code_2(
     flags: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tercet.cli.servers.serve", lambda _: pytest.fail("it was served"))
-    monkeypatch.setattr("tercet.cli.servers.find_model", lambda name, _: name)
+    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", "18765", *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said
