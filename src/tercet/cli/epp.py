@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
-from tercet.gateway import serve
-from tercet.scheduling import load_scheduling
+from tercet.gateway import require_usable, serve
 from tercet.settings import PickerConfig
 
 
@@ -27,11 +24,11 @@ def epp(config: PickerConfig) -> None:
     - `tercet epp --pool-name qwen`, in a pod of Kubernetes
     - `tercet epp --engine http://10.0.0.5:8001 --scheduling endpoint-picker-config.yaml --render-model ~/models/qwen`
     """
-    if config.scheduling is not None:
-        load_scheduling(Path(config.scheduling).expanduser())
     if config.render_model is not None:
-        config = msgspec.structs.replace(config, render_model=str(resolve_model(config.render_model, note)))
-    for port in (config.port, config.metrics_port):
+        config = msgspec.structs.replace(config, render_model=resolve_model(config.render_model, note))
+    require_usable(config)
+    ports = {"port": config.port, "metrics-port": config.metrics_port, "grpc-health-port": config.grpc_health_port}
+    for setting, port in ports.items():
         if port:
-            require_free(config.host, port)
+            require_free(config.host, port, setting)
     serve(config)

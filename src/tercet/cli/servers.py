@@ -12,6 +12,7 @@ import typer
 from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
+from tercet.client import engine_tls
 from tercet.cluster.compute import devices_for_engines
 from tercet.cluster.device_plan import pick_devices
 from tercet.cluster.engine_command import (
@@ -29,7 +30,7 @@ from tercet.cluster.engine_command import (
 )
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model
-from tercet.cluster.model_hub import find_model, require_model
+from tercet.cluster.model_hub import known_model, require_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.migration import policies_of
 from tercet.programs import load_program
@@ -125,8 +126,8 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
         typer.echo(as_shell(argv, env))
         return
     require_private(spec)
-    require_free(spec.host, spec.port)
     require_model(spec.model)
+    require_free(spec.host, spec.port)
     require_memory([spec])
     if (slow := shared_cores([spec])) is not None:
         note(slow)
@@ -189,8 +190,10 @@ def router(config: RouterConfig) -> None:
     policies_of(config.reschedule)
     if config.scheduling is not None:
         load_scheduling(Path(config.scheduling).expanduser())
+    engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    known = known_model(config.model)
     require_free(config.host, config.port)
-    model = find_model(config.model, note)
+    model = resolve_model(known, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:
         raise typer.Exit(supervise(config))

@@ -14,7 +14,9 @@ from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
-from tercet.cluster.model_hub import find_model
+from tercet.cluster.log_directories import log_directory
+from tercet.cluster.model import resolve_model
+from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
@@ -29,13 +31,25 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
 
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
     """
-    load_program(config.program, config.program_args)
-    policies_of(config.reschedule)
+    known = require_usable(config)
     if config.port:
         require_free(config.host, config.port)
-    # Here, and not in a thread beside the event loop: a first conversion takes half a minute and must be interruptible.
-    model = find_model(config.model, lambda line: announce(f"  model: {line}"))
+    # In this thread, which a signal can interrupt: a first conversion takes half a minute.
+    model = resolve_model(known, lambda line: announce(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
+
+
+def require_usable(config: UpConfig) -> str:
+    """Raise :class:`~tercet.protocol.BadRequest` for what no free port would mend; returns what model is to be loaded.
+
+    The built-in model may still have to be converted.
+    """
+    load_program(config.program, config.program_args)
+    policies_of(config.reschedule)
+    model = known_model(config.model)
+    if config.log_dir is not None:
+        log_directory(config.log_dir)
+    return model
 
 
 async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
@@ -86,6 +100,7 @@ def up(config: UpConfig) -> None:
         load_profile(config.simulate)
         options_from(EngineOptions(), config.options)
     if config.detach:
+        require_usable(config)
         detach(config)
         return
     run_fleet(config, lambda fleet: _stay(config, fleet))

@@ -43,11 +43,11 @@ async def local_fleet(
     :class:`~tercet.cluster.child_process.StartFailed` when one does not become ready, and
     :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
     """
+    specs = engine_specs(config, model)
     if config.port:
         require_free(config.host, config.port)
     for index in range(config.workers if config.stream_port else 0):
         require_free(ENGINE_HOST, config.stream_port + index, "stream-port")
-    specs = engine_specs(config, model)
     require_memory(specs)
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)

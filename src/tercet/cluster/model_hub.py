@@ -34,6 +34,14 @@ def find_model(name: str, on_progress: OnProgress) -> str:
     return model
 
 
+def known_model(name: str) -> str:
+    """What :func:`find_model` refuses is refused, and nothing is converted yet: give the result to ``resolve_model``.
+
+    For commands that look at their ports before a conversion, which takes half a minute.
+    """
+    return name if name == BUILT_IN else find_model(name, lambda _: None)
+
+
 def require_model(name: str) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find ``name``, as it was resolved.
 

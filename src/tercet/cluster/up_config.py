@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.cluster.engine_command import check_flags
+from tercet.cluster.engine_command import check_flags, gpu_memory_of, kv_transfer_config, ranks_of
 from tercet.protocol import BadRequest, Role
 from tercet.settings import FrontDoorConfig, Setting
 from tercet.settings.declaration import NotNegative
@@ -62,6 +62,8 @@ class UpConfig(FrontDoorConfig, frozen=True):
             raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
         self.require_stream_ports_beside(self.port)
         check_flags(self.engine_args, "engine-args")
+        for read in (ranks_of, gpu_memory_of, kv_transfer_config):
+            read(self.engine_args)
         check_flags(self.vllm_args, "router-args")
 
     @property

@@ -6,7 +6,14 @@ plugins, :mod:`.rendering` shows it a prompt's tokens, :mod:`.server` puts ``ter
 
 from tercet.settings import PickerConfig
 
-__all__ = ["serve"]
+__all__ = ["require_usable", "serve"]
+
+
+def require_usable(config: PickerConfig) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for files that the endpoint picker cannot use."""
+    from tercet.gateway.server import require_usable as require_usable_by_picker
+
+    require_usable_by_picker(config)
 
 
 def serve(config: PickerConfig) -> None:

@@ -31,6 +31,14 @@ class CannotRender(Exception):
     """This call's prompt is more than the text that is known of it."""
 
 
+def tokenizer_file(directory: Path) -> Path:
+    """A checkpoint's tokenizer; raises :class:`~tercet.protocol.BadRequest` if it has none."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise BadRequest(f"render-model: {directory} has no tokenizer.json", "render-model")
+    return file
+
+
 class ModelRenderer:
     """Tokens by the tokenizer and the chat template of a checkpoint in ``directory``.
 
@@ -40,9 +48,7 @@ class ModelRenderer:
     """
 
     def __init__(self, directory: Path, budget: int = 8 * SEGMENT, most_bytes: int = 128 * 2**20) -> None:
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise BadRequest(f"render-model: {directory} has no tokenizer.json", "render-model")
+        file = tokenizer_file(directory)
         self.segments = SegmentTokenizer(Tokenizer.from_file(str(file)), budget, most_bytes)
         config = directory / "tokenizer_config.json"
         self._config: dict[str, Any] = msgspec.json.decode(config.read_bytes()) if config.is_file() else {}

@@ -26,7 +26,7 @@ from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
 from tercet.fleet.scraping import scraping
 from tercet.gateway.endpoint_picker import EndpointPicker
-from tercet.gateway.model_renderer import ModelRenderer
+from tercet.gateway.model_renderer import ModelRenderer, tokenizer_file
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.gateway.protos import (
     HealthCheckResponse,
@@ -78,6 +78,16 @@ async def _serve(config: PickerConfig) -> None:
             logger.info("picks on port %d, /metrics on port %d", server.port, server.metrics_port)
             await stopped.wait()
             await server.drain(config.shutdown_timeout_s, hurried)
+
+
+def require_usable(config: PickerConfig) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a file that cannot be used: scheduling, TLS, tokenizer."""
+    scheduling_of(config)
+    engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    if config.tls_cert is not None and config.tls_key is not None:
+        ServedCertificate(Path(config.tls_cert), Path(config.tls_key))
+    if config.render_model is not None:
+        tokenizer_file(Path(config.render_model).expanduser())
 
 
 @asynccontextmanager

@@ -60,13 +60,13 @@ def put_scripts(mark: str, mode: str) -> None:
     def router_argv(config: Any, _log_dir: Any) -> list[str]:
         return argv(config.port)
 
-    def find_model(name: str, _on_progress: Any) -> str:
+    def known_model(name: str) -> str:
         return name
 
     for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
-    setattr(up, "find_model", find_model)  # noqa: B010
+    setattr(up, "known_model", known_model)  # noqa: B010
     scripts = f"from tests.unit.cli.fake_fleet import put_scripts; put_scripts({mark!r}, {mode!r})"
     setattr(detached, "COMMAND", f"{scripts}; {detached.COMMAND}")  # noqa: B010
 

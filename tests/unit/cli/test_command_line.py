@@ -32,12 +32,12 @@ from .closed_output import with_nobody_reading
         ("up stray", "stray"),
         ("up --prefill 0 --decode 0", "--prefill"),
         ("up --prefill 2000", "prefill"),
-        ("up --program nothing", "program"),
-        ("up --program no.py:f", "program"),
-        ("up --program-arg novalue", "--program-arg"),
-        ("up --program-arg min_send=many", "min_send"),
-        ("up --program-arg nonsense=1", "nonsense"),
-        ("up --model ./not/here", "model"),
+        ("up --program nothing --port 0", "program"),
+        ("up --program no.py:f --port 0", "program"),
+        ("up --program-arg novalue --port 0", "--program-arg"),
+        ("up --program-arg min_send=many --port 0", "min_send"),
+        ("up --program-arg nonsense=1 --port 0", "nonsense"),
+        ("up --model ./not/here --port 0", "model"),
         ("up --config /not/here.yaml", "--config"),
         ("up --host 999.1.1.1", "--host"),
         ("up --host 203.0.113.7", "--host"),
@@ -71,6 +71,7 @@ def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: py
 
 @pytest.mark.parametrize("command", ["up", "engine", "router"])
 def test_a_port_in_use_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         engines = ["--engine", "http://127.0.0.1:1"] if command == "router" else []

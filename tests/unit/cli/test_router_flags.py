@@ -13,6 +13,7 @@ import typer
 from tercet.cli import app
 from tercet.cluster import local
 from tercet.cluster.local import router_argv, router_config
+from tercet.cluster.ports import free_ports
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.server import stream_port
@@ -32,15 +33,20 @@ from tercet.settings import (
 from tercet.settings.router_config import engine_address
 
 
+def free_port() -> int:
+    (port,) = free_ports("127.0.0.1", 1)
+    return port
+
+
 def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> RouterConfig:
     """The configuration that the front door of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.cli.servers.serve", found.append)
-    monkeypatch.setattr("tercet.cli.servers.find_model", lambda name, _: name)
+    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     engine = EngineAddress("e", "http://127.0.0.1:1", "decode")
 
     def start(config: UpConfig, _: object) -> None:
-        argv = router_argv(router_config(config, str(tmp_path), 18764, [engine]), tmp_path)
+        argv = router_argv(router_config(config, str(tmp_path), free_port(), [engine]), tmp_path)
         assert app._run(argv[argv.index("router") :]) == 0
 
     monkeypatch.setattr("tercet.cli.up.run_fleet", start)
@@ -124,8 +130,8 @@ def test_bad_flags_end_with_one_line_and_exit_code_2(
     flags: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tercet.cli.servers.serve", lambda _: pytest.fail("it was served"))
-    monkeypatch.setattr("tercet.cli.servers.find_model", lambda name, _: name)
-    assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", "18765", *flags]) == 2
+    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
+    assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", str(free_port()), *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1

@@ -7,12 +7,16 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tercet.cluster.ports import free_ports
 from tercet.router import workers
 from tercet.router.workers import Place, Shared
 from tercet.settings import EngineAddress, RouterConfig
@@ -69,3 +73,44 @@ async def test_a_line_that_breaks_is_the_supervisors_end(monkeypatch: pytest.Mon
         async with asyncio.timeout(5):
             await Shared(0, line, memoryview(bytearray(4)).cast("i"), line).follow_supervisor(lambda: told.append(0))
     assert told == [signal.SIGTERM]
+
+
+# As a worker does, without what it serves: that takes seconds to import.
+WORKER = """
+import asyncio, json, pathlib, os, socket, sys
+from tercet.router.workers import Shared
+line = socket.socket(fileno=json.load(sys.stdin)["line"])
+shared = Shared(0, line, memoryview(bytearray(4)).cast("i"), line)
+shared.serving()
+pathlib.Path(str(os.getpid())).touch()
+asyncio.run(shared.follow_supervisor(lambda: None))
+"""
+SUPERVISOR = """
+import sys
+from tercet.router import workers
+from tercet.settings import EngineAddress, RouterConfig
+workers.COMMAND = sys.argv[1]
+engines = (EngineAddress("e", "http://e"),)
+sys.exit(workers.supervise(RouterConfig(engines=engines, workers=2, host="127.0.0.1", port=int(sys.argv[2]))))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
+def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    port = free_ports("127.0.0.1", 1)[0]
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, WORKER, str(port)], cwd=tmp_path)
+    try:
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        process.send_signal(number)
+        assert process.wait(60) == code
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not any((Path("/proc") / worker.name).exists() for worker in tmp_path.iterdir()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come about in a minute"
+        time.sleep(0.05)

@@ -100,6 +100,12 @@ async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> 
             task.cancel()
 
 
+def require_usable(config: SidecarConfig) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for certificates that cannot be used."""
+    engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
+    _shown(config)
+
+
 @asynccontextmanager
 async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     """Serve while entered.
