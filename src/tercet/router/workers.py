@@ -7,6 +7,7 @@ of them by the state that they follow: see :mod:`tercet.router.shared_state`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import signal
@@ -22,10 +23,15 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.aio import signals_to
+from tercet.aio.forked_child import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
+from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.variables import WARM_WORKERS_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 LOAD_BYTES = 4
 SERVING = b"serving"
@@ -66,9 +72,17 @@ class Shared:
 
 def main() -> None:
     """Serve until told to stop, or until the supervisor is gone."""
+    work(sys.stdin.buffer.read())
+
+
+def work(settings: bytes, descriptors: tuple[int, int, int] | None = None) -> None:
+    """Be the worker of ``settings``; ``descriptors`` are its line, port and loads where they have other numbers."""
     from tercet.router.server import serve
 
-    started = msgspec.json.decode(sys.stdin.buffer.read(), type=Started)
+    started = msgspec.json.decode(settings, type=Started)
+    if descriptors is not None:
+        line, port, loads = descriptors
+        started = msgspec.structs.replace(started, line=line, listening=port, loads=loads)
     loads = memoryview(mmap.mmap(started.loads, LOAD_BYTES * started.config.workers)).cast("i")
     with socket.socket(fileno=started.line) as line, socket.socket(fileno=started.listening) as listening:
         try:
@@ -109,8 +123,12 @@ async def _supervise(config: RouterConfig) -> int:
         loads = os.memfd_create("tercet-loads")
         stack.callback(os.close, loads)
         _prepare_loads(loads, config.workers)
+        forks = None
+        if os.environ.get(WARM_WORKERS_VARIABLE) == "1":
+            forks = await stack.enter_async_context(warm_parent(common / "metrics"))
         places = [
-            Place(config, index, listening, loads, common / "metrics", hurried) for index in range(config.workers)
+            Place(config, index, listening, loads, common / "metrics", hurried, forks)
+            for index in range(config.workers)
         ]
         keeping = [asyncio.create_task(place.keep()) for place in places]
         waiting = asyncio.create_task(stopped.wait())
@@ -153,6 +171,7 @@ class Place:
     loads: int
     metrics: Path
     hurried: asyncio.Event
+    forks: Forks | None = None
 
     async def keep(self) -> int:
         """Have a worker here until cancelled; returns an exit code if that cannot be done."""
@@ -182,7 +201,23 @@ class Place:
                 await self._stop(process, ours)
                 self._forget(process.pid)
 
-    async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
+    async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
+        """A fork of the warm parent; a process that imports by itself if there is none, or it refuses."""
+        if self.forks is not None:
+            try:
+                return await self._fork(self.forks, line)
+            except NoFork as refusal:
+                logger.warning("worker %d imports vLLM by itself: %s", self.index, refusal)
+        return await self._start_cold(line)
+
+    async def _fork(self, forks: Forks, line: socket.socket) -> ForkedChild:
+        fds = line.fileno(), self.listening.fileno(), self.loads
+        with tempfile.TemporaryFile() as settings:
+            settings.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
+            settings.seek(0)
+            return await forks.fork([settings.fileno(), *fds])
+
+    async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
         """The worker's settings, which may hold keys, go through a pipe: command lines are for everybody to read."""
         env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
         fds = line.fileno(), self.listening.fileno(), self.loads
@@ -194,7 +229,7 @@ class Place:
             process.stdin.close()
         return process
 
-    async def _stop(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
+    async def _stop(self, process: asyncio.subprocess.Process | ForkedChild, line: socket.socket) -> None:
         """SIGTERM, for as long as its requests may go on; SIGKILL if it does not end then."""
         if process.returncode is not None:
             return

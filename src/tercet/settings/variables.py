@@ -9,6 +9,7 @@ from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 URL_VARIABLE = "TERCET_URL"
 """The front door that commands talk to, and that is measured."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
+WARM_WORKERS_VARIABLE = "TERCET_WARM_WORKERS"
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -36,6 +37,12 @@ VARIABLES = (
         "engines",
         "0 on a CPU, else vLLM's own",
         "For how long an engine's process looks for a message without a pause before it sleeps (seconds).",
+    ),
+    Variable(
+        WARM_WORKERS_VARIABLE,
+        "`tercet router --workers`",
+        "0",
+        "Whether one more process imports vLLM and forks the workers (1), or each of them imports it.",
     ),
     Variable(
         ENGINE_NAME_VARIABLE,
