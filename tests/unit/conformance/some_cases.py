@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    whole, share = str(config.getoption("--all-of")).split(","), int(config.getoption("--one-in"))
+    whole, share = str(config.getoption("--all-of")).split(","), int(config.getoption("--one-in") or 10)
     seed = str(config.getoption("--seed"))
     kept, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
