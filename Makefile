@@ -76,7 +76,7 @@ test-long: setup ## real engines, in full: 64 requests that move back and forth 
 	TERCET_LONG_TESTS=1 PYTHONPATH=build/triton $(BIN)/pytest -s tests/engines/test_second_model_runner.py
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -s $(LONG:%=tests/engines/test_%.py)
 
-test-all: test test-long test-models fuzz test-vllm ## everything, for the night: about four hours
+test-all: test test-long test-models fuzz test-vllm ## everything, for the night: hours
 
 test-models: setup ## tiny random models of each family on two engines each (an hour); ARGS="-k gemma2" for one
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/torchvision -r requirements/models.txt
