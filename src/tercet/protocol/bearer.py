@@ -12,7 +12,7 @@ from tercet.protocol.errors import BadRequest, Unauthorized
 class BearerKeys:
     """The keys of which a caller must show one; without any, every caller is accepted. They are never shown.
 
-    Space around a key of ours, such as the end of a file's line, is ignored.
+    The check ignores space around a configured key, such as the line break at the end of a file.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:

@@ -52,8 +52,8 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
             found[key] = value, source.name_of(key)
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
     for key, (value, name) in found.items():
-        if known[key].env == SECRET_VARIABLE:
-            values[known[key].path] = key_of(str(value), name)
+        if known[key].env == SECRET_VARIABLE and isinstance(value, str):
+            values[known[key].path] = key_of(value, name)
     for each in known.values():
         if each.is_required and each.key not in found:
             raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is needed", each.key)
