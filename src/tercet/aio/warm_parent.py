@@ -1,11 +1,12 @@
 """A process that has imported once and forks a child on request: each child has the modules and pays for no import.
 
-The requests come over a Unix socket. A request carries descriptors, and the answer carries the child's pidfd, so that
-its signals cannot reach another process that has its number by then. The parent has one thread and no event loop.
-What a fork must not share is in :func:`unforkable`, which is asked before each fork.
+The requests come over Unix sockets of packets: one channel, or as many as connect to a listening socket. A request
+carries descriptors, and the answer carries the child's pidfd, so that its signals cannot reach another process that has
+its number by then. The parent has one thread and no event loop. What a fork must not share is in :func:`unforkable`,
+which is asked before each fork.
 
-Messages, one a packet: ``fork`` with descriptors; then ``forked PID`` with a pidfd, or ``refused REASON``; and, when a
-child has ended, ``ended PID CODE``.
+Messages, one a packet: ``fork GROUP`` with descriptors, where the child joins that process group (0: the parent's);
+then ``forked PID`` with a pidfd, or ``refused REASON``; and, when a child has ended, ``ended PID CODE``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
-FORK = b"fork"
+FORK = b"fork 0"
 MOST_DESCRIPTORS = 16
 MOST_BYTES = 4096
 
@@ -51,66 +52,137 @@ def unforkable(own: Iterable[int]) -> str | None:
     return None
 
 
-def serve_forks(channel: socket.socket, child: Callable[[list[int]], int]) -> None:
+def serve_forks(requests: socket.socket, child: Callable[[list[int]], int]) -> None:
     """Fork at each request a process that runs ``child`` with the descriptors it got and ends with the code returned.
 
-    Returns when the other end of ``channel`` is closed. The children go on: they have to see by themselves that they
-    are not needed.
+    ``requests`` is a channel, and this returns when its other end is closed; or it listens, and each connection to it
+    is a channel. The children go on: they have to see by themselves that they are not needed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the whole group, and the requester decides
     gc.collect()
     gc.freeze()  # no collector writes to the pages that were imported, so they stay shared
-    children = dict[int, int]()  # pids by pidfd
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
+    parent = _Parent(child)
     try:
-        while True:
-            for fd, _ in poll.poll():
-                if fd != channel.fileno():
-                    poll.unregister(fd)
-                    _report_end(channel, fd, children.pop(fd))
-                elif (pidfd := _answer(channel, children, child)) is None:
-                    return
-                elif pidfd >= 0:
-                    poll.register(pidfd, select.POLLIN)
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the requester is gone
+        if requests.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            parent.listen(requests)
+        else:
+            parent.add(requests)
+        while parent.is_open:
+            parent.do_what_is_asked()
     finally:
-        for fd in children:
-            os.close(fd)
+        parent.close()
 
 
-def _answer(channel: socket.socket, children: dict[int, int], child: Callable[[list[int]], int]) -> int | None:
-    """Do what the next message asks; returns the child's pidfd, -1 without a child, None at the channel's end."""
-    message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, MOST_DESCRIPTORS)
-    try:
-        if not message:
-            return None
-        reason = unforkable({channel.fileno(), *descriptors})
+class _Parent:
+    """The channels, and the children by their pidfds, each with the channel that asked for it."""
+
+    def __init__(self, child: Callable[[list[int]], int]) -> None:
+        self._child = child
+        self._listening: socket.socket | None = None
+        self._channels = dict[int, socket.socket]()
+        self._children = dict[int, tuple[int, int]]()  # pid and channel
+        self._poll = select.poll()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another request can come."""
+        return self._listening is not None or bool(self._channels)
+
+    def listen(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._poll.register(listening, select.POLLIN)
+
+    def add(self, channel: socket.socket) -> None:
+        channel.setblocking(True)
+        self._channels[channel.fileno()] = channel
+        self._poll.register(channel, select.POLLIN)
+
+    def do_what_is_asked(self) -> None:
+        for fd, _ in self._poll.poll():
+            if fd in self._children:
+                self._report_end(fd)
+            elif fd in self._channels:
+                self._answer(self._channels[fd])
+            elif self._listening is not None:
+                self.add(self._listening.accept()[0])
+
+    def close(self) -> None:
+        for pidfd in self._children:
+            os.close(pidfd)
+        for channel in self._channels.values():
+            channel.close()
+
+    def _answer(self, channel: socket.socket) -> None:
+        descriptors: list[int] = []
+        try:
+            message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, MOST_DESCRIPTORS)
+            if not message:
+                self._drop(channel)
+                return
+            self._fork(channel, int(message.split()[1]), descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            self._drop(channel)
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def _fork(self, channel: socket.socket, group: int, descriptors: list[int]) -> None:
+        own = [*self._channels, *self._children]
+        if self._listening is not None:
+            own.append(self._listening.fileno())
+        reason = unforkable([*own, *descriptors])
         if reason is not None:
             channel.send(f"refused {reason}".encode()[:MOST_BYTES])
-            return -1
+            return
         pid = os.fork()
         if not pid:
-            _be_child(channel, list(children), descriptors, child)
+            _be_child(group, own, descriptors, self._child)
         pidfd = os.pidfd_open(pid)
-        children[pidfd] = pid
-        socket.send_fds(channel, [f"forked {pid}".encode()], [pidfd])
-        return pidfd
-    finally:
-        for fd in descriptors:
-            os.close(fd)
+        self._children[pidfd] = pid, channel.fileno()
+        self._poll.register(pidfd, select.POLLIN)
+        if group:
+            with suppress(ProcessLookupError, PermissionError):  # the child does the same, and judges by the result
+                os.setpgid(pid, group)
+        try:
+            socket.send_fds(channel, [f"forked {pid}".encode()], [pidfd])
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # its requester has gone, and would not see it end
+            raise
+
+    def _report_end(self, pidfd: int) -> None:
+        pid, asked = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        channel = self._channels.get(asked)
+        if channel is not None:
+            try:
+                channel.send(f"ended {pid} {os.waitstatus_to_exitcode(status)}".encode())
+            except (BrokenPipeError, ConnectionResetError):
+                self._drop(channel)
+
+    def _drop(self, channel: socket.socket) -> None:
+        """Its children's ends are reported to no other channel that gets its number."""
+        fd = channel.fileno()
+        self._poll.unregister(fd)
+        del self._channels[fd]
+        channel.close()
+        for pidfd, (pid, asked) in self._children.items():
+            if asked == fd:
+                self._children[pidfd] = pid, -1
 
 
-def _be_child(
-    channel: socket.socket, pidfds: list[int], descriptors: list[int], child: Callable[[list[int]], int]
-) -> None:
-    """Run ``child`` in a process that has just been forked; it ends here, and never returns."""
+def _be_child(group: int, others: Collection[int], descriptors: list[int], child: Callable[[list[int]], int]) -> None:
+    """Run ``child`` in a process that has just been forked; it ends here, and never returns.
+
+    ``others`` are the descriptors of the parent's that it must not keep open.
+    """
     code = 1
     try:
-        channel.close()
-        for fd in pidfds:
+        for fd in others:
             os.close(fd)
+        if group:
+            os.setpgid(0, group)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _reseed()
         code = child(descriptors)
@@ -124,12 +196,6 @@ def _be_child(
             sys.stderr.flush()
         finally:
             os._exit(code)
-
-
-def _report_end(channel: socket.socket, pidfd: int, pid: int) -> None:
-    _, status = os.waitpid(pid, 0)
-    os.close(pidfd)
-    channel.send(f"ended {pid} {os.waitstatus_to_exitcode(status)}".encode())
 
 
 def _reseed() -> None:

@@ -45,23 +45,34 @@ class Process:
     itself when it is stopped. It runs under :mod:`tercet.cluster.guard`, which ends it and all of its children when
     this process is gone, even killed outright.
     Guard, command and children are one process group, so that each can be reached after the others' end.
+    A warm parent that listens at ``warm`` (see :mod:`tercet.cluster.warm_start`) forks it. It has the descriptors
+    ``inherited`` of this process.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str | None], log: Path, grace: float = GRACE_SECONDS
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str | None],
+        log: Path,
+        grace: float = GRACE_SECONDS,
+        warm: Path | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log = log
         self._argv = argv
         self._env = env
         self._grace = grace
+        self._warm = warm
+        self._inherited = inherited
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._shared_memory: set[Path] = set()
 
     def again(self, log: Path) -> Process:
         """Another start of the same command, with a log of its own."""
-        return Process(self.name, self._argv, self._env, log, self._grace)
+        return Process(self.name, self._argv, self._env, log, self._grace, self._warm)
 
     async def start(self) -> None:
         """Start it; its output goes to the log."""
@@ -70,6 +81,7 @@ class Process:
             with self.log.open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
+                    *(() if self._warm is None else (guard.FROM, str(self._warm))),
                     *self._argv,
                     stdin=guards_end,
                     stdout=log,
@@ -78,6 +90,7 @@ class Process:
                     # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
                     # engine core that wakes up in another one may wait until a prefill is over.
                     process_group=0,
+                    pass_fds=self._inherited,
                 )
         except BaseException:
             self._cut_lifeline()

@@ -1,5 +1,8 @@
 """Runs one command and never outlives its parent: ``python guard.py GRACE COMMAND...``, a pipe as standard input.
 
+With ``python guard.py GRACE --from SOCKET COMMAND...`` a warm parent (:mod:`tercet.cluster.warm_start`) that listens
+there forks the process of the command; without an answer of it the command is run as usual.
+
 The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
 and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
 after ``GRACE`` seconds with SIGKILL. SIGTERM to this process is passed on; the command's exit code is then its own.
@@ -8,21 +11,128 @@ Needs the standard library alone, so that it starts at once and stays small.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+from typing import Protocol
 
 # After the command is gone its children may still give back shared memory.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
 
 
+FROM = "--from"
+
+
+class Child(Protocol):
+    """The command's process. ``ready`` are descriptors that become readable when :meth:`poll` may say something new."""
+
+    ready: Sequence[int]
+
+    def poll(self) -> int | None:
+        """Its exit code, -N if signal N ended it; None while it runs."""
+        ...
+
+    def forget(self) -> bool:
+        """Whether it does not exist yet; then it never will."""
+        ...
+
+
+class Spawned:
+    """A child of this process; SIGCHLD says when it ends."""
+
+    ready: Sequence[int] = ()
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # What this process was given, such as a socket, is for the command; all else is closed when it is executed.
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def forget(self) -> bool:
+        return False
+
+
+class Forked:
+    """A child of the warm parent at ``address``, in this process's group.
+
+    It may have to wait until the parent has imported. If the parent refuses, or has gone before it answers, the command
+    is spawned. Raises :class:`OSError` if no parent listens.
+    """
+
+    def __init__(self, address: str, command: Sequence[str]) -> None:
+        self._command = command
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.connect(address)
+        self._pidfd = -1
+        self._code: int | None = None
+        self._spawned: Spawned | None = None
+        self.ready: Sequence[int] = (self._channel.fileno(),)
+        wanted = {"argv": list(command), "env": dict(os.environ), "cwd": os.getcwd()}
+        with open(os.memfd_create("tercet-command"), "w+b") as request, open(os.devnull, "rb") as nothing:
+            request.write(json.dumps(wanted).encode())
+            request.seek(0)
+            given = [request.fileno(), nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
+            socket.send_fds(self._channel, [f"fork {os.getpgrp()}".encode()], given)
+
+    def poll(self) -> int | None:
+        if self._spawned is None and self._code is None:
+            self._look()
+        return self._code if self._spawned is None else self._spawned.poll()
+
+    def forget(self) -> bool:
+        waits = self._spawned is None and self._pidfd < 0
+        if waits:
+            self._channel.close()  # the parent kills a child that it cannot report
+        return waits
+
+    def _look(self) -> None:
+        if self._channel in select.select([self._channel], [], [], 0)[0]:
+            message, descriptors = b"", list[int]()
+            with suppress(OSError):
+                message, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1)
+            word, _, rest = message.decode().partition(" ")
+            if word == "forked":
+                self._pidfd = descriptors[0]
+                self.ready = (self._channel.fileno(), self._pidfd)
+            elif word == "ended":
+                self._code = int(rest.split()[1])
+            elif self._pidfd < 0:
+                print(f"tercet: starts without shared imports: {rest or 'the warm parent has ended'}", flush=True)
+                self.ready = ()
+                self._spawned = Spawned(self._command)
+            else:
+                self.ready = (self._pidfd,)  # the warm parent is gone, and its children go on
+        elif self.ready == (self._pidfd,) and select.select([self._pidfd], [], [], 0)[0]:
+            self._code = UNKNOWN
+
+
+UNKNOWN = 1
+"""The exit code of a process whose parent has ended before it, so that it cannot say the code."""
+
+
+def start(command: list[str]) -> Child:
+    """The command's process, forked by a warm parent if there is one; raises :class:`OSError`."""
+    if command[0] != FROM:
+        return Spawned(command)
+    try:
+        return Forked(command[1], command[2:])
+    except OSError as error:
+        print(f"tercet: starts without shared imports: {command[1]}: {error.strerror}", flush=True)
+        return Spawned(command[2:])
+
+
 class Guard:
-    """The command as a child, and the signals that tell what is wanted of it."""
+    """The command's process, and the signals that tell what is wanted of it."""
 
     def __init__(self, grace: float, command: list[str]) -> None:
         self._grace = grace
@@ -30,26 +140,27 @@ class Guard:
         self._wakeup = _wake_on_signals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask_to_stop)
-        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._child = start(command)
 
     def run(self) -> int:
         """Wait for the child's end; returns its exit code, 128 + N if signal N ended it."""
         passed_on = False
-        while self._child.poll() is None:
+        while (code := self._child.poll()) is None:
             if self._asked_to_stop and not passed_on:
+                if self._child.forget():
+                    return 128 + signal.SIGTERM
                 passed_on = True
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
                 self._end_group()
-        code = self._child.returncode
         return code if code >= 0 else 128 - code
 
     def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         self._asked_to_stop = True
 
     def _parent_is_gone(self) -> bool:
-        """Sleep until a signal arrives or the parent's end of the pipe closes; tell whether it closed."""
-        ready, _, _ = select.select([PARENT, self._wakeup], [], [])
+        """Sleep until a signal arrives, the child has news or the pipe closes; returns whether the pipe closed."""
+        ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [])
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
         return PARENT in ready and not os.read(PARENT, 4096)

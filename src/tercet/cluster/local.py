@@ -24,7 +24,9 @@ from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
+from tercet.cluster.warm_start import COLD, can_fork, warm_parent
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings.variables import WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
@@ -52,39 +54,59 @@ async def local_fleet(
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
+    async with imports_for(specs, log_dir / "imports.log") as warm:
+        fleet = fleet_of(config, model, specs, log_dir, warm)
+        try:
+            # The front door loads beside the engines and waits for them.
+            queues = starting_queues(specs, fleet.engines)
+            for process in (*(queue[0].process for queue in queues), fleet.router):
+                await process.start()
+                on_event(process.name, LOADING)
+            async with asyncio.TaskGroup() as group:
+                for queue in queues:
+                    group.create_task(_until_all_ready(queue, on_event))
+                group.create_task(until_ready(fleet.router, fleet.url, on_event))
+            yield fleet
+        except* StartFailed as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
+
+
+@asynccontextmanager
+async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[Path | None]:
+    """The warm parent of these engines: the one that a variable names, else one of their own; None if none can use it.
+
+    It is for engines with as many cores as the first one; others import for themselves.
+    """
+    named = os.environ.get(WARM_PARENT_VARIABLE, "")
+    if named == COLD or not any(can_fork(engine_argv(spec)) for spec in specs if spec.simulate is None):
+        yield None
+    elif named:
+        yield Path(named)
+    else:
+        async with warm_parent(engine_env(specs[0]), log) as warm:
+            yield warm
+
+
+def fleet_of(
+    config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None
+) -> RunningFleet:
+    """The fleet that is to be started."""
     secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
-    engines = [
-        RunningEngine(
-            spec.name,
-            role,
-            url_of(spec.host, spec.port),
-            Process(spec.name, engine_argv(spec), {**engine_env(spec), **secret}, log_dir / f"{spec.name}.log"),
-            Restarts(0 if is_group(spec.extra_args) else config.engine_restarts),
-        )
-        for spec, (_, role) in zip(specs, config.roles, strict=True)
-    ]
+    engines: list[RunningEngine] = []
+    for spec, (_, role) in zip(specs, config.roles, strict=True):
+        argv, log = engine_argv(spec), log_dir / f"{spec.name}.log"
+        forks = warm if can_fork(argv) else None
+        process = Process(spec.name, argv, {**engine_env(spec), **secret}, log, warm=forks)
+        restarts = Restarts(0 if is_group(spec.extra_args) else config.engine_restarts)
+        engines.append(RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts))
     port = config.port or free_ports(config.host, 1)[0]
-    url = url_of(config.host, port)
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     argv = router_argv(router_config(config, model, port, addresses), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
-    router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace)
-    fleet = RunningFleet(url, engines, router, log_dir)
-    try:
-        # The front door loads beside the engines and waits for them.
-        queues = starting_queues(specs, engines)
-        for process in (*(queue[0].process for queue in queues), router):
-            await process.start()
-            on_event(process.name, LOADING)
-        async with asyncio.TaskGroup() as group:
-            for queue in queues:
-                group.create_task(_until_all_ready(queue, on_event))
-            group.create_task(until_ready(router, url, on_event))
-        yield fleet
-    except* StartFailed as failures:
-        raise failures.exceptions[0] from None
-    finally:
-        await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
+    router = Process("router", argv, router_env(model), log_dir / "router.log", grace, warm)
+    return RunningFleet(url_of(config.host, port), engines, router, log_dir)
 
 
 def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:

@@ -10,6 +10,7 @@ URL_VARIABLE = "TERCET_URL"
 """The front door that commands talk to, and that is measured."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 WARM_WORKERS_VARIABLE = "TERCET_WARM_WORKERS"
+WARM_PARENT_VARIABLE = "TERCET_WARM_PARENT"
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -43,6 +44,12 @@ VARIABLES = (
         "`tercet router --workers`",
         "0",
         "Whether one more process imports vLLM and forks the workers (1), or each of them imports it.",
+    ),
+    Variable(
+        WARM_PARENT_VARIABLE,
+        "`tercet up`",
+        "one of its own",
+        "The socket of a process that has imported vLLM and forks engines and routers; with `cold`, each imports vLLM.",
     ),
     Variable(
         ENGINE_NAME_VARIABLE,

@@ -42,30 +42,62 @@ CORE_AND_WORKER = 2
 
 def main() -> None:
     """Become the server of an engine with one worker."""
-    wanted = read_once(os.environ, _openmp())
+    wanted = read_once(os.environ, openmp())
     if wanted.items() <= os.environ.items():
         without_noise()
-        _share_one_import()
-        refuse_in_a_sentence()
-        try:
-            runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
-        except BadRequest as error:
-            print(f"tercet: {error.message}", file=sys.stderr)
-            raise SystemExit(error.exit_code) from None
+        bound = frozenset(os.sched_getaffinity(0))  # by OpenMP, when it was loaded
+        os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
+        del os.environ[AFFINITY]  # vLLM sets it for its worker alone
+        import_engine()
+        _serve(bound)
     else:
         wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
 
 
+def serve_imported(cores: frozenset[int]) -> None:
+    """Become the server in a process that has imported already, and was not bound to cores when it did.
+
+    The worker is restricted to ``cores``, and so are the threads of OpenMP that it starts: they share these cores,
+    while those of :func:`main` are bound to one each.
+    """
+    without_noise()
+    _serve(cores)
+
+
+def import_engine() -> None:
+    """Import what the API server, core and worker need."""
+    for module in OF_CORE_AND_WORKER:
+        importlib.import_module(module)
+
+
+def _serve(cores: frozenset[int]) -> None:
+    """Fork core and worker, which wait for vLLM to start them; then be the API server."""
+    start_processes_by(StandbyContext)
+    inspect_models_here()
+    stand_by(CORE_AND_WORKER, cores)
+    refuse_in_a_sentence()
+    try:
+        runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+    except BadRequest as error:
+        print(f"tercet: {error.message}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
     """What vLLM would set for its worker in this ``environment`` and what is read when ``openmp`` is loaded."""
-    preload = environment.get(PRELOAD, "")
-    if openmp is not None and str(openmp) not in preload:
-        preload = ":".join(filter(None, (preload, str(openmp))))
+    preload = with_openmp(environment.get(PRELOAD, ""), openmp)
     return {PRELOAD: preload, AFFINITY: environment[THREADS_BIND].replace(",", " ")}
 
 
-def _openmp() -> Path | None:
+def with_openmp(preload: str, openmp: Path | None) -> str:
+    """The libraries of ``preload``, with ``openmp`` behind them."""
+    if openmp is None or str(openmp) in preload:
+        return preload
+    return ":".join(filter(None, (preload, str(openmp))))
+
+
+def openmp() -> Path | None:
     """PyTorch's own OpenMP; vLLM loads that one before all others. None if PyTorch brings none."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -73,18 +105,6 @@ def _openmp() -> Path | None:
     package = Path(torch.origin).parent
     places = (package.with_name("torch.libs"), package / "lib")
     return next((found for place in places for found in sorted(place.glob("libgomp*.so*"))), None)
-
-
-def _share_one_import() -> None:
-    """Import what all processes need, and fork core and worker, which then wait for vLLM to start them."""
-    bound = frozenset(os.sched_getaffinity(0))  # by OpenMP, when it was loaded; who does not compute is not bound
-    os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
-    del os.environ[AFFINITY]  # vLLM sets it for its worker alone
-    for module in OF_CORE_AND_WORKER:
-        importlib.import_module(module)
-    start_processes_by(StandbyContext)
-    inspect_models_here()
-    stand_by(CORE_AND_WORKER, bound)
 
 
 def start_processes_by(context: Callable[[], Any]) -> None:

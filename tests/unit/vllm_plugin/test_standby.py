@@ -101,7 +101,7 @@ def test_what_libraries_read_once_is_there_before_they_are_loaded() -> None:
 def test_it_begins_anew_with_that_environment_and_remembers_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setenv(server.THREADS_BIND, "0")
-    monkeypatch.setattr(server, "_openmp", lambda: None)
+    monkeypatch.setattr(server, "openmp", lambda: None)
     monkeypatch.setattr("os.execve", lambda *call: begun.append(call))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3})
     server.main()

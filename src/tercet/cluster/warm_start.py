@@ -1,0 +1,168 @@
+"""One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD``.
+
+The process that runs this imports what engines on CPU cores and routers need, and forks each of them on request of its
+guard (:mod:`tercet.cluster.guard`), which waits meanwhile. A fork begins as the command would: with its arguments,
+environment, directory and output. What the interpreter and libraries read while they are loaded cannot be changed any
+more, so a fork that wants another value of such a variable runs its command instead, and imports for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import runpy
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tercet.aio.warm_parent import serve_forks
+from tercet.cluster.child_process import Process
+from tercet.cluster.engine_command import THREADS_BIND, WITH_ONE_IMPORT
+from tercet.vllm_plugin.server import PRELOAD, openmp, with_openmp
+
+COLD = "cold"
+"""Named as the warm parent: have none."""
+COMMAND_LINE = "tercet.cli"
+# What a router imports beyond what engines do.
+OF_ROUTER = (
+    "tercet.cli.app",
+    "tercet.router.server",
+    "tercet.vllm_plugin.engine.server_access",
+    "tercet.vllm_plugin.frontend.served_adapters",
+    "tercet.vllm_plugin.frontend.openai_server",
+    "uvloop",
+)
+# Libraries start their threads when they are imported, and no thread survives a fork: so they start none.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+READ_LATE = frozenset({
+    "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
+    "VLLM_LOGGING_LEVEL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "PWD", "OLDPWD", "SHLVL",
+    "_", "PYTEST_CURRENT_TEST", PRELOAD, *ONE_THREAD,
+})  # fmt: skip
+"""Variables that are read after a fork; those that begin with ``TERCET_`` are, too.
+
+``LD_PRELOAD`` is here since the warm parent has the one that a command has, with PyTorch's OpenMP in addition.
+"""
+OF_ENGINES = frozenset({
+    "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "TORCH_CPP_LOG_LEVEL",
+})  # fmt: skip
+"""Variables that engines are given and that make no difference to a router, which computes nothing."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What a guard asks for: arguments with the interpreter's, environment and working directory."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+
+
+def main() -> None:
+    """Import, then fork until ended."""
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        from tercet.vllm_plugin.log_noise import without_noise
+        from tercet.vllm_plugin.server import import_engine
+
+        began_with = dict(os.environ)
+        without_noise()
+        import_engine()
+        for module in OF_ROUTER:
+            importlib.import_module(module)
+        serve_forks(listening, partial(_be, began_with))
+
+
+def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
+    """Be the command of a request, in a fork of a process that ``began_with`` these variables.
+
+    The descriptors are the request and the standard streams.
+    """
+    with open(descriptors[0], "rb") as request:
+        command = msgspec.json.decode(request.read(), type=Command)
+    for stream, fd in enumerate(descriptors[1:]):
+        os.dup2(fd, stream)
+        os.close(fd)
+    module = command.argv[2]
+    others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
+    os.chdir(command.cwd)
+    if others:
+        print(f"tercet: starts without shared imports: its own {', '.join(others)}", flush=True)
+        os.execve(command.argv[0], command.argv, command.env)
+    set_by_imports = {name: value for name, value in os.environ.items() if began_with.get(name) != value}
+    os.environ.clear()
+    os.environ.update({**command.env, **set_by_imports})
+    sys.argv[:] = command.argv[2:]
+    sys.orig_argv[:] = command.argv
+    _show_as(command.argv)
+    if module == WITH_ONE_IMPORT:
+        from tercet.vllm_plugin.server import serve_imported
+
+        os.environ[PRELOAD] = began_with[PRELOAD]
+        serve_imported(cores_in(command.env[THREADS_BIND]))
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def can_fork(argv: Sequence[str]) -> bool:
+    """Whether the command is one that a warm parent has imported."""
+    return list(argv[1:2]) == ["-m"] and argv[2] in (WITH_ONE_IMPORT, COMMAND_LINE)
+
+
+def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:
+    """Names of variables that differ and are not read ``late``."""
+    names = {*here, *wanted} - late
+    return sorted(name for name in names if not name.startswith("TERCET_") and here.get(name) != wanted.get(name))
+
+
+def cores_in(cpu_list: str) -> frozenset[int]:
+    """The cores of a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in cpu_list.split(","):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def _show_as(argv: Sequence[str]) -> None:
+    """Have ``ps`` show the command."""
+    import setproctitle
+
+    setproctitle.setproctitle(" ".join(argv))
+
+
+@asynccontextmanager
+async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerator[Path]:
+    """The socket of a warm parent that has the environment ``env`` of the engines that it is for.
+
+    Requests may come at once: they are answered when it has imported. Raises :class:`OSError`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # this user's alone: who may connect may run commands
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            address = directory / "socket"
+            listening.bind(str(address))
+            listening.listen(128)
+            listening.set_inheritable(True)
+            fd = listening.fileno()
+            preload = with_openmp(os.environ.get(PRELOAD, ""), openmp())
+            argv = [sys.executable, "-m", "tercet.cluster.warm_start", str(fd)]
+            parent = Process("imports", argv, {**env, **ONE_THREAD, PRELOAD: preload}, log, inherited=(fd,))
+            await parent.start()
+        try:
+            yield address
+        finally:
+            await asyncio.shield(parent.stop())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
