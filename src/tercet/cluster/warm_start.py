@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import setproctitle
 
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
@@ -67,6 +68,7 @@ class Command(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Import, then fork until ended."""
+    setproctitle.getproctitle()  # it looks for its place where the environment begins, before that is changed
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         from tercet.vllm_plugin.log_noise import without_noise
         from tercet.vllm_plugin.server import import_engine
@@ -100,7 +102,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     os.environ.update({**command.env, **set_by_imports})
     sys.argv[:] = command.argv[2:]
     sys.orig_argv[:] = command.argv
-    _show_as(command.argv)
+    setproctitle.setproctitle(" ".join(command.argv))
     if module == WITH_ONE_IMPORT:
         from tercet.vllm_plugin.server import serve_imported
 
@@ -129,13 +131,6 @@ def cores_in(cpu_list: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return frozenset(cores)
-
-
-def _show_as(argv: Sequence[str]) -> None:
-    """Have ``ps`` show the command."""
-    import setproctitle
-
-    setproctitle.setproctitle(" ".join(argv))
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,36 @@ PRELOAD = "LD_PRELOAD"
 AFFINITY = "GOMP_CPU_AFFINITY"
 # The cores that this process may use beside those that the worker's threads are bound to.
 ALLOWED = "TERCET_ALLOWED_CORES"
-# Beside what the API server's own module imports.
-OF_CORE_AND_WORKER = (
+# What API server, core and worker import between them until they serve, in so far as this version of vLLM has it.
+OF_ENGINE = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.app",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.structured_output.backend_lm_format_enforcer",
+    "vllm.v1.structured_output.backend_outlines",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
+    "model_hosting_container_standards.sagemaker",
+    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
     "tercet.vllm_plugin.connector",
+    "tercet.vllm_plugin.endpoint",
+    "tercet.vllm_plugin.register",
+    "tercet.vllm_plugin.engine_hooks",
+    "tercet.vllm_plugin.frontend_hooks",
+    "tercet.vllm_plugin.engine.core_methods",
+    "tercet.vllm_plugin.engine.model_runner",
 )
 CORE_AND_WORKER = 2
 
@@ -66,9 +88,10 @@ def serve_imported(cores: frozenset[int]) -> None:
 
 
 def import_engine() -> None:
-    """Import what the API server, core and worker need."""
-    for module in OF_CORE_AND_WORKER:
-        importlib.import_module(module)
+    """Import :data:`OF_ENGINE`."""
+    for module in OF_ENGINE:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(module)
 
 
 def _serve(cores: frozenset[int]) -> None:
