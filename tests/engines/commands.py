@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import pytest
-
-from .conftest import START_SECONDS, answers
+from .conftest import running
 from .prompts import complete, prompt_of
 
 SECONDS = 400
@@ -38,17 +34,8 @@ def counted(url: str, name: str, **labels: str) -> float:
 @contextmanager
 def tercet_process(log: Path, url: str, *args: str) -> Generator[None]:
     """`tercet` with these arguments, from when it answers at `url`."""
-    command = [sys.executable, "-m", "tercet.cli", *args]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as run:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(url):
-                if run.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"tercet {args[0]} does not answer:\n{log.read_text()[-4000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            run.terminate()
+    with running([sys.executable, "-m", "tercet.cli", *args], log, url):
+        yield
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,10 @@ import pytest
 from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
 
-from .processes import EnginePlace
+from .processes import EnginePlace, start_guarded
+from .warm import MODEL, spec_of, warm_parent
 
 START_SECONDS = 420
-MODEL = "smollm2"
 # Engines may be named to prefill for one another.
 PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*"}
 
@@ -43,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engines)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All processes that these tests start are forked from one that has imported vLLM."""
+    with warm_parent(tmp_path_factory.mktemp("warm") / "imports.log"):
+        yield
 
 
 def free_port() -> int:
@@ -106,6 +113,7 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
     """Run `tercet up` with float32 engines and wait until the front door answers."""
     port = free_port()
     log = tmp / "up.log"
+    engine_args = args[args.index("--") + 1 :] if "--" in args else ()
     command = [
         sys.executable, "-m", "tercet.cli", "up", "--model", model, "--prefill", "1", "--decode", "1",
         "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"),
@@ -119,17 +127,21 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
         if process.poll() is not None:
             pytest.fail(f"tercet up ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         try:
-            return Fleet(url, places_of(url, tmp), process)
+            return Fleet(url, places_of(url, tmp, *engine_args, model=model), process)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
     Fleet(url, {}, process).stop()
     pytest.fail(f"tercet up was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
-def places_of(url: str, tmp: Path) -> dict[str, EnginePlace]:
-    """The places of the engines behind a front door that answers."""
+def places_of(url: str, tmp: Path, *args: str, model: str = MODEL) -> dict[str, EnginePlace]:
+    """The places of the engines behind a front door that answers; what starts there later gets `args`."""
     engines = get_json(f"{url}/tercet/v1/engines")
-    return {each["name"]: EnginePlace.of(each["name"], each["url"], tmp / f"{each['name']}.log") for each in engines}
+    specs = [
+        spec_of(each["name"], int(each["url"].rpartition(":")[2]), *args, model=model, core=core)
+        for core, each in enumerate(engines)
+    ]
+    return {spec.name: EnginePlace.taken(spec, tmp / f"{spec.name}.log") for spec in specs}
 
 
 @contextmanager
@@ -143,36 +155,47 @@ def front_door_over(engines: Mapping[str, str], tmp: Path, *args: str) -> Genera
     command = [sys.executable, "-m", "tercet.cli", "router", "--model", MODEL, "--port", str(port)]
     for name, engine_url in engines.items():
         command += ["--engine", f"{engine_url},role={name.partition('-')[0]},name={name}"]
-    with log.open("wb") as output, subprocess.Popen([*command, *args], stdout=output, stderr=output) as process:
-        try:
-            deadline = time.monotonic() + START_SECONDS  # engines may still be loading
-            while not answers(f"{url}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"tercet router does not answer:\n{log.read_text()[-4000:]}")
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
+    with running([*command, *args], log, f"{url}/health"):
+        yield url
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, url: str) -> Generator[None]:
+    """While entered, the command runs and has answered at `url`."""
+    with log.open("ab") as output:
+        process = start_guarded(command, os.environ, output)
+    try:
+        deadline = time.monotonic() + START_SECONDS  # engines may still be loading
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"{' '.join(command)} does not answer:\n{log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 @contextmanager
 def running_engine(tmp: Path, name: str, *args: str) -> Generator[str]:
     """One engine with the shared fleet's model and data type, and `args` of vLLM's; its URL, once it answers."""
-    port, log = free_port(), tmp / "engine.log"
-    command = [
-        sys.executable, "-m", "tercet.cli", "engine", "--model", MODEL, "--port", str(port), "--name", name,
-        "--dtype", "float32", "--", *args,
-    ]  # fmt: skip
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(f"http://127.0.0.1:{port}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(log.read_text()[-4000:])
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+    place = EnginePlace.of(spec_of(name, free_port(), *args), tmp / "engine.log")
+    place.start()
+    try:
+        until_answering([place])
+        yield place.url
+    finally:
+        place.stop()
+
+
+def until_answering(places: Sequence[EnginePlace]) -> None:
+    """Wait until every engine answers; fails if one ends."""
+    deadline = time.monotonic() + START_SECONDS
+    while lost := [place for place in places if not answers(f"{place.url}/health")]:
+        died = [place for place in lost if place.is_dead]
+        if died or time.monotonic() > deadline:
+            pytest.fail("\n".join(place.log.read_text()[-3000:] for place in died or lost))
+        time.sleep(0.2)
 
 
 def answers(url: str) -> bool:
@@ -191,18 +214,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """
     tmp = tmp_path_factory.mktemp("fleet")
     if given := os.environ.get("TERCET_TEST_FRONT_DOOR"):
-        running = Fleet(given, places_of(given, tmp))
+        shared = Fleet(given, places_of(given, tmp, *ENGINE_ARGS))
     else:
-        running = start_fleet(tmp, "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
-    yield running
-    running.stop()
+        shared = start_fleet(tmp, "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+    yield shared
+    shared.stop()
 
 
 @pytest.fixture(scope="session")
 def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The shared engines and a third one, decode-1, behind a front door of their own."""
     tmp = tmp_path_factory.mktemp("breakable")
-    third = fleet.places["decode-0"].beside("decode-1", free_port(), tmp / "decode-1.log")
+    third = EnginePlace.of(spec_of("decode-1", free_port(), *ENGINE_ARGS, core=1), tmp / "decode-1.log")
     third.start()  # it loads beside the front door
     places = {**fleet.places, third.name: third}
     urls = {name: place.url for name, place in places.items()}

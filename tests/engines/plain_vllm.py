@@ -7,18 +7,16 @@ import os
 import random
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from tercet.client.vllm_metrics import VllmMetrics, parsed
 from tercet.cluster.model import resolve_model
 
 from .commands import counted, page
-from .conftest import MODEL, START_SECONDS, answers, free_port
+from .conftest import MODEL, free_port, until_answering
 from .processes import EnginePlace
 from .prompts import complete, prompt_of
 
@@ -70,12 +68,7 @@ def mend(places: Mapping[str, EnginePlace]) -> None:
     for place in places.values():
         if place.is_dead:
             place.start()
-    deadline = time.monotonic() + START_SECONDS
-    while lost := [place for place in places.values() if not answers(f"{place.url}/health")]:
-        died = [place for place in lost if place.is_dead]
-        if died or time.monotonic() > deadline:
-            pytest.fail("\n".join(place.log.read_text()[-3000:] for place in died or lost))
-        time.sleep(0.5)
+    until_answering(list(places.values()))
 
 
 def load(url: str) -> VllmMetrics:

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import psutil
 
 from tercet.chaos.engine_processes import RunningProcess, classify
 from tercet.chaos.fault_schedule import ProcessKind
 from tercet.cluster import guard
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
+from tercet.cluster.warm_start import can_fork
+from tercet.settings.variables import WARM_PARENT_VARIABLE
 
 GRACE_SECONDS = 10
 
@@ -67,6 +70,19 @@ def stopped(processes: list[psutil.Process]) -> Generator[None]:
         send_signal(processes, signal.SIGCONT)
 
 
+def start_guarded(argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a command that ends at the latest when this process does; forked by these tests' warm parent if it can be.
+
+    Its process group's id is the returned guard's pid, and its exit code the guard's. SIGTERM to the guard ends it.
+    """
+    warm = environment.get(WARM_PARENT_VARIABLE)
+    forked = [guard.FROM, warm] if warm and can_fork(argv) else []
+    command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *forked, *argv]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
+    )
+
+
 class EnginePlace:
     """Where an engine runs, and the command that starts one there."""
 
@@ -80,26 +96,24 @@ class EnginePlace:
         self._guard: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def of(cls, name: str, url: str, log: Path) -> Self:
-        """The place of an engine that runs; what starts there later writes to `log`."""
-        server = processes_of(url)[0]
-        place = cls(name, url, server.cmdline(), server.environ(), log)
-        place._server = server
-        return place
+    def of(cls, spec: EngineSpec, log: Path) -> Self:
+        """The place of an engine of that description, which is yet to be started; it writes to `log`."""
+        return cls(
+            spec.name, f"http://{spec.host}:{spec.port}", engine_argv(spec), {**os.environ, **engine_env(spec)}, log
+        )
 
-    def beside(self, name: str, port: int, log: Path) -> EnginePlace:
-        """A place for an engine like this one, which is yet to be started."""
-        argv = list(self._argv)
-        argv[argv.index("--port") + 1] = str(port)
-        url = f"{self.url.rpartition(':')[0]}:{port}"
-        return EnginePlace(name, url, argv, {**self._environment, "TERCET_ENGINE_NAME": name}, log)
+    @classmethod
+    def taken(cls, spec: EngineSpec, log: Path) -> Self:
+        """The place of an engine that somebody else has started; what starts there later writes to `log`."""
+        place = cls.of(spec, log)
+        place._server = processes_of(place.url)[0]
+        return place
 
     @property
     def is_dead(self) -> bool:
         """Whether the engine that was started here last has ended."""
-        if self._server is None and self._guard is not None and self._guard.poll() is None:
-            self._server = next(iter(psutil.Process(self._guard.pid).children()), None)
-            return False  # it has only just been started
+        if self._guard is not None:
+            return self._guard.poll() is not None
         try:
             return self._server is None or self._server.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -108,15 +122,22 @@ class EnginePlace:
     def start(self) -> None:
         """Start an engine here, and return at once. It ends at the latest when this process does."""
         self.stop()
-        command = [sys.executable, guard.__file__, str(GRACE_SECONDS), *self._argv]
         with self.log.open("ab") as log:
-            self._guard = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment, start_new_session=True
-            )
+            self._guard = start_guarded(self._argv, self._environment, log)
 
-    def stop(self) -> None:
-        """End the engine that was started here; one that somebody else started is theirs."""
+    def stop(self, kill_after: float = 6 * GRACE_SECONDS) -> None:
+        """End the engine that was started here, by force after so many seconds; others' engines are theirs."""
         if self._guard is not None:
             self._guard.terminate()
-            self._guard.communicate(timeout=6 * GRACE_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.communicate(timeout=kill_after)
+            send_to_group(self._guard.pid, signal.SIGKILL)
+            self._guard.communicate()
         self._guard = self._server = None
+
+
+def send_to_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+import msgspec
 
 from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
 from tercet.protocol import Request
 
-from .conftest import START_SECONDS, free_port, get_json
+from .conftest import free_port, until_answering
+from .processes import EnginePlace
+from .warm import spec_of
 
 
 def small_llama(path: Path) -> Path:
@@ -45,50 +41,19 @@ def small_llama(path: Path) -> Path:
 @contextmanager
 def engines_with(flags: Mapping[str, Sequence[str]], model: str, logs: Path) -> Generator[dict[str, str]]:
     """An engine for each name: the cores of its workers, then flags of vLLM's. Their URLs, once all answer."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    found: dict[str, str] = {}
+    places: dict[str, EnginePlace] = {}
     try:
         for name, (cores, *more) in flags.items():
-            port = free_port()
-            command = [
-                sys.executable, "-m", "tercet.cli", "engine", "--model", model, "--served-model-name", "smollm2",
-                "--name", name, "--port", str(port), "--dtype", "float32", "--", "--max-model-len", "2048", *more,
-            ]  # fmt: skip
-            environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores}
-            with (logs / f"{name}.log").open("wb") as log:
-                running[name] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
-            found[name] = f"http://127.0.0.1:{port}"
-        for name, process in running.items():
-            _wait(process, found[name], logs / f"{name}.log")
-        yield found
+            spec = spec_of(name, free_port(), "--max-model-len", "2048", *more, model=model)
+            chosen = tuple(int(core) for core in cores.split("|"))
+            place = places[name] = EnginePlace.of(msgspec.structs.replace(spec, cores=chosen), logs / f"{name}.log")
+            place.start()
+        until_answering(list(places.values()))
+        yield {name: place.url for name, place in places.items()}
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
+        for place in places.values():
             # How vLLM ends is not what is tested here: with several workers on few cores it may hang at its end.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-            _kill_group(process.pid)
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            get_json(f"{url}/tercet/v1/status")
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    pytest.fail(f"{url} was not ready:\n{log.read_text()[-4000:]}")
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+            place.stop(kill_after=20)
 
 
 async def hand_over(

@@ -130,7 +130,7 @@ class _Parent:
         own = [*self._channels, *self._children]
         if self._listening is not None:
             own.append(self._listening.fileno())
-        reason = unforkable([*own, *descriptors])
+        reason = unforkable([*own, *descriptors]) or _unjoinable(group)
         if reason is not None:
             channel.send(f"refused {reason}".encode()[:MOST_BYTES])
             return
@@ -140,8 +140,8 @@ class _Parent:
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid, channel.fileno()
         self._poll.register(pidfd, select.POLLIN)
-        if group:
-            with suppress(ProcessLookupError, PermissionError):  # the child does the same, and judges by the result
+        if group:  # the child does so, too: neither needs to wait for the other
+            with suppress(ProcessLookupError, PermissionError):
                 os.setpgid(pid, group)
         try:
             socket.send_fds(channel, [f"forked {pid}".encode()], [pidfd])
@@ -196,6 +196,16 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _unjoinable(group: int) -> str | None:
+    """Why a child of this process cannot join that process group, or None."""
+    try:
+        if group and os.getsid(group) != os.getsid(0):
+            return "it is in another session"
+    except ProcessLookupError:
+        return f"process group {group} has ended"
+    return None
 
 
 def _reseed() -> None:

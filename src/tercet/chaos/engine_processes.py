@@ -48,16 +48,17 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
 
 
 def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
-    """The processes of an engine that runs under the guard process; none if it is gone."""
-    try:
-        children = psutil.Process(guard).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return {}
+    """The processes of an engine that runs under the guard process, whose group they are; none if it is gone.
+
+    The server's parent is the guard, or the process that forked it, which is not in the group.
+    """
     tree: list[RunningProcess] = []
-    for child in children:
-        with contextlib.suppress(psutil.Error):
-            tree.append(RunningProcess(child.pid, child.ppid(), " ".join(child.cmdline())))
-    server = next((each.pid for each in tree if each.parent == guard), None)
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.pid != guard and os.getpgid(process.pid) == guard:
+                tree.append(RunningProcess(process.pid, process.ppid(), " ".join(process.cmdline())))
+    members = {each.pid for each in tree}
+    server = next((each.pid for each in tree if each.parent not in members), None)
     return {} if server is None else classify(server, tree)
 
 

@@ -37,6 +37,10 @@ class Child(Protocol):
 
     ready: Sequence[int]
 
+    def timeout(self) -> float | None:
+        """Seconds until :meth:`poll` has something to do in any case, if it ever does."""
+        ...
+
     def poll(self) -> int | None:
         """Its exit code, -N if signal N ended it; None while it runs."""
         ...
@@ -55,6 +59,9 @@ class Spawned:
         # What this process was given, such as a socket, is for the command; all else is closed when it is executed.
         self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
 
+    def timeout(self) -> float | None:
+        return None
+
     def poll(self) -> int | None:
         return self._child.poll()
 
@@ -65,14 +72,15 @@ class Spawned:
 class Forked:
     """A child of the warm parent at ``address``, in this process's group.
 
-    It may have to wait until the parent has imported. If the parent refuses, or has gone before it answers, the command
-    is spawned. Raises :class:`OSError` if no parent listens.
+    It may have to wait until the parent has imported. If the parent refuses, or is gone or does not answer within
+    :data:`ANSWER_SECONDS`, the command is spawned. Raises :class:`OSError` if no parent listens.
     """
 
     def __init__(self, address: str, command: Sequence[str]) -> None:
         self._command = command
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.connect(address)
+        self._deadline = time.monotonic() + ANSWER_SECONDS
         self._pidfd = -1
         self._code: int | None = None
         self._spawned: Spawned | None = None
@@ -84,38 +92,56 @@ class Forked:
             given = [request.fileno(), nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
             socket.send_fds(self._channel, [f"fork {os.getpgrp()}".encode()], given)
 
+    def timeout(self) -> float | None:
+        return max(0.0, self._deadline - time.monotonic()) if self._is_awaited() else None
+
     def poll(self) -> int | None:
         if self._spawned is None and self._code is None:
             self._look()
         return self._code if self._spawned is None else self._spawned.poll()
 
     def forget(self) -> bool:
-        waits = self._spawned is None and self._pidfd < 0
-        if waits:
+        awaited = self._is_awaited()
+        if awaited:
             self._channel.close()  # the parent kills a child that it cannot report
-        return waits
+        return awaited
+
+    def _is_awaited(self) -> bool:
+        return self._spawned is None and self._pidfd < 0
 
     def _look(self) -> None:
-        if self._channel in select.select([self._channel], [], [], 0)[0]:
-            message, descriptors = b"", list[int]()
-            with suppress(OSError):
-                message, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1)
-            word, _, rest = message.decode().partition(" ")
-            if word == "forked":
-                self._pidfd = descriptors[0]
-                self.ready = (self._channel.fileno(), self._pidfd)
-            elif word == "ended":
-                self._code = int(rest.split()[1])
-            elif self._pidfd < 0:
-                print(f"tercet: starts without shared imports: {rest or 'the warm parent has ended'}", flush=True)
-                self.ready = ()
-                self._spawned = Spawned(self._command)
-            else:
-                self.ready = (self._pidfd,)  # the warm parent is gone, and its children go on
-        elif self.ready == (self._pidfd,) and select.select([self._pidfd], [], [], 0)[0]:
+        if self._channel.fileno() >= 0 and select.select([self._channel], [], [], 0)[0]:
+            self._receive()
+        elif self._is_awaited():
+            if time.monotonic() >= self._deadline:
+                self._spawn(f"the warm parent has not answered for {ANSWER_SECONDS:.0f} s")
+        elif select.select([self._pidfd], [], [], 0)[0] and self.ready == (self._pidfd,):
             self._code = UNKNOWN
 
+    def _receive(self) -> None:
+        message, descriptors = b"", list[int]()
+        with suppress(OSError):
+            message, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1)
+        word, _, rest = message.decode().partition(" ")
+        if word == "forked":
+            self._pidfd = descriptors[0]
+            self.ready = (self._channel.fileno(), self._pidfd)
+        elif word == "ended":
+            self._code = int(rest.split()[1])
+        elif self._is_awaited():
+            self._spawn(rest or "the warm parent has ended")
+        else:
+            self._channel.close()  # the warm parent is gone, and its children go on
+            self.ready = (self._pidfd,)
 
+    def _spawn(self, reason: str) -> None:
+        print(f"tercet: starts without shared imports: {reason}", flush=True)
+        self._channel.close()
+        self.ready = ()
+        self._spawned = Spawned(self._command)
+
+
+ANSWER_SECONDS = 120.0
 UNKNOWN = 1
 """The exit code of a process whose parent has ended before it, so that it cannot say the code."""
 
@@ -159,8 +185,8 @@ class Guard:
         self._asked_to_stop = True
 
     def _parent_is_gone(self) -> bool:
-        """Sleep until a signal arrives, the child has news or the pipe closes; returns whether the pipe closed."""
-        ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [])
+        """Sleep until a signal arrives, the child may have news or the pipe closes; returns whether the pipe closed."""
+        ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [], self._child.timeout())
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
         return PARENT in ready and not os.read(PARENT, 4096)

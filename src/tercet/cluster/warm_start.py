@@ -16,8 +16,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import THREADS_BIND, WITH_ONE_IMPORT
 from tercet.vllm_plugin.server import PRELOAD, openmp, with_openmp
 
+COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 COLD = "cold"
 """Named as the warm parent: have none."""
 COMMAND_LINE = "tercet.cli"
@@ -58,7 +59,7 @@ OF_ENGINES = frozenset({
 """Variables that engines are given and that make no difference to a router, which computes nothing."""
 
 
-class Command(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True):
     """What a guard asks for: arguments with the interpreter's, environment and working directory."""
 
     argv: tuple[str, ...]
@@ -87,7 +88,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     The descriptors are the request and the standard streams.
     """
     with open(descriptors[0], "rb") as request:
-        command = msgspec.json.decode(request.read(), type=Command)
+        command = msgspec.json.decode(request.read(), type=Wanted)
     for stream, fd in enumerate(descriptors[1:]):
         os.dup2(fd, stream)
         os.close(fd)
@@ -139,24 +140,31 @@ async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerato
 
     Requests may come at once: they are answered when it has imported. Raises :class:`OSError`.
     """
-    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # this user's alone: who may connect may run commands
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            address = directory / "socket"
-            listening.bind(str(address))
-            listening.listen(128)
-            listening.set_inheritable(True)
-            fd = listening.fileno()
-            preload = with_openmp(os.environ.get(PRELOAD, ""), openmp())
-            argv = [sys.executable, "-m", "tercet.cluster.warm_start", str(fd)]
-            parent = Process("imports", argv, {**env, **ONE_THREAD, PRELOAD: preload}, log, inherited=(fd,))
-            await parent.start()
+    with listening_for_guards() as (address, fd):
+        parent = Process("imports", [*COMMAND, str(fd)], {**env, **loaded_with()}, log, inherited=(fd,))
         try:
+            await parent.start()
             yield address
         finally:
             await asyncio.shield(parent.stop())
+
+
+@contextmanager
+def listening_for_guards() -> Generator[tuple[Path, int]]:
+    """A socket that guards can connect to, and its descriptor, for a warm parent to inherit."""
+    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # this user's alone: who may connect may run commands
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(str(directory / "socket"))
+            listening.listen(128)
+            yield directory / "socket", listening.fileno()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def loaded_with() -> dict[str, str]:
+    """What a warm parent's environment has beyond that of its engines."""
+    return {**ONE_THREAD, PRELOAD: with_openmp(os.environ.get(PRELOAD, ""), openmp())}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""One import of vLLM for all engines, routers and commands that these tests start: see tercet.cluster.warm_start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tercet.cluster import guard
+from tercet.cluster.engine_command import EngineSpec, engine_env
+from tercet.cluster.model import resolve_model
+from tercet.cluster.warm_start import COMMAND, listening_for_guards, loaded_with
+from tercet.settings.variables import WARM_PARENT_VARIABLE
+
+MODEL = "smollm2"
+GRACE_SECONDS = 10
+
+
+def spec_of(name: str, port: int, *args: str, model: str = MODEL, core: int = 0, kv_cache_gib: int = 1) -> EngineSpec:
+    """An engine on one core, in float32, with flags of vLLM's; engines of this machine may have it prefill."""
+    cores = sorted(os.sched_getaffinity(0))
+    return EngineSpec(
+        name=name,
+        model=resolve_model(model),
+        served_model_name=MODEL,
+        host="127.0.0.1",
+        port=port,
+        dtype="float32",
+        built_in=model == MODEL,
+        cores=(cores[core % len(cores)],),
+        kv_cache_gib=kv_cache_gib,
+        extra_args=args,
+        prefill_hosts="127.0.0.1:*",
+    )
+
+
+@contextmanager
+def warm_parent(log: Path) -> Generator[None]:
+    """While entered, what these tests start is forked from one process, as far as it may be."""
+    environment = {**os.environ, **engine_env(spec_of("any", 1)), **loaded_with()}
+    with listening_for_guards() as (address, fd), log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *COMMAND, str(fd)],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0, pass_fds=[fd],
+        )  # fmt: skip
+        os.environ[WARM_PARENT_VARIABLE] = str(address)
+        try:
+            yield
+        finally:
+            del os.environ[WARM_PARENT_VARIABLE]
+            process.terminate()
+            process.communicate(timeout=6 * GRACE_SECONDS)
