@@ -27,9 +27,9 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
+from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 
-from .processes import EnginePlace, start_guarded
-from .warm import MODEL, spec_of, warm_parent
+from .processes import EnginePlace
 
 START_SECONDS = 420
 # Engines may be named to prefill for one another.

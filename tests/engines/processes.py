@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import psutil
 
 from tercet.chaos.engine_processes import RunningProcess, classify
 from tercet.chaos.fault_schedule import ProcessKind
-from tercet.cluster import guard
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
-from tercet.cluster.warm_start import can_fork
-from tercet.settings.variables import WARM_PARENT_VARIABLE
+from tests.warm import start_guarded
 
 GRACE_SECONDS = 10
 
@@ -68,19 +65,6 @@ def stopped(processes: list[psutil.Process]) -> Generator[None]:
         yield
     finally:
         send_signal(processes, signal.SIGCONT)
-
-
-def start_guarded(argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a command that ends at the latest when this process does; forked by these tests' warm parent if it can be.
-
-    Its process group's id is the returned guard's pid, and its exit code the guard's. SIGTERM to the guard ends it.
-    """
-    warm = environment.get(WARM_PARENT_VARIABLE)
-    forked = [guard.FROM, warm] if warm and can_fork(argv) else []
-    command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *forked, *argv]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
-    )
 
 
 class EnginePlace:

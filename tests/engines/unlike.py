@@ -13,10 +13,10 @@ import msgspec
 from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
 from tercet.protocol import Request
+from tests.warm import spec_of
 
 from .conftest import free_port, until_answering
 from .processes import EnginePlace
-from .warm import spec_of
 
 
 def small_llama(path: Path) -> Path:

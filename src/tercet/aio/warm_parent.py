@@ -184,6 +184,7 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
         if group:
             os.setpgid(0, group)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _reseed()
         code = child(descriptors)
     except SystemExit as stopped:

@@ -24,9 +24,9 @@ from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
-from tercet.cluster.warm_start import COLD, can_fork, warm_parent
+from tercet.cluster.warm_start import can_fork, warm_parent
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
-from tercet.settings.variables import WARM_PARENT_VARIABLE
+from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.

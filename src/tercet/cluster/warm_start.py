@@ -30,8 +30,6 @@ from tercet.cluster.engine_command import THREADS_BIND, WITH_ONE_IMPORT
 from tercet.vllm_plugin.server import PRELOAD, openmp, with_openmp
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
-COLD = "cold"
-"""Named as the warm parent: have none."""
 COMMAND_LINE = "tercet.cli"
 # What a router imports beyond what engines do.
 OF_ROUTER = (

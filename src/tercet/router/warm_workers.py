@@ -1,23 +1,24 @@
 """The process that imports vLLM once for all workers of a front door, and forks each of them.
 
-See :mod:`tercet.aio.warm_parent`.
+See :mod:`tercet.aio.warm_parent`. A supervisor that was forked with vLLM imported forks this process too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tercet.aio.forked_child import Forks
-from tercet.aio.warm_parent import serve_forks
+from tercet.aio.warm_parent import serve_forks, unforkable
 
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMMAND = "from tercet.router.warm_workers import main; main()"
 IMPORTED = (
     "tercet.router.server",
@@ -31,8 +32,8 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 def main() -> None:
     """Import what workers need, and fork them until the supervisor closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the whole group, and the supervisor decides
-    with socket.socket(fileno=int(sys.stdin.readline())) as channel:
+    _leave_signals_to_the_supervisor()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
         for module in IMPORTED:
             importlib.import_module(module)
         from tercet.vllm_plugin.frontend.openai_server import import_vllm
@@ -52,25 +53,65 @@ def _worker(descriptors: list[int]) -> int:
     return 0
 
 
-@asynccontextmanager
-async def warm_parent(metrics: Path) -> AsyncGenerator[Forks]:
-    """A warm parent whose workers write their metrics to ``metrics``."""
+@contextmanager
+def warm_parent(metrics: Path) -> Generator[socket.socket]:
+    """The channel to a warm parent whose workers write their metrics to ``metrics``; before there is an event loop."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            env = {**os.environ, **ONE_THREAD, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-            fd = theirs.fileno()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", COMMAND, pass_fds=[fd], env=env, stdin=asyncio.subprocess.PIPE
-            )
-        forks = Forks(ours)
+            variables = {METRICS_VARIABLE: str(metrics)}
+            has_imported = "vllm" in sys.modules and unforkable([ours.fileno(), theirs.fileno()]) is None
+            stop = (_forked if has_imported else _executed)(ours, theirs, variables)
         try:
-            assert process.stdin is not None
-            process.stdin.write(f"{fd}\n".encode())
-            process.stdin.close()
-            yield forks
+            yield ours
         finally:
-            forks.close()
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            stop()
+
+
+def _executed(_: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
+    """Start a warm parent that imports; returns how to stop it."""
+    fd = channel.fileno()
+    env = {**os.environ, **ONE_THREAD, **variables}
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, str(fd)], pass_fds=[fd], env=env)
+
+    def stop() -> None:
+        process.kill()
+        process.wait()
+
+    return stop
+
+
+def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
+    """Fork this process, which has imported, into a warm parent; returns how to stop it."""
+    pid = os.fork()
+    if pid:
+
+        def stop() -> None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+        return stop
+    code = 1
+    try:
+        _leave_signals_to_the_supervisor()
+        ours.close()
+        os.environ.update(variables)
+        _count_in_files()
+        serve_forks(channel, _worker)
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(code)
+
+
+def _leave_signals_to_the_supervisor() -> None:
+    """They reach the whole group; this process ends when the supervisor closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _count_in_files() -> None:
+    """Prometheus chooses when it is imported whether metrics are kept in files; have it choose anew."""
+    values: Any = importlib.import_module("prometheus_client.values")
+    values.ValueClass = values.get_value_class()

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
-from tercet.settings.variables import WARM_WORKERS_VARIABLE
+from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -108,24 +108,25 @@ def supervise(config: RouterConfig) -> int:
     worker ends before it serves, at the start or again and again later.
     """
     log_to_stderr(config.log_level, config.log_format)
-    return asyncio.run(_supervise(config))
+    with tempfile.TemporaryDirectory(prefix="tercet-workers-") as directory, ExitStack() as stack:
+        metrics = Path(directory) / "metrics"
+        metrics.mkdir()
+        cold = os.environ.get(WARM_PARENT_VARIABLE) == COLD
+        channel = None if cold else stack.enter_context(warm_parent(metrics))
+        return asyncio.run(_supervise(config, Path(directory), channel))
 
 
-async def _supervise(config: RouterConfig) -> int:
+async def _supervise(config: RouterConfig, common: Path, channel: socket.socket | None) -> int:
     stopped, hurried = asyncio.Event(), asyncio.Event()
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(signals_to(stopped.set, hurried.set))
         listening = stack.enter_context(_listen(config))
-        common = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-workers-")))
-        (common / "metrics").mkdir()
         if config.state is None:
             config = msgspec.structs.replace(config, state=str(common / "state.json"))
         loads = os.memfd_create("tercet-loads")
         stack.callback(os.close, loads)
         _prepare_loads(loads, config.workers)
-        forks = None
-        if os.environ.get(WARM_WORKERS_VARIABLE) == "1":
-            forks = await stack.enter_async_context(warm_parent(common / "metrics"))
+        forks = None if channel is None else stack.enter_context(closing(Forks(channel)))
         places = [
             Place(config, index, listening, loads, common / "metrics", hurried, forks)
             for index in range(config.workers)

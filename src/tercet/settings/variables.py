@@ -9,8 +9,9 @@ from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 URL_VARIABLE = "TERCET_URL"
 """The front door that commands talk to, and that is measured."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
-WARM_WORKERS_VARIABLE = "TERCET_WARM_WORKERS"
 WARM_PARENT_VARIABLE = "TERCET_WARM_PARENT"
+COLD = "cold"
+"""Named as the warm parent: have none."""
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -40,14 +41,8 @@ VARIABLES = (
         "For how long an engine's process looks for a message without a pause before it sleeps (seconds).",
     ),
     Variable(
-        WARM_WORKERS_VARIABLE,
-        "`tercet router --workers`",
-        "0",
-        "Whether one more process imports vLLM and forks the workers (1), or each of them imports it.",
-    ),
-    Variable(
         WARM_PARENT_VARIABLE,
-        "`tercet up`",
+        "`tercet up`, `tercet router --workers`",
         "one of its own",
         "The socket of a process that has imported vLLM and forks engines and routers; with `cold`, each imports vLLM.",
     ),

@@ -14,16 +14,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import free_ports
+from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 from tercet.sim import load_profile
 from tercet.sim.sim_server import ServerConfig, serving
+from tests.warm import start_guarded, warm_parent
 
 pytestmark = pytest.mark.processes
 
@@ -54,7 +58,7 @@ def lines(port: int, name: str) -> list[str]:
     return [line for line in ask(port, "GET", "/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
 
 
-def serves(door: tuple[int, subprocess.Popen[bytes]], workers: int) -> bool:
+def serves(door: Door, workers: int) -> bool:
     port, process = door
     assert process.poll() is None, "the front door has ended"
     try:
@@ -71,7 +75,42 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def children(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    try:
+        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    except FileNotFoundError:
+        return set()
+
+
+def workers_of(supervisor: int) -> set[int]:
+    """The warm parent, the supervisor's only child, has forked them; without one they are the supervisor's children."""
+    below = children(supervisor)
+    return set[int]().union(*map(children, below)) if len(below) == 1 else below
+
+
+class Door(NamedTuple):
+    """A front door; `process` ends when the supervisor does, with its code."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def supervisor(self) -> int:
+        """Forked by the tests' warm parent, in the group of `process`; or a child of it."""
+        group = {each.pid: each.ppid() for each in psutil.process_iter() if _group(each.pid) == self.process.pid}
+        del group[self.process.pid]
+        return next(pid for pid, parent in group.items() if parent not in group)
+
+    def interrupt(self) -> None:
+        """As from a terminal: the supervisor and its workers."""
+        for pid in (self.supervisor, *workers_of(self.supervisor)):
+            os.kill(pid, signal.SIGINT)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +133,14 @@ def engine() -> Iterator[str]:
     thread.join(30)
 
 
+@pytest.fixture(scope="module")
+def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with warm_parent(tmp_path_factory.mktemp("warm") / "imports.log"):
+        yield
+
+
 @pytest.fixture
-def door(engine: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def door(engine: str, one_import: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Door]:
     port = free_ports("127.0.0.1", 1)[0]
     command = [
         sys.executable, "-m", "tercet.cli", "router", "--engine", f"{engine},name=e", "--port", str(port), "--model",
@@ -104,12 +149,16 @@ def door(engine: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         "--workers", "2", "--log-level", "warning", "--stuck-after", "60",
     ]  # fmt: skip
     env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=env, process_group=0)
+    if getattr(request, "param", None) is not None:
+        env[WARM_PARENT_VARIABLE] = request.param
+    with (tmp_path / "router.log").open("wb") as log:
+        process = start_guarded(command, env, log)
     try:
-        yield port, process
+        yield Door(port, process)
     finally:
-        process.kill()
-        process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def said_by_all(port: int) -> set[tuple[int, str, bool]]:
@@ -122,10 +171,10 @@ def said_by_all(port: int) -> set[tuple[int, str, bool]]:
 
 
 @pytest.mark.timeout(500)
-def test_workers_are_of_one_mind_and_replaced(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+def test_workers_are_of_one_mind_and_replaced(door: Door) -> None:
     port, process = door
     until(lambda: serves(door, 2))
-    workers = children(process.pid)
+    workers = workers_of(door.supervisor)
     assert len(workers) == 2
     assert ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200
     until(lambda: len(lines(port, "tercet_engine_waiting")) > 0)
@@ -142,24 +191,25 @@ def test_workers_are_of_one_mind_and_replaced(door: tuple[int, subprocess.Popen[
 
     lost = min(workers)
     os.kill(lost, signal.SIGKILL)
-    until(lambda: lost not in children(process.pid) and serves(door, 2))
+    until(lambda: lost not in workers_of(door.supervisor) and serves(door, 2))
     assert said_by_all(port) == {(3, "data_parallel", True)}
     assert ask(port, "DELETE", "/tercet/v1/engines/e/drain")[0] == 200
     assert all(ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200 for _ in range(6))
     until(lambda: metric(port, "tercet_sequences_total") >= 6)
 
-    workers = children(process.pid)
+    workers = workers_of(door.supervisor)
     process.terminate()
     assert process.wait(60) == 0
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
 @pytest.mark.timeout(500)
-def test_workers_end_with_their_supervisor(door: tuple[int, subprocess.Popen[bytes]]) -> None:
-    _, process = door
+@pytest.mark.parametrize("door", [COLD], indirect=True)
+def test_workers_that_import_by_themselves_end_with_their_supervisor(door: Door) -> None:
     until(lambda: serves(door, 2))
-    workers = children(process.pid)
-    process.kill()
+    workers = workers_of(door.supervisor)
+    assert len(workers) == 2
+    os.kill(door.supervisor, signal.SIGKILL)
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
@@ -191,11 +241,11 @@ def refuses(port: int) -> bool:
 
 
 @pytest.mark.timeout(500)
-def test_told_to_stop_under_load_they_finish_what_runs(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+def test_told_to_stop_under_load_they_finish_what_runs(door: Door) -> None:
     port, process = door
     until(lambda: serves(door, 2))
     answers = [Answer(port, 600) for _ in range(2)]
-    os.killpg(process.pid, signal.SIGINT)  # as from a terminal: it and its workers
+    door.interrupt()
     until(lambda: refuses(port))
     for answer in answers:
         events = answer.events()
@@ -205,14 +255,14 @@ def test_told_to_stop_under_load_they_finish_what_runs(door: tuple[int, subproce
 
 
 @pytest.mark.timeout(500)
-def test_told_twice_they_end_at_once_and_say_so_in_each_stream(door: tuple[int, subprocess.Popen[bytes]]) -> None:
+def test_told_twice_they_end_at_once_and_say_so_in_each_stream(door: Door) -> None:
     port, process = door
     until(lambda: serves(door, 2))
     answers = [Answer(port, 1900) for _ in range(2)]
-    os.killpg(process.pid, signal.SIGINT)
+    door.interrupt()
     # Each connection is any worker's; two signals are one to a worker that has not taken the first.
     until(lambda: all(refuses(port) for _ in range(20)))
-    os.killpg(process.pid, signal.SIGINT)
+    door.interrupt()
     for answer in answers:
         error = answer.events()[-1]["error"]
         assert error["code"] == "shutting_down"

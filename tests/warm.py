@@ -1,18 +1,19 @@
-"""One import of vLLM for all engines, routers and commands that these tests start: see tercet.cluster.warm_start."""
+"""One import of vLLM for all engines, routers and commands that tests start: see tercet.cluster.warm_start."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tercet.cluster import guard
 from tercet.cluster.engine_command import EngineSpec, engine_env
 from tercet.cluster.model import resolve_model
-from tercet.cluster.warm_start import COMMAND, listening_for_guards, loaded_with
+from tercet.cluster.warm_start import COMMAND, can_fork, listening_for_guards, loaded_with
 from tercet.settings.variables import WARM_PARENT_VARIABLE
 
 MODEL = "smollm2"
@@ -39,7 +40,7 @@ def spec_of(name: str, port: int, *args: str, model: str = MODEL, core: int = 0,
 
 @contextmanager
 def warm_parent(log: Path) -> Generator[None]:
-    """While entered, what these tests start is forked from one process, as far as it may be."""
+    """While entered, what tests start is forked from one process, as far as it may be."""
     environment = {**os.environ, **engine_env(spec_of("any", 1)), **loaded_with()}
     with listening_for_guards() as (address, fd), log.open("wb") as output:
         process = subprocess.Popen(
@@ -53,3 +54,16 @@ def warm_parent(log: Path) -> Generator[None]:
             del os.environ[WARM_PARENT_VARIABLE]
             process.terminate()
             process.communicate(timeout=6 * GRACE_SECONDS)
+
+
+def start_guarded(argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a command that ends at the latest when this process does; by the warm parent, if there is one for it.
+
+    Its process group's id is the returned guard's pid, and its exit code the guard's. SIGTERM to the guard ends it.
+    """
+    warm = environment.get(WARM_PARENT_VARIABLE)
+    forked = [guard.FROM, warm] if warm and can_fork(argv) else []
+    command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *forked, *argv]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
+    )
