@@ -42,11 +42,13 @@ def spec_of(name: str, port: int, *args: str, model: str = MODEL, core: int = 0,
 def warm_parent(log: Path) -> Generator[None]:
     """While entered, what tests start is forked from one process, as far as it may be."""
     environment = {**os.environ, **engine_env(spec_of("any", 1)), **loaded_with()}
-    with listening_for_guards() as (address, fd), log.open("wb") as output:
+    with listening_for_guards() as (address, listening), log.open("wb") as output:
+        fd = listening.fileno()
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *COMMAND, str(fd)],
             stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0, pass_fds=[fd],
         )  # fmt: skip
+        listening.close()
         os.environ[WARM_PARENT_VARIABLE] = str(address)
         try:
             yield

@@ -56,8 +56,12 @@ class Spawned:
     ready: Sequence[int] = ()
 
     def __init__(self, command: Sequence[str]) -> None:
-        # What this process was given, such as a socket, is for the command; all else is closed when it is executed.
+        # What this process was given, such as a socket, is for the command alone. All else closes when it is executed.
         self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the one that lists them is closed by now
+                if fd > 2 and os.get_inheritable(fd):
+                    os.close(fd)
 
     def timeout(self) -> float | None:
         return None

@@ -114,7 +114,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 def can_fork(argv: Sequence[str]) -> bool:
     """Whether the command is one that a warm parent has imported."""
-    return list(argv[1:2]) == ["-m"] and argv[2] in (WITH_ONE_IMPORT, COMMAND_LINE)
+    return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", COMMAND_LINE])
 
 
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:
@@ -138,24 +138,29 @@ async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerato
 
     Requests may come at once: they are answered when it has imported. Raises :class:`OSError`.
     """
-    with listening_for_guards() as (address, fd):
+    with listening_for_guards() as (address, listening):
+        fd = listening.fileno()
         parent = Process("imports", [*COMMAND, str(fd)], {**env, **loaded_with()}, log, inherited=(fd,))
         try:
             await parent.start()
+            listening.close()
             yield address
         finally:
             await asyncio.shield(parent.stop())
 
 
 @contextmanager
-def listening_for_guards() -> Generator[tuple[Path, int]]:
-    """A socket that guards can connect to, and its descriptor, for a warm parent to inherit."""
+def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
+    """A socket that guards can connect to, for a warm parent to inherit.
+
+    The caller closes its own, so that guards see when the parent has ended.
+    """
     directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # this user's alone: who may connect may run commands
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(str(directory / "socket"))
             listening.listen(128)
-            yield directory / "socket", listening.fileno()
+            yield directory / "socket", listening
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -290,7 +290,7 @@ async def test_in_a_hurry_engines_that_do_not_end_are_killed_before_their_time_i
     tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "HURRY_SECONDS", 0.1)
-    monkeypatch.setattr(Process.__init__, "__defaults__", (600.0,))  # what it has to end by itself
+    monkeypatch.setattr(Process.__init__, "__defaults__", (600.0, None, ()))  # what it has to end by itself
     scripts["decode-0"] = "stubborn"
     hurry = asyncio.Event()
     hurry.set()
