@@ -1,5 +1,8 @@
 """Real vLLM engines and front doors, started once for all tests here; float32, so that tokens compare.
 
+They compute a small model with random weights (tests/small_llama.py). A module in which it matters what the text says
+has a fixture `fleet` of its own that is `speaking`, whose engines have SmolLM2.
+
 Tests may stop and kill the shared engines: what is dead is started anew, where it was, before the next test that asks
 for a fleet, and by these tests alone: `tercet up` starts none anew here. But it ends with the last engine that it
 started itself, so `prefill-0` is never killed.
@@ -27,6 +30,7 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
+from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 
 from .processes import EnginePlace
@@ -116,7 +120,7 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
     engine_args = args[args.index("--") + 1 :] if "--" in args else ()
     command = [
         sys.executable, "-m", "tercet.cli", "up", "--model", model, "--prefill", "1", "--decode", "1",
-        "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"),
+        "--served-model-name", MODEL, "--port", str(port), "--dtype", "float32", "--log-dir", str(tmp / "logs"),
         "--engine-restarts", "0", *args,
     ]  # fmt: skip
     with log.open("wb") as output:
@@ -145,14 +149,19 @@ def places_of(url: str, tmp: Path, *args: str, model: str = MODEL) -> dict[str, 
 
 
 @contextmanager
-def front_door_over(engines: Mapping[str, str], tmp: Path, *args: str) -> Generator[str]:
+def front_door_over(
+    engines: Mapping[str, str], tmp: Path, *args: str, model: str | Path | None = None
+) -> Generator[str]:
     """Another front door, with `args` of `tercet router`; its URL, once it answers.
 
-    `engines` are URLs by names that begin with the role.
+    `engines` are URLs by names that begin with the role; their model is the shared fleet's if none is given.
     """
     port, log = free_port(), tmp / "router.log"
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tercet.cli", "router", "--model", MODEL, "--port", str(port)]
+    command = [
+        sys.executable, "-m", "tercet.cli", "router", "--model", str(model or small_llama()),
+        "--served-model-name", MODEL, "--port", str(port),
+    ]  # fmt: skip
     for name, engine_url in engines.items():
         command += ["--engine", f"{engine_url},role={name.partition('-')[0]},name={name}"]
     with running([*command, *args], log, f"{url}/health"):
@@ -179,7 +188,7 @@ def running(command: Sequence[str], log: Path, url: str) -> Generator[None]:
 @contextmanager
 def running_engine(tmp: Path, name: str, *args: str) -> Generator[str]:
     """One engine with the shared fleet's model and data type, and `args` of vLLM's; its URL, once it answers."""
-    place = EnginePlace.of(spec_of(name, free_port(), *args), tmp / "engine.log")
+    place = EnginePlace.of(spec_of(name, free_port(), *args, model=str(small_llama())), tmp / "engine.log")
     place.start()
     try:
         until_answering([place])
@@ -214,18 +223,28 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """
     tmp = tmp_path_factory.mktemp("fleet")
     if given := os.environ.get("TERCET_TEST_FRONT_DOOR"):
-        shared = Fleet(given, places_of(given, tmp, *ENGINE_ARGS))
+        shared = Fleet(given, places_of(given, tmp, *ENGINE_ARGS, model=str(small_llama())))
     else:
-        shared = start_fleet(tmp, "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+        args = ("--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+        shared = start_fleet(tmp, *args, model=str(small_llama()))
     yield shared
     shared.stop()
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """As the shared fleet, with SmolLM2."""
+    made = start_fleet(tmp_path_factory.mktemp("speaking"), "--program-arg", "min_send=1", "--", *ENGINE_ARGS)
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="session")
 def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The shared engines and a third one, decode-1, behind a front door of their own."""
     tmp = tmp_path_factory.mktemp("breakable")
-    third = EnginePlace.of(spec_of("decode-1", free_port(), *ENGINE_ARGS, core=1), tmp / "decode-1.log")
+    spec = spec_of("decode-1", free_port(), *ENGINE_ARGS, model=str(small_llama()), core=1)
+    third = EnginePlace.of(spec, tmp / "decode-1.log")
     third.start()  # it loads beside the front door
     places = {**fleet.places, third.name: third}
     urls = {name: place.url for name, place in places.items()}
@@ -246,7 +265,7 @@ def mended(request: pytest.FixtureRequest) -> None:
 
 # Small enough that a prompt of a few hundred tokens is prefilled in chunks.
 MAX_BATCHED = 256
-ENGINE_ARGS = ("--max-num-batched-tokens", str(MAX_BATCHED))
+ENGINE_ARGS = ("--max-num-batched-tokens", str(MAX_BATCHED), "--max-model-len", "2048")
 
 
 @pytest.fixture

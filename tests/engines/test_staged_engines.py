@@ -17,11 +17,12 @@ import pytest
 
 from tercet.client import HttpEngine
 from tercet.protocol import LayoutMismatch
+from tests.small_llama import small_llama
 
 from .conftest import Fleet, front_door_over, places_of, settled
 from .moving import answer_of, moving
 from .prompts import complete, prompt_of, tokens_of
-from .unlike import engines_with, hand_over, small_llama
+from .unlike import engines_with, hand_over
 
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
 FLAGS = {
@@ -38,8 +39,7 @@ LENGTHS = (1, 128, 129, 300, 1100)
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The engines' URLs, by their names in FLAGS."""
-    model = small_llama(tmp_path_factory.mktemp("model") / "tiny")
-    with engines_with(FLAGS, str(model), tmp_path_factory.mktemp("staged")) as found:
+    with engines_with(FLAGS, str(small_llama()), tmp_path_factory.mktemp("staged")) as found:
         yield found
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tercet.client import HttpEngine
+from tests.small_llama import small_llama
 
 from .conftest import settled
 from .prompts import complete, prompt_of, tokens_of
-from .unlike import engines_with, hand_over, small_llama
+from .unlike import engines_with, hand_over
 
 FLAGS = {
     "whole": ("0",),
@@ -27,14 +27,9 @@ LENGTHS = (1, 64, 65, 129, 300)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_llama(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def urls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The engines' URLs, by their names in FLAGS."""
-    with engines_with(FLAGS, str(model), tmp_path_factory.mktemp("unlike")) as found:
+    with engines_with(FLAGS, str(small_llama()), tmp_path_factory.mktemp("unlike")) as found:
         yield found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,31 +10,11 @@ from pathlib import Path
 import msgspec
 
 from tercet.client import HttpEngine
-from tercet.cluster.model import resolve_model
 from tercet.protocol import Request
 from tests.warm import spec_of
 
 from .conftest import free_port, until_answering
 from .processes import EnginePlace
-
-
-def small_llama(path: Path) -> Path:
-    """Four layers and KV heads, SmolLM2's tokenizer, and random weights, large enough that tokens differ."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shutil.copytree(resolve_model("smollm2"), path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for weight in llama.parameters():
-            weight.mul_(3)
-    llama.save_pretrained(path)
-    return path
 
 
 @contextmanager
