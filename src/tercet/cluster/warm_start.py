@@ -57,7 +57,7 @@ OF_ENGINES = frozenset({
 """Variables that engines are given and that make no difference to a router, which computes nothing."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ForkedCommand(msgspec.Struct, frozen=True):
     """What a guard asks for: arguments with the interpreter's, environment and working directory."""
 
     argv: tuple[str, ...]
@@ -86,7 +86,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     The descriptors are the request and the standard streams.
     """
     with open(descriptors[0], "rb") as request:
-        command = msgspec.json.decode(request.read(), type=Wanted)
+        command = msgspec.json.decode(request.read(), type=ForkedCommand)
     for stream, fd in enumerate(descriptors[1:]):
         os.dup2(fd, stream)
         os.close(fd)

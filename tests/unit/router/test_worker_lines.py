@@ -20,6 +20,7 @@ from tercet.cluster.ports import free_ports
 from tercet.router import workers
 from tercet.router.workers import Place, Shared
 from tercet.settings import EngineAddress, RouterConfig
+from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 
 CONFIG = RouterConfig(engines=(EngineAddress("e", "http://e"),))
 
@@ -98,7 +99,8 @@ sys.exit(workers.supervise(RouterConfig(engines=engines, workers=2, host="127.0.
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:
     port = free_ports("127.0.0.1", 1)[0]
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, WORKER, str(port)], cwd=tmp_path)
+    command = [sys.executable, "-c", SUPERVISOR, WORKER, str(port)]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, WARM_PARENT_VARIABLE: COLD})
     try:
         until(lambda: len(list(tmp_path.iterdir())) == 2)
         process.send_signal(number)
