@@ -10,8 +10,8 @@ import pytest
 from tercet.chaos.chaos_report import figures, violation_lines
 from tercet.chaos.fault_schedule import FaultSchedule, PlannedFault
 from tercet.chaos.real_arena import REAL_LOAD, run_real
-from tercet.cluster.model import resolve_model
 from tercet.cluster.up_config import UpConfig
+from tests.small_llama import small_llama
 
 # What the product is known to survive, one after the other; half of the time is for the engine that starts anew.
 ON_VLLM = (
@@ -35,7 +35,7 @@ def test_nobody_loses_anything(simulate: str | None, tmp_path: Path) -> None:
     )  # fmt: skip
     faults = ON_VLLM if simulate is None else ON_SIMULATED
     load = msgspec.structs.replace(REAL_LOAD, questions=4, leaving=0.2, rate=0.5 if simulate is None else 4.0)
-    result = run_real(config, resolve_model("smollm2"), FaultSchedule(1, 20.0, faults), load, 60.0, print)
+    result = run_real(config, str(small_llama()), FaultSchedule(1, 20.0, faults), load, 60.0, print)
     print("\n".join([*figures(result), *violation_lines(result.violations, 1, "this test")]))
     assert [str(found) for found in result.violations] == []
     assert [fault.planned for fault in result.faults if fault.began is None] == []

@@ -63,8 +63,11 @@ async def test_a_stream_is_the_answer_in_pieces(door: openai.AsyncOpenAI) -> Non
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
-@pytest.mark.parametrize("stop", [" the", ["ocean", "."]], ids=["one", "several"])
-async def test_stop_strings(door: openai.AsyncOpenAI, lone: openai.AsyncOpenAI, stop: Any) -> None:
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+async def test_stop_strings(door: openai.AsyncOpenAI, lone: openai.AsyncOpenAI, several: bool) -> None:
+    said = (await chat(lone, max_tokens=60)).choices[0].message.content
+    middle = said[len(said) // 2 :][:6]
+    stop = ["is not said", middle] if several else middle
     ours, theirs = await chat(door, stop=stop, max_tokens=60), await chat(lone, stop=stop, max_tokens=60)
     assert ours.choices[0].message.content == theirs.choices[0].message.content
     assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason == "stop"
@@ -143,19 +146,40 @@ async def test_what_the_front_door_tells(fleet: Fleet) -> None:
         assert name in metrics
 
 
+async def read_pieces(url: str, pieces: int, **fields: Any) -> None:
+    """Read so many pieces of a stream, and leave."""
+    body = {"model": "smollm2", "temperature": 0, "stream": True, **fields}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        async for line in response.content:
+            pieces -= line.startswith(b"data: ")
+            if not pieces:
+                return
+    pytest.fail("the stream ended before its client left")
+
+
 async def test_clients_of_whom_many_leave(fleet: Fleet, prefill: HttpEngine, decode: HttpEngine) -> None:
     rng = random.Random(1)
+    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
     expected: dict[int, list[int]] = {}
     for seed in range(4):
-        answer = await complete(fleet.url, prompt_of(150 + 60 * seed, seed), cache_salt="kept")
+        answer = await complete(fleet.url, prompt_of(150 + 60 * seed, seed), cache_salt="kept", **fields)
         expected[seed] = tokens_of(answer)
     statuses: list[str] = []
 
     async def one(number: int) -> None:
-        seed, patience = number % 4, rng.choice([None, rng.uniform(0, 3)])
+        """Some stay, some leave after a while, and some in the middle of the stream."""
+        seed, salt = number % 4, uuid.uuid4().hex
+        prompt, leaves = prompt_of(150 + 60 * seed, seed), rng.choice(["never", "soon", "in the stream"])
+        if leaves == "in the stream":
+            await read_pieces(fleet.url, rng.randrange(1, 30), prompt=prompt, cache_salt=salt, **fields)
+            statuses.append("left")
+            return
         try:
-            async with asyncio.timeout(patience):
-                answer = await complete(fleet.url, prompt_of(150 + 60 * seed, seed), cache_salt=uuid.uuid4().hex)
+            async with asyncio.timeout(rng.uniform(0, 1) if leaves == "soon" else None):
+                answer = await complete(fleet.url, prompt, cache_salt=salt, **fields)
         except TimeoutError:
             statuses.append("left")
         else:

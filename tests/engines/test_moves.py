@@ -33,20 +33,25 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": LONG,
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, **LONG},
     "at least": {"min_tokens": 40, "stop_token_ids": list(range(2000)), "max_tokens": 60},
-    "stop string": {"stop": ["sailor tells"], "max_tokens": 200, "min_tokens": 30},
+    "stop string": {"stop": ["Representatives Pneum"], "max_tokens": 200, "min_tokens": 30},
     "logprobs": {"logprobs": 3, **LONG},
     "seeded": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 3, **LONG},
     "several choices": {"n": 3, "temperature": 0.8, "seed": 11, **LONG},
     "structured": {"structured_outputs": {"regex": "[a-c]{40,60}"}, "max_tokens": 80},
     "logit bias": {"logit_bias": {"1000": 5}, **LONG},
     "at most": {"max_tokens": 41, "ignore_eos": True},
-    "stop token": {"stop_token_ids": [30], "min_tokens": 25, "max_tokens": 120, "include_stop_str_in_output": True},
+    "stop token": {
+        "stop_token_ids": [35466, 41052],
+        "min_tokens": 25,
+        "max_tokens": 120,
+        "include_stop_str_in_output": True,
+    },
     "log probabilities of several choices": {"n": 2, "logprobs": 2, "temperature": 0.9, "seed": 5, **LONG},
     "penalties of several choices": {"n": 2, "temperature": 0.7, "seed": 6, "presence_penalty": 1.5, **LONG},
     "log probabilities of the prompt": {"prompt_logprobs": 1, **LONG},
     "json": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 120},
     "seeded json": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 120, "temperature": 1.0, "seed": 8},
-    "bad words": {"bad_words": ["sailor", "ships"], **LONG},
+    "bad words": {"bad_words": ["dolphin", "travels"], **LONG},
 }
 OF_TEXT = ("stop string", "structured", "json", "seeded json", "bad words", "stop token")
 

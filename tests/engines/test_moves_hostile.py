@@ -1,12 +1,10 @@
-"""Moves where the engines' KV is scarce, sequences end and clients leave in the middle, and a model thinks first."""
+"""Moves where the engines' KV is scarce, and sequences end and clients leave in the middle."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,26 +12,25 @@ import pytest
 
 from tercet.chaos.arena import fill_cache
 from tercet.client import HttpEngine
+from tests.small_llama import small_llama
 
 from .conftest import Fleet, settled, start_fleet
 from .long_runs import FULL
 from .moving import answer_of, ask, move, moving, until
-from .prompts import chat, complete, prompt_of
+from .prompts import complete, prompt_of
 
 ONE_ENGINE = {"x-tercet-program": "data_parallel"}
 pytestmark = pytest.mark.timeout(900)
 
 BLOCKS = 20
 """Of 128 tokens, in each engine: too few for all that runs, enough for the longest request alone."""
-PARSER = Path(__file__).with_name("thinking_parser.py")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two engines with little KV whose model thinks until its first full stop."""
-    parser = ("--reasoning-parser", "until-full-stop", "--reasoning-parser-plugin", str(PARSER))
-    tmp = tmp_path_factory.mktemp("small")
-    fleet = start_fleet(tmp, "--", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048", *parser)
+    """Two engines with little KV."""
+    flags = ("--", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
+    fleet = start_fleet(tmp_path_factory.mktemp("small"), *flags, model=str(small_llama()))
     yield fleet
     fleet.stop()
 
@@ -52,47 +49,6 @@ async def nothing_is_left(small: Fleet) -> AsyncIterator[None]:
     assert {each["name"]: each["in_flight"] for each in engines} == {"prefill-0": 0, "decode-0": 0}
 
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "regex": {"structured_outputs": {"regex": "[a-c]{60,70}"}},
-    "json schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "ships",
-                "schema": {
-                    "type": "object",
-                    "properties": {"ships": {"type": "array", "items": {"type": "integer"}, "minItems": 9}},
-                    "required": ["ships"],
-                },
-            },
-        }
-    },
-}
-ROUNDS = 5
-"""How often it is asked until it moved where it should: moves and steps take what time the machine leaves them."""
-BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["}
-
-
-@pytest.mark.parametrize("form", FORMATS)
-async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(small: Fleet, form: str) -> None:
-    text = "Tell me about the ships that an old sailor saw."
-    calm = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
-    for _ in range(ROUNDS):
-        async with moving(small) as moved:
-            answer = await chat(small.url, text, ONE_ENGINE, **FORMATS[form])
-        (choice,), (calm_choice,) = answer["choices"], calm["choices"]
-        assert choice["token_ids"] == calm_choice["token_ids"]
-        assert choice["message"] == calm_choice["message"]
-        # The parser tells the engines where the reasoning ends, which is all that matters; it does not take it out.
-        reasoning, _, structured = choice["message"]["content"].partition(".")
-        assert reasoning, "nothing was thought, so nothing was tested"
-        assert re.match(BEHIND[form], structured)
-        thought = answer["usage"]["prompt_tokens"] + choice["token_ids"].index(30)
-        if any(each["tokens"] < thought for each in moved) and any(each["tokens"] > thought for each in moved):
-            return
-    pytest.fail(f"in none of {ROUNDS} rounds it moved both before and behind the end of the reasoning")
-
-
 async def preemptions(fleet: Fleet) -> float:
     total = 0.0
     async with aiohttp.ClientSession() as session:
@@ -105,7 +61,7 @@ async def preemptions(fleet: Fleet) -> float:
 
 async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(small: Fleet) -> None:
     prompts = [prompt_of(200 + 30 * index, seed=index) for index in range(12)]
-    fields: dict[str, Any] = {"max_tokens": 200 if FULL else 140, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 500 if FULL else 300, "ignore_eos": True}
     room = asyncio.Semaphore(3)  # so many fit at a time
 
     async def undisturbed(prompt: list[int]) -> dict[str, Any]:
@@ -128,10 +84,10 @@ async def test_clients_leave_and_sequences_end_in_the_middle_of_moves(small: Fle
 
     async def client(index: int) -> None:
         prompt = prompt_of(chance.randint(130, 500), seed=100 * seed + index)
-        ends = chance.randint(6, 40)
+        ends = chance.randint(10, 200)
         asked = asyncio.create_task(complete(small.url, prompt, ONE_ENGINE, max_tokens=ends, ignore_eos=True))
         if chance.random() < 0.6:
-            await asyncio.wait([asked], timeout=chance.uniform(0.3, 2.5))
+            await asyncio.wait([asked], timeout=chance.uniform(0.1, 1.5))
             asked.cancel()
         await asyncio.wait([asked])
 
@@ -143,7 +99,7 @@ async def test_clients_leave_and_sequences_end_in_the_middle_of_moves(small: Fle
 
 
 async def test_a_move_to_an_engine_without_space_leaves_the_sequence_where_it_is(small: Fleet) -> None:
-    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     prompt = prompt_of(700, seed=7)
     calm = await complete(small.url, prompt, ONE_ENGINE, **fields)
     request = asyncio.create_task(complete(small.url, prompt, ONE_ENGINE, **fields))

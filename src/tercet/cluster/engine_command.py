@@ -187,17 +187,18 @@ def plain_argv(spec: EngineSpec) -> list[str]:
 
 
 def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
-    """Whether the engine has a single worker, on cores that Tercet chose, and nothing is read at import that differs.
+    """Whether the engine is on cores that Tercet chose, and nothing is read at import that differs in its processes.
 
-    That is so if it compiles nothing, and if no other OpenMP than PyTorch's is asked for.
+    That is so if it has no pipeline and compiles nothing, and if no other OpenMP than PyTorch's is asked for.
     """
     given = [flag for flag, _ in _flags(spec.extra_args)]
-    several = {"--data-parallel-size", "-dp", "--nnodes", "--headless", "--api-server-count", "-asc"}
+    several = {"--data-parallel-size", "-dp", "--nnodes", "--headless", "--api-server-count", "-asc",
+               "--distributed-executor-backend"}  # fmt: skip
     compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
     return (
         bool(spec.cores)
         and spec.simulate is None
-        and ranks_of(spec.extra_args) == 1
+        and value_of(spec.extra_args, *STAGES) in (None, "1")
         and not {*given} & (several | compiled)
         and THREADS_BIND not in inherited
         and "omp" not in inherited.get("LD_PRELOAD", "")

@@ -26,7 +26,7 @@ import setproctitle
 
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
-from tercet.cluster.engine_command import THREADS_BIND, WITH_ONE_IMPORT
+from tercet.cluster.engine_command import WITH_ONE_IMPORT
 from tercet.vllm_plugin.server import PRELOAD, openmp, with_openmp
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
@@ -106,7 +106,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
         from tercet.vllm_plugin.server import serve_imported
 
         os.environ[PRELOAD] = began_with[PRELOAD]
-        serve_imported(cores_in(command.env[THREADS_BIND]))
+        serve_imported()
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
@@ -121,15 +121,6 @@ def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: 
     """Names of variables that differ and are not read ``late``."""
     names = {*here, *wanted} - late
     return sorted(name for name in names if not name.startswith("TERCET_") and here.get(name) != wanted.get(name))
-
-
-def cores_in(cpu_list: str) -> frozenset[int]:
-    """The cores of a list such as ``0-3,8``."""
-    cores: set[int] = set()
-    for part in cpu_list.split(","):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,32 +59,34 @@ OF_ENGINE = (
     "tercet.vllm_plugin.engine.core_methods",
     "tercet.vllm_plugin.engine.model_runner",
 )
-CORE_AND_WORKER = 2
 
 
 def main() -> None:
-    """Become the server of an engine with one worker."""
+    """Become the server of an engine."""
     wanted = read_once(os.environ, openmp())
     if wanted.items() <= os.environ.items():
         without_noise()
-        bound = frozenset(os.sched_getaffinity(0))  # by OpenMP, when it was loaded
-        os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
-        del os.environ[AFFINITY]  # vLLM sets it for its worker alone
+        groups = core_groups(os.environ[THREADS_BIND])
+        if AFFINITY in os.environ:
+            # OpenMP, when it was loaded, has bound this process to the cores of the worker.
+            groups = [frozenset(os.sched_getaffinity(0))]
+            os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
+            del os.environ[AFFINITY]  # vLLM sets it for its worker alone
         import_engine()
-        _serve(bound)
+        _serve(groups)
     else:
         wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
 
 
-def serve_imported(cores: frozenset[int]) -> None:
+def serve_imported() -> None:
     """Become the server in a process that has imported already, and was not bound to cores when it did.
 
-    The worker is restricted to ``cores``, and so are the threads of OpenMP that it starts: they share these cores,
-    while those of :func:`main` are bound to one each.
+    Each worker is restricted to its cores, and so are the threads of OpenMP that it starts: they share these cores,
+    while those of the only worker of :func:`main` are bound to one each.
     """
     without_noise()
-    _serve(cores)
+    _serve(core_groups(os.environ[THREADS_BIND]))
 
 
 def import_engine() -> None:
@@ -94,11 +96,21 @@ def import_engine() -> None:
             importlib.import_module(module)
 
 
-def _serve(cores: frozenset[int]) -> None:
-    """Fork core and worker, which wait for vLLM to start them; then be the API server."""
+def core_groups(bind: str) -> list[frozenset[int]]:
+    """The cores of each worker in a list such as ``0-3,8|4-7``."""
+    return [frozenset(core for part in group.split(",") for core in _span(part)) for group in bind.split("|")]
+
+
+def _span(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _serve(workers: Sequence[frozenset[int]]) -> None:
+    """Fork core and workers, which wait for vLLM to start them; then be the API server."""
     start_processes_by(StandbyContext)
     inspect_models_here()
-    stand_by(CORE_AND_WORKER, cores)
+    stand_by(workers)
     refuse_in_a_sentence()
     try:
         runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
@@ -110,7 +122,9 @@ def _serve(cores: frozenset[int]) -> None:
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
     """What vLLM would set for its worker in this ``environment`` and what is read when ``openmp`` is loaded."""
     preload = with_openmp(environment.get(PRELOAD, ""), openmp)
-    return {PRELOAD: preload, AFFINITY: environment[THREADS_BIND].replace(",", " ")}
+    bind = environment[THREADS_BIND]
+    # Where several workers share one import, OpenMP is loaded once, and can be bound to the cores of none.
+    return {PRELOAD: preload} | ({} if "|" in bind else {AFFINITY: bind.replace(",", " ")})
 
 
 def with_openmp(preload: str, openmp: Path | None) -> str:

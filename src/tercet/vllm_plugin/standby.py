@@ -2,8 +2,8 @@
 
 vLLM starts its core and its workers with ``spawn`` where engines compute on CPUs: an interpreter each, which imports
 torch and vLLM anew, one after the other. Those take most of an engine's start. Here they are imported once: the process
-that becomes the API server imports, and forks the core, which forks the worker, while it still has one thread, no event
-loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process object,
+that becomes the API server imports, and forks the core, which forks the workers, while it still has one thread, no
+event loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process object,
 pipes, the environment) is sent to the one that waits, so nothing else of the API server's state gets into it.
 
 Relies on the protocol between :class:`multiprocessing.process.BaseProcess` and its ``Popen`` (``_bootstrap``,
@@ -20,8 +20,9 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
@@ -39,28 +40,37 @@ class Standby:
     channel: socket.socket
 
 
-_waiting: Standby | None = None
+_waiting: list[Standby] = []
+"""Those of this process, in the order in which they are used."""
 _own: socket.socket | None = None
 """Where this process itself has stood by. Its parent takes it to be alive while any process has this open."""
 _received: list[int] = []
 
 
-def stand_by(generations: int, cores: frozenset[int]) -> None:
-    """Fork a process that stands by for this one, which itself has one, and so on; ``generations`` in all.
+def stand_by(workers: Sequence[frozenset[int]]) -> None:
+    """Fork a core that stands by for this process, and that has a worker stand by on each of these sets of cores.
 
-    Returns in this process alone. The last generation is bound to ``cores``, where it computes.
+    Returns in this process alone.
     """
-    global _waiting, _own
     resource_tracker.ensure_running()  # one for all of them: it removes what they leave in shared memory
     gc.collect()
     gc.freeze()  # what was imported stays shared: no collector writes to it
+    _fork(lambda: [_fork(partial(os.sched_setaffinity, 0, cores)) for cores in workers])
+
+
+def _fork(prepare: Callable[[], object]) -> None:
+    """Fork a process that does ``prepare`` and then stands by for this one."""
+    global _own
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
         theirs.close()
-        _waiting = Standby(pid, ours)
+        _waiting.append(Standby(pid, ours))
         return
     ours.close()
+    for sibling in _waiting:
+        sibling.channel.close()
+    _waiting.clear()
     if _own is not None:
         _own.close()
     _own = theirs
@@ -69,10 +79,7 @@ def stand_by(generations: int, cores: frozenset[int]) -> None:
         # It looks for its place where the environment begins, before a task brings another one; not in the server,
         # whose command line and environment stay as they are.
         setproctitle.getproctitle()
-        if generations > 1:
-            stand_by(generations - 1, cores)
-        else:
-            os.sched_setaffinity(0, cores)
+        prepare()
         code = _serve(theirs)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -138,13 +145,11 @@ class Popen(popen_spawn_posix.Popen):
 class _Process(context.SpawnProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:
-        global _waiting
-        standby, _waiting = _waiting, None
-        return popen_spawn_posix.Popen(process_obj) if standby is None else Popen(process_obj, standby)
+        return Popen(process_obj, _waiting.pop(0)) if _waiting else popen_spawn_posix.Popen(process_obj)
 
 
 class StandbyContext(context.SpawnContext):
-    """As ``spawn``, but the first process that this one starts is the one that stands by for it."""
+    """As ``spawn``, but the first processes that this one starts are those that stand by for it."""
 
     Process: ClassVar[type[context.SpawnProcess]] = _Process
 

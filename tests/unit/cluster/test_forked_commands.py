@@ -18,7 +18,7 @@ import pytest
 
 from tercet.cluster import guard
 from tercet.cluster.guard import Forked
-from tercet.cluster.warm_start import READ_LATE, can_fork, cores_in, early_differences, listening_for_guards
+from tercet.cluster.warm_start import READ_LATE, can_fork, early_differences, listening_for_guards
 
 SECONDS = 20.0
 # Its children run the code of `python -c CODE`, with the output and the variables that were asked for.
@@ -240,8 +240,3 @@ def test_commands_that_can_be_forked() -> None:
     assert not can_fork([sys.executable, "-m", "vllm.entrypoints.openai.api_server"])
     assert not can_fork([sys.executable, "-c", "tercet.cli"])
     assert not can_fork([sys.executable, "-m"])
-
-
-def test_cores_of_a_list() -> None:
-    assert cores_in("0") == {0}
-    assert cores_in("0-2,5,7-8") == {0, 1, 2, 5, 7, 8}

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import setproctitle
 
 from tercet.vllm_plugin.standby import StandbyContext, stand_by
@@ -40,6 +41,23 @@ def worker(answers: Connection, end: Connection, lock: Any) -> None:
     sys.exit(7)
 
 
+def two_workers(answers: Connection) -> None:
+    """Their parents and exit codes: the first is killed while the second one goes on."""
+    context = StandbyContext()
+    ending, ended = context.Pipe(duplex=False)
+    processes = [context.Process(target=ending.recv), context.Process(target=ending.recv)]
+    for process in processes:
+        process.start()
+    parents = [psutil.Process(process.pid).ppid() for process in processes]
+    os.kill(processes[0].pid or 0, signal.SIGKILL)
+    is_told = bool(wait([processes[0].sentinel], timeout=20))
+    alive = processes[1].is_alive()
+    ended.send(None)
+    for process in processes:
+        process.join(20)
+    answers.send([parents, os.getpid(), is_told, alive, [process.exitcode for process in processes]])
+
+
 def core(answers: Connection, end: Connection) -> None:
     context = StandbyContext()
     os.environ["TOLD"] = "by the core"
@@ -60,10 +78,19 @@ def core(answers: Connection, end: Connection) -> None:
 
 def main(what: str) -> None:
     computing = frozenset({min(os.sched_getaffinity(0))})
-    stand_by(2, computing)
+    stand_by([computing] * (2 if what == "two" else 1))
     context = StandbyContext()
     if what == "unused":
-        print(json.dumps(children_of(os.getpid())))
+        while len(waiting := children_of(os.getpid())) < 2:  # the core forks the worker after it has been forked
+            time.sleep(0.01)
+        print(json.dumps(waiting))
+        return
+    if what == "two":
+        reading, writing = context.Pipe(duplex=False)
+        process = context.Process(target=two_workers, args=(writing,))
+        process.start()
+        print(json.dumps(reading.recv()))
+        process.join(20)
         return
     os.environ["TOLD"] = "by the server"
     os.environ["LEFT"] = "yes" if what == "left" else ""
@@ -99,8 +126,6 @@ def main(what: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    import psutil
-
     return [each.pid for each in psutil.Process(pid).children(recursive=True) if "tracker" not in str(each.cmdline())]
 
 

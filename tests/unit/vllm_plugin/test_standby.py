@@ -57,6 +57,13 @@ def test_those_that_nobody_needs_end_with_the_process_that_they_stand_by_for() -
     assert not [pid for pid in waiting if psutil.pid_exists(pid)]
 
 
+def test_each_of_several_workers_ends_alone() -> None:
+    parents, core, is_told, alive, codes = run("two")
+    assert parents == [core, core]
+    assert (is_told, alive) == (True, True)
+    assert codes == [-9, 0]
+
+
 # ---- which engines begin so ----------------------------------------------------------------------------------------
 
 
@@ -70,6 +77,7 @@ def spec(*extra_args: str, **changes: Any) -> EngineSpec:
 def test_an_engine_on_cores_of_its_own_imports_once() -> None:
     assert WITH_ONE_IMPORT in engine_argv(spec(), {})
     assert WITH_ONE_IMPORT in engine_argv(spec("--max-num-seqs", "4"), {})
+    assert WITH_ONE_IMPORT in engine_argv(spec("-tp", "2"), {})
     assert PLAIN_SERVER in plain_argv(spec())
 
 
@@ -77,7 +85,8 @@ def test_an_engine_on_cores_of_its_own_imports_once() -> None:
     ("chosen", "inherited"),
     [
         (spec(cores=(), gpus=("0",)), {}),
-        (spec("-tp", "2"), {}),
+        (spec("-pp", "2"), {}),
+        (spec("--distributed-executor-backend", "ray"), {}),
         (spec("--no-enforce-eager"), {}),
         (spec("--data-parallel-size=2"), {}),
         (spec(), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
@@ -94,8 +103,14 @@ def test_what_libraries_read_once_is_there_before_they_are_loaded() -> None:
     assert wanted == {"LD_PRELOAD": str(openmp), "GOMP_CPU_AFFINITY": "0-2 5"}
     again = {"VLLM_CPU_OMP_THREADS_BIND": "0-2,5", **wanted}
     assert read_once(again, openmp) == wanted
+    assert read_once({"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, openmp) == {"LD_PRELOAD": str(openmp)}
     beside = read_once({"VLLM_CPU_OMP_THREADS_BIND": "0", "LD_PRELOAD": "/clock.so"}, openmp)
     assert beside["LD_PRELOAD"] == f"/clock.so:{openmp}"
+
+
+def test_cores_of_workers() -> None:
+    assert server.core_groups("0") == [{0}]
+    assert server.core_groups("0-2,5|3,7-8") == [{0, 1, 2, 5}, {3, 7, 8}]
 
 
 def test_it_begins_anew_with_that_environment_and_remembers_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
