@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,41 +14,55 @@ from safetensors.numpy import save_file
 
 from tercet.cluster.model import BUILT_IN, cache_root, cached_directory, resolve_model
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 49152, 256, 512, 4, 8, 4, 32
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS = 49152, 256, 512, 4, 8
 # Larger than a checkpoint's first weights usually are, so that what comes next depends on what came before.
 SPREAD = 0.06
 
 
-def small_llama() -> Path:
-    """Four layers and KV heads, SmolLM2's tokenizer, and random weights, the same ones each time; made once."""
+@dataclass(frozen=True)
+class Attention:
+    """The size of a token's KV; an engine's share of it in a layer must be 32 MiB at least, to be shared."""
+
+    kv_heads: int = 4
+    head_dim: int = 32
+
+
+WIDE = Attention(8, 256)
+"""Twenty blocks of 128 tokens are enough for an engine."""
+
+
+def small_llama(attention: Attention = Attention()) -> Path:
+    """Four layers, SmolLM2's tokenizer, and random weights, the same ones each time; made once."""
     tokenizer = Path(resolve_model(BUILT_IN, lambda _: None))
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return cached_directory(cache_root() / "tests" / "small-llama", source, partial(_write, tokenizer), lambda _: None)
+    name = f"small-llama-{attention.kv_heads}-{attention.head_dim}"
+    write = partial(_write, tokenizer, attention)
+    return cached_directory(cache_root() / "tests" / name, source, write, lambda _: None)
 
 
-def _write(tokenizer: Path, directory: Path) -> None:
+def _write(tokenizer: Path, attention: Attention, directory: Path) -> None:
     shutil.copytree(
         tokenizer, directory, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True
     )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
         "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM, "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     chance = np.random.default_rng(0)
     save_file(
-        {name: SPREAD * chance.standard_normal(shape, np.float32) for name, shape in _matrices().items()}
+        {name: SPREAD * chance.standard_normal(shape, np.float32) for name, shape in _matrices(attention).items()}
         | {name: np.full(HIDDEN, 3, np.float32) for name in _norms()},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
 
 
-def _matrices() -> dict[str, tuple[int, int]]:
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+def _matrices(attention: Attention) -> dict[str, tuple[int, int]]:
+    queries, keys = HEADS * attention.head_dim, attention.kv_heads * attention.head_dim
     of_layer = {
         "self_attn.q_proj": (queries, HIDDEN),
         "self_attn.k_proj": (keys, HIDDEN),

@@ -12,7 +12,7 @@ import pytest
 
 from tercet.chaos.arena import fill_cache
 from tercet.client import HttpEngine
-from tests.small_llama import small_llama
+from tests.small_llama import WIDE, small_llama
 
 from .conftest import Fleet, settled, start_fleet
 from .long_runs import FULL
@@ -30,7 +30,7 @@ BLOCKS = 20
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two engines with little KV."""
     flags = ("--", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
-    fleet = start_fleet(tmp_path_factory.mktemp("small"), *flags, model=str(small_llama()))
+    fleet = start_fleet(tmp_path_factory.mktemp("small"), *flags, model=str(small_llama(WIDE)))
     yield fleet
     fleet.stop()
 
