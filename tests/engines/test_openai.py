@@ -303,7 +303,7 @@ async def test_tool_calls(with_tools: str, choice: str, stream: bool) -> None:
     fields: dict[str, Any] = {
         "model": "smollm2", "temperature": 0, "max_tokens": 100, "messages": QUESTION, "tools": [TOOL],
         "tool_choice": named if choice == "named" else choice, "stream": stream,
-        "logit_bias": going_on,
+        "logit_bias": going_on, "parallel_tool_calls": False,
     }  # fmt: skip
     status, answer = await post(with_tools, "/v1/chat/completions", fields)
     assert status == 200, answer
