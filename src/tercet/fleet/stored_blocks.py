@@ -126,16 +126,20 @@ class StoredBlocks(Holders):
 
     def _place(self, row: int, held: _Held, name: Hashable, place: int) -> None:
         """The block is found from now on, and with it those that wait for it, and for these."""
-        placed = [(name, place)]
+        self._find(row, held, name, place)
+        placed = [(name, place)] if held.children else []
         while placed:
             name, place = placed.pop()
-            held.places[name] = place
-            self._names[row, place] = self._names.get((row, place), 0) + 1
-            self.add(row, place)
             for child in held.children.pop(name, ()):
                 block = held.unplaced.pop(child)
                 (found,) = chain(place, block.tokens, self._block_size, extras={0: block.extra})
+                self._find(row, held, child, found)
                 placed.append((child, found))
+
+    def _find(self, row: int, held: _Held, name: Hashable, place: int) -> None:
+        held.places[name] = place
+        self._names[row, place] = self._names.get((row, place), 0) + 1
+        self.add(row, place)
 
     def _wait_no_more(self, held: _Held, name: Hashable) -> None:
         block = held.unplaced.pop(name)
