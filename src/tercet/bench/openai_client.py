@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.bench.results import Failure, RequestRecord
 from tercet.bench.stream_reader import Reading, StreamFailed, StreamReader
 from tercet.client.connection_errors import reason_of
+from tercet.protocol.wire import UNREADABLE
 
 Endpoint = Literal["completions", "chat"]
 PromptAs = Literal["tokens", "text"]
@@ -143,7 +145,7 @@ class Client:
             status = failed.status if isinstance(failed, _HTTPFailed) else status
         except TimeoutError:
             failure, error = "timeout", f"no end after {self._timeout:g} s"
-        except (aiohttp.ClientError, OSError) as problem:
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as problem:
             failure = "refused" if isinstance(problem, aiohttp.ClientConnectorError) else "disconnected"
             error = reason_of(problem)
         except asyncio.CancelledError:
@@ -207,15 +209,17 @@ class _HTTPFailed(StreamFailed):
 
 async def _complaint(response: aiohttp.ClientResponse) -> str:
     """What the server says about it: the message of an OpenAI error, or the beginning of the text."""
-    text = (await response.text(errors="replace")).strip()
+    body = await response.read()
+    text = body.decode(errors="replace").strip()
     try:
-        error = msgspec.json.decode(text, type=dict[str, object]).get("error")
-    except msgspec.MsgspecError:
+        error = msgspec.json.decode(body, type=dict[str, object]).get("error")
+        if isinstance(error, dict):
+            return str(error.get("message", text))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    except UNREADABLE:
         return text or str(response.reason)
-    if isinstance(error, dict):
-        return str(error.get("message", text))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return text
 
 
 def _one_line(text: str | None) -> str | None:
-    return None if text is None else " ".join(text.split())[:ERROR_LENGTH]
+    """The text as a file can have it: some of it is the server's, such as the reason of a status."""
+    return None if text is None else " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]

@@ -19,6 +19,7 @@ import msgspec
 
 from tercet import __version__
 from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
 
 Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
 FORMAT = 1
@@ -170,7 +171,7 @@ def load_result(file: Path) -> BenchResult:
         raise BadRequest(f"{file}: {error.strerror}", "file") from error
     try:
         result = msgspec.json.decode(data, type=BenchResult)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"{file}: it is no result of tercet bench: {error}", "file") from error
     if result.format != FORMAT:
         raise BadRequest(f"{file}: its format is {result.format}, this version reads {FORMAT}", "file")

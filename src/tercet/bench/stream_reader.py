@@ -11,13 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tercet.bench.results import Failure
+from tercet.protocol.wire import UNREADABLE
 
 DONE = b"[DONE]"
+BROKEN_OFF = ("abort", "error")
+"""As finish reasons: the server has ended the answer before its end."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _Delta(msgspec.Struct):
@@ -35,13 +40,13 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
 
 class _Event(msgspec.Struct):
@@ -87,6 +92,7 @@ class StreamReader:
 
     def __init__(self) -> None:
         self.reading = Reading()
+        self._broken_off: str | None = None
         self._rest = b""
         self._data: list[bytes] = []
 
@@ -101,6 +107,8 @@ class StreamReader:
     def end(self) -> Reading:
         """The stream is over; raises :class:`StreamFailed` if it ended too early or said nothing."""
         reading = self.reading
+        if self._broken_off is not None:
+            raise StreamFailed("server", f"the server broke the answer off: finish_reason {self._broken_off}")
         if not reading.done and reading.finish_reason is None:
             raise StreamFailed("disconnected", f"the stream ended after {len(reading.times)} events without [DONE]")
         # A server that has an event of its own for the end says nothing in it; others put the last token there.
@@ -125,14 +133,20 @@ class StreamReader:
 
     def _event(self, payload: bytes, now: float) -> None:
         try:
+            if not payload.isascii():
+                payload.decode()  # in fields that are not read the decoder takes any bytes
             event = _EVENT.decode(payload)
-        except msgspec.MsgspecError as error:
+            complaint = None if event.error is None else _message_of(event.error)
+        except UNREADABLE as error:
             raise StreamFailed("protocol", f"an event is not what the API describes: {error}") from error
-        if event.error is not None:
-            raise StreamFailed("server", _message_of(event.error))
+        if complaint is not None:
+            raise StreamFailed("server", complaint)
         if event.usage is not None:
             self.reading.prompt_tokens = event.usage.prompt_tokens
             self.reading.completion_tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            if choice.finish_reason in BROKEN_OFF:
+                self._broken_off = choice.finish_reason
         if event.choices:
             self._choice(event.choices[0], now)
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 
 from tercet.bench.workloads import Vocabulary
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.wire import UNREADABLE
 
 ASK_SECONDS = 10.0
+DEEPEST = 32
 # What Tercet's front door and vLLM tell about themselves; other servers answer 404, and that is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
@@ -49,7 +52,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         try:
             listed = await _models(session, f"{url}/v1/models")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, *UNREADABLE) as error:
             reason = f"no answer within {ASK_SECONDS:.0f} s" if isinstance(error, TimeoutError) else reason_of(error)
             raise EngineUnreachable(f"{url} does not answer as an OpenAI server: {reason}", "base-url") from error
         names = [str(entry.get("id")) for entry in listed]
@@ -78,14 +81,26 @@ async def require_programs(base_url: str, programs: Sequence[str], headers: Mapp
         for program in programs:
             try:
                 async with session.get(url, headers={PROGRAM_HEADER: program}) as response:
-                    refusal = (await response.json(content_type=None))["error"] if response.status == 400 else None
-            except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+                    refusal = await _refusal(response) if response.status == 400 else None
+            except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
                 raise EngineUnreachable(
                     f"{url} does not say whether it has program {program}: {reason_of(error)}"
                 ) from error
             if refusal is not None:
-                why = str(refusal.get("message")).removeprefix(f"{PROGRAM_HEADER}: ")
-                raise BadRequest(f"--program: {why}", "program")
+                raise BadRequest(f"--program: {refusal.removeprefix(f'{PROGRAM_HEADER}: ')}", "program")
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    """The message of an error in OpenAI's form; raises one of ``UNREADABLE`` for another answer."""
+    return msgspec.json.decode(await response.read(), type=_Refused).error.message
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refused(msgspec.Struct):
+    error: _Error
 
 
 async def _engine_versions(engines: Any) -> list[str]:
@@ -97,14 +112,15 @@ async def _engine_versions(engines: Any) -> list[str]:
     # Not with the headers of the front door's own session: its key is no business of others.
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
         told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
-    return sorted({str(each["version"]) for each in told if each})
+    answers = [cast("dict[str, Any]", each) for each in told if isinstance(each, dict)]
+    return sorted({str(each["version"]) for each in answers if "version" in each})
 
 
 async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
     async with session.get(url) as response:
         if response.status != 200:
             raise ValueError(f"HTTP {response.status} at {url}")
-        body = await response.json(content_type=None)
+        body = _readable(await response.read())
     data: Any = body.get("data") if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(data, list):
         raise ValueError(f"{url} is no list of models")
@@ -114,9 +130,27 @@ async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, An
 async def _ask(session: aiohttp.ClientSession, url: str) -> Any:
     try:
         async with session.get(url) as response:
-            return await response.json(content_type=None) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError):
+            return _readable(await response.read()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, *UNREADABLE):
         return None
+
+
+def _readable(body: bytes) -> Any:
+    """JSON that a file can have; raises one of ``UNREADABLE``, also for what is nested too deeply to be written again.
+
+    :mod:`json` would take text that is not Unicode's, and numbers that are none.
+    """
+    found = msgspec.json.decode(body)
+    _require_flat(found, DEEPEST)
+    return found
+
+
+def _require_flat(found: Any, levels: int) -> None:
+    if not levels:
+        raise RecursionError(f"it is nested more than {DEEPEST} deep")
+    inner: Any = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()  # pyright: ignore
+    for each in inner:
+        _require_flat(each, levels - 1)
 
 
 class ModelVocabulary:

@@ -11,6 +11,7 @@ import msgspec
 from tercet.chaos.client_load import AnswerBrokenOff, Arrival
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.wire import UNREADABLE
 
 DATA = b"data: "
 
@@ -52,10 +53,12 @@ class OpenAIClients:
                     raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(f"the front door broke off: {error!r}") from error
+        except UNREADABLE as error:
+            raise AnswerBrokenOff(f"the answer is not what the API describes: {error}") from error
 
 
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return {"error": {"message": body[:200].decode(errors="replace")}}

@@ -14,6 +14,7 @@ from tercet.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
 from tercet.cli.given_names import flags_of, given_as
 from tercet.cli.setting_flags import flags_given, parameters_of, taking
 from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
 
 SEVERAL = ("request_rate", "concurrency")
 BY_HAND: dict[str, Any] = {
@@ -64,7 +65,7 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
 def _json_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"--extra-body: is no JSON object: {error}", "extra-body") from error
 
 

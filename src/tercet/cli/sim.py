@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ Rates = Annotated[
     str | None,
     typer.Option(
         metavar="R[,R...]",
-        help="Requests per second; one run for each. Stretches a trace.",
+        help="Requests per second, `inf` for all at once; one run for each. Stretches a trace.",
         show_default="4; a trace's own",
     ),
 ]
@@ -168,7 +169,7 @@ def sweep_command(
     program_arg: ProgramArg = None,
     fleet: Fleet = "both=2",
     profile: ProfileName = DEFAULT_PROFILE,
-    request_rate: Annotated[float, typer.Option(help="Requests per second.")] = 4,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; `inf` for all at once.")] = 4,
     num_prompts: NumPrompts = None,
     workload: Workload = None,
     num_warmups: NumWarmups = 0,
@@ -214,7 +215,8 @@ def sweep_command(
     if plot is not None:
         plot_sweep(report, plot)
     if str(result_filename) != "-":
-        show_table(f"{program}, {request_rate:g} requests/s; starred by {x} and {y}", headings(report), rows(report))
+        load = "all at once" if math.isinf(request_rate) else f"{request_rate:g} requests/s"
+        show_table(f"{program}, {load}; starred by {x} and {y}", headings(report), rows(report))
 
 
 def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
@@ -260,12 +262,12 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
 
 
 def rates_of(given: str) -> list[float]:
-    """``R[,R...]`` as numbers; raises :class:`~tercet.protocol.BadRequest`."""
+    """``R[,R...]`` as numbers, infinity for all at once; raises :class:`~tercet.protocol.BadRequest`."""
     try:
         rates = [float(rate) for rate in given.split(",")]
     except ValueError as error:
         raise BadRequest(f"--request-rate: {given!r} is not R[,R...]", "--request-rate") from error
-    if not all(0 < rate < float("inf") for rate in rates):
+    if not all(rate > 0 for rate in rates):
         raise BadRequest(f"--request-rate: {given!r} has a rate that is not positive", "--request-rate")
     return rates
 

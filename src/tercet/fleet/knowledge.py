@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
+from tercet.fleet.prefix_index import RoutingHistory
+from tercet.fleet.stored_blocks import StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.protocol.block_hashes import Extras
 from tercet.scheduling.hashing import block_hashes, key_of

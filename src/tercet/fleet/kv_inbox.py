@@ -5,6 +5,7 @@ The messages are vLLM's as they are on the wire (``vllm/distributed/kv_events.py
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
@@ -13,37 +14,52 @@ import msgspec
 
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol.block_hashes import extra_of
+from tercet.protocol.wire import UNREADABLE
 
 BlockName = int | bytes
-WINDOWED = "sliding_window"
+# Layers that do not look back at all tokens: what they hold says little of what a prompt finds.
+WINDOWED = frozenset(
+    ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "cross_attention",
+     "encoder_only_attention")
+)  # fmt: skip
+DEVICE, HERE = "gpu", "local"
+MOST_SIZES = 8
+"""Of blocks of one engine: vLLM has up to two of one kind of layers, where the last block of a prompt is not full."""
+MOST_WARNINGS = 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
+logger = logging.getLogger("tercet.fleet")
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """Consecutive blocks of ``block_size`` tokens each are in the cache now.
+    """A copy of consecutive blocks of ``block_size`` tokens each is in the cache now.
 
     ``extra_keys`` has, for each block, what beside its tokens names it: the cache salt (first block only), an adapter,
     pictures. ``group_idx`` numbers the groups of layers of models that have several, ``kv_cache_spec_kind`` is
-    their kind. ``ownership`` names a lower tier.
+    their kind. ``medium`` names where it is: the device, or a lower tier, which may tell of hashes alone, with no
+    tokens and a size of 0, and may have blocks of another size; ``locality`` and ``ownership`` name one, too.
     """
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
     token_ids: list[int]
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    block_size: Annotated[int, msgspec.Meta(ge=0)]
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    medium: str | None = None
+    locality: str | None = None
     ownership: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Blocks are in the cache no more."""
+    """A copy of each of these blocks is in the cache no more."""
 
     block_hashes: list[BlockName]
     group_idx: int | None = None
+    medium: str | None = None
+    locality: str | None = None
     ownership: str | None = None
 
 
@@ -51,14 +67,29 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """The cache is empty."""
 
 
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """The events of one engine step; ``ts`` is the engine's time."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[KVEvent]
 
 
-decode_batch = msgspec.msgpack.Decoder(EventBatch).decode
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    type: str
+
+
+_decode_batch = msgspec.msgpack.Decoder(EventBatch).decode
+_decode_events = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_event = msgspec.msgpack.Decoder(KVEvent).decode
+_decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 
 
 class KVInbox:
@@ -74,21 +105,23 @@ class KVInbox:
         self._knowledge = knowledge
         self.expected = 0
         self._last_live = -1
-        self._block_size: int | None = None
+        self._sizes = set[int]()
+        self._warned = set[str]()
         self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
         """The engine was started anew: nothing that was known of its cache holds."""
         self._knowledge.cleared(self._name)
-        self.expected, self._last_live, self._block_size = 0, -1, None
+        self.expected, self._last_live = 0, -1
+        self._sizes.clear()
         self._group, self._looks_back = 0, False
 
     def take(self, number: int, payload: bytes) -> bool:
         """A batch as it was published; whether batches before it are missing, so that a replay is needed.
 
-        Raises one of ``UNREADABLE`` for what is no batch, ``ValueError`` for what no engine says.
+        Raises one of ``UNREADABLE`` for what is no batch.
         """
-        batch = decode_batch(payload)
+        batch = self._read(payload)
         if number <= self._last_live:
             self.reset()  # a publisher's numbers only grow, so this is another one
         self._last_live = number
@@ -102,39 +135,66 @@ class KVInbox:
 
         If even the replay lacks batches, blocks may have been dropped unheard: then nothing of before is believed.
         """
-        batch = decode_batch(payload)
+        batch = self._read(payload)
         if number > self.expected:
             self._knowledge.cleared(self._name)
             self.expected = number
         self._apply(number, batch)
 
-    def _apply(self, number: int, batch: EventBatch) -> None:
+    def _read(self, payload: bytes) -> Sequence[KVEvent]:
+        """The events of a batch. One that cannot be read says nothing, and the others count all the same."""
+        try:
+            return _decode_batch(payload).events
+        except UNREADABLE:
+            raw = _decode_events(payload).events
+        return [event for each in raw for event in self._read_one(each)]
+
+    def _read_one(self, raw: msgspec.Raw) -> Sequence[KVEvent]:
+        """The event, if it can be read: what is not known to be stored is not looked for, what is dropped must be."""
+        try:
+            return [_decode_event(raw)]
+        except UNREADABLE as error:
+            kind = _decode_kind(raw).type
+            self._warn(f"{kind} event", f"{kind} event is not read: {error}")
+        return [AllBlocksCleared()] if kind == BlockRemoved.__name__ else []
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(kind)
+            logger.warning("KV events of %s: %.300s; more of this kind are not logged", self._name, message)
+
+    def _apply(self, number: int, events: Sequence[KVEvent]) -> None:
         if number != self.expected:
             return  # it was applied already
         self.expected += 1
-        self._choose_group(batch)
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._store(event)
-            elif isinstance(event, BlockRemoved):
-                if event.group_idx in (None, self._group) and event.ownership is None:
-                    self._knowledge.unstore(self._name, event.block_hashes)
-            else:
+        told = [event for event in events if isinstance(event, AllBlocksCleared) or _is_on_device(event)]
+        self._choose_group(told)
+        for event in told:
+            if isinstance(event, AllBlocksCleared):
                 self._knowledge.cleared(self._name)
+            elif event.group_idx not in (None, self._group):
+                continue
+            elif isinstance(event, BlockStored):
+                self._store(event)
+            else:
+                self._knowledge.unstore(self._name, event.block_hashes)
 
-    def _choose_group(self, batch: EventBatch) -> None:
+    def _choose_group(self, events: Sequence[KVEvent]) -> None:
         """Follow layers that look back at all tokens, if there are any: others drop what has left their window.
 
         Those of a step are told of together, so nothing has been missed when the first of them are.
         """
-        for event in batch.events:
+        if self._looks_back:
+            return
+        for event in events:
             kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-            if isinstance(event, BlockStored) and kind not in (None, WINDOWED) and not self._looks_back:
+            if isinstance(event, BlockStored) and kind is not None and kind not in WINDOWED:
+                if event.group_idx not in (None, self._group):
+                    self._knowledge.cleared(self._name)  # what was told of the others before
                 self._group, self._looks_back = event.group_idx or 0, True
+                return
 
     def _store(self, event: BlockStored) -> None:
-        if event.group_idx not in (None, self._group) or event.ownership is not None:
-            return
         keys = [_beside_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
         extras, salt = None, None
         if any(keys):
@@ -145,13 +205,23 @@ class KVInbox:
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
             salt = first[0]
-        if self._block_size not in (None, event.block_size):
-            raise ValueError(f"block_size {event.block_size} after {self._block_size}: an engine has one")
-        self._block_size = event.block_size
+        size = event.block_size or max(self._sizes, default=0)
+        if not size:
+            return  # names without tokens, before any others
+        if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
+            self._warn("block_size", f"blocks of {size} tokens are left out, there are {MOST_SIZES} other sizes")
+            return
+        self._sizes.add(size)
         self._knowledge.store(
-            self._name, event.block_size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
+            self._name, size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
             event.lora_name, extras,
         )  # fmt: skip
+
+
+def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
+    """Whether the event is about the memory that the engine computes in, and not a lower tier or another machine's."""
+    medium, locality = (event.medium or DEVICE).lower(), (event.locality or HERE).lower()
+    return medium == DEVICE and locality == HERE and event.ownership is None
 
 
 def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:

@@ -1,4 +1,4 @@
-"""Which engine has which blocks: guessed from what was routed where, and told by the engines themselves.
+"""Which engine has which blocks, and what was routed where; :mod:`.stored_blocks` is told by the engines themselves.
 
 Holders of a block are the bits of one integer, a bit per row: so the engines that have all of a prompt's first blocks
 are found with one AND per block, however many engines there are.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.protocol.block_hashes import Extras, chain, root_of
 from tercet.scheduling.plugin import Integers
 
 MANY = 24
@@ -125,72 +124,3 @@ class RoutingHistory(Holders):
         """The engine in ``row`` is gone, or has lost its cache."""
         for block in self._recent.pop(row, ()):
             self.discard(row, block)
-
-
-class StoredBlocks(Holders):
-    """What engines say they hold, in blocks of one size: fed with their KV events.
-
-    Engines name blocks by hashes of their own, which mean nothing elsewhere; the tokens that come with them are hashed
-    again. Blocks whose parent was never announced cannot be placed: they are left out and counted in ``orphans``.
-    """
-
-    def __init__(self, rows: Callable[[], int], block_size: int) -> None:
-        super().__init__(rows)
-        self._block_size = block_size
-        self._places: dict[int, dict[Hashable, int]] = {}
-        self._copies: dict[tuple[int, int], int] = {}
-        self.orphans = 0
-
-    def store(
-        self,
-        row: int,
-        names: Sequence[Hashable],
-        parent: Hashable | None,
-        tokens: Sequence[int],
-        salt: str | None = None,
-        adapter: str | None = None,
-        extras: Extras | None = None,
-    ) -> None:
-        """The engine stored consecutive blocks, which it calls ``names``, after the one it calls ``parent``.
-
-        ``tokens`` are theirs, ``extras`` say what images and the like are in them; ``salt`` and ``adapter`` are those
-        of the request they came from.
-        """
-        places = self._places.setdefault(row, {})
-        place = root_of(salt, adapter) if parent is None else places.get(parent)
-        if place is None:
-            self.orphans += len(names)
-            return
-        for name, block in zip(names, chain(place, tuple(tokens), self._block_size, extras=extras), strict=False):
-            self._put(row, places, name, block)
-
-    def hold(self, row: int, hashes: Sequence[int]) -> None:
-        """The engine stored blocks that it calls by the hashes that are used here."""
-        places = self._places.setdefault(row, {})
-        for block in hashes:
-            self._put(row, places, block, block)
-
-    def _put(self, row: int, places: dict[Hashable, int], name: Hashable, place: int) -> None:
-        if name not in places:
-            places[name] = place
-            self._copies[row, place] = self._copies.get((row, place), 0) + 1
-            self.add(row, place)
-
-    def remove(self, row: int, names: Sequence[Hashable]) -> None:
-        """The engine dropped blocks; names that it never announced are ignored."""
-        places = self._places.get(row, {})
-        for name in names:
-            place = places.pop(name, None)
-            if place is None:
-                continue
-            # One block of tokens may be held under several names (with adapters, say).
-            left = self._copies.pop((row, place)) - 1
-            if left:
-                self._copies[row, place] = left
-            else:
-                self.discard(row, place)
-
-    def forget(self, row: int) -> None:
-        """The engine dropped everything, or is gone."""
-        self.remove(row, list(self._places.get(row, ())))
-        self._places.pop(row, None)

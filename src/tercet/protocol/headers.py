@@ -10,10 +10,11 @@ BEHIND_HEADER = "x-tercet-behind"
 INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
 PREFILLER_HEADER = "x-prefiller-host-port"
+PREFILLED_HEADER = "x-tercet-prefilled"
 # With these a client could send a request, or an engine, wherever it likes: whoever decides sets them anew.
 CONTROL_HEADERS = (
     "x-gateway-destination-endpoint", "x-gateway-destination-endpoint-served", "x-gateway-destination-endpoint-subset",
-    PREFILLER_HEADER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
+    PREFILLER_HEADER, PREFILLED_HEADER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
 )  # fmt: skip
 
 
@@ -48,6 +49,12 @@ HEADERS = (
         PREFILLER_HEADER,
         "requests to an engine or a sidecar",
         "Engines (`HOST:PORT`, in the order to try them) that shall prefill the prompt, of its `prefill-hosts` only.",
+    ),
+    Header(
+        PREFILLED_HEADER,
+        "requests of a sidecar to its engine",
+        "`LEASE CACHED`: KV of the prompt has come under this lease, from an engine that had so many tokens of it in "
+        "its cache; the answer's `cached_tokens` tell that. Of a lease that the engine does not hold it is ignored.",
     ),
     Header(
         BEHIND_HEADER,

@@ -42,3 +42,12 @@ class VerbTrace(msgspec.Struct):
 
     program: str = ""
     events: list[TraceEvent] = []
+
+    def filled(self) -> TraceEvent | None:
+        """How another engine has filled the last reservation; None if none has, or another way was taken since."""
+        for event in reversed(self.events):
+            if event.verb == "remote_send":
+                return event
+            if event.verb in ("prep_recv", FALLBACK, RETRY):
+                return None
+        return None

@@ -47,9 +47,13 @@ class TracedRun:
         self.stream = service.run(request, self._trace, context.asked.model or "", context.began)
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
-        """What no engine had to compute, where it was not the last engine that found it."""
-        if usage is not None:
-            return usage
-        sent = next((event for event in reversed(self._trace.events) if event.verb == "remote_send"), None)
-        cached_there = sum(event.cached for event in self._trace.events if event.verb == "prep_recv")
-        return Usage(cached=max(cached_there, sent.cached if sent is not None else 0))
+        """What the engine that prefilled had in its cache: KV that another one received was computed for it."""
+        sent = self._trace.filled()
+        if sent is None or (usage is not None and self._is_of_own_cache(usage)):
+            return usage or Usage()
+        return Usage(cached=sent.cached)
+
+    def _is_of_own_cache(self, usage: Usage) -> bool:
+        """Whether the engine that generates has taken nothing of what it was sent, and prefilled by itself."""
+        reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
+        return not usage.received and usage.cached <= reserved

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.scheduling.llm_d import translated
+from tercet.scheduling.llm_d import as_in_file, is_of_llm_d, translated
 from tercet.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.scheduling.profiles import (
@@ -116,13 +116,20 @@ def _assembled(found: object, path: Path) -> Scheduling:
     content, passed_over = translated(found)
     for line in passed_over:
         logger.warning("scheduling: %s of llm-d is passed over: %s", path.name, line)
+    try:
+        return _made(content, path, is_of_llm_d(found))
+    except BadRequest as error:
+        raise as_in_file(found, error) from error
+
+
+def _made(content: object, path: Path, weighs_anything: bool) -> Scheduling:
     config = convert(content, SchedulingConfig, "")
     plugins = _plugins(config.plugins, path.parent)
     profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
-        profiles[given.name] = _profile(given, plugins, at)
+        profiles[given.name] = _profile(given, plugins, at, weighs_anything)
     own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
     files = (path, *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file))
     return replace(
@@ -154,7 +161,8 @@ def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at:
         raise BadRequest(f"{at}.name: {name!r} means something else to pick(); choose another name", f"{at}.name")
 
 
-def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> SchedulingProfile:
+def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weighs_anything: bool) -> SchedulingProfile:
+    """The profile; a weight of what is no scorer is an error, unless the file ``weighs_anything`` as llm-d's do."""
     filters: list[Filter] = []
     scorers: list[tuple[Scorer, float]] = []
     picker: Picker | None = None
@@ -164,7 +172,9 @@ def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str) -> Sc
         if isinstance(plugin, Scorer):
             scorers.append((plugin, 1.0 if use.weight is None else use.weight))
             continue
-        if use.weight is not None:
+        if use.weight is not None and weighs_anything:
+            logger.warning("scheduling: the weight of %s is passed over: it is no scorer", use.plugin_ref)
+        elif use.weight is not None:
             raise BadRequest(f"{here}.weight: {use.plugin_ref} is no scorer, and has no weight", f"{here}.weight")
         if isinstance(plugin, Filter):
             filters.append(plugin)

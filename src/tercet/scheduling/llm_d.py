@@ -6,6 +6,7 @@ would change it, and is not there, is refused with the reason. :mod:`.llm_d_plug
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from tercet.protocol import BadRequest
 from tercet.scheduling.llm_d_parameters import (
     CONCURRENCY,
     DETECTOR,
+    FLAT,
     context_length,
     detector_filter,
     list_of,
@@ -32,6 +34,7 @@ from tercet.scheduling.llm_d_plugins import (
     SECTIONS,
 )
 
+_PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 API_GROUPS = ("inference.networking.", "llm-d.ai/")
 APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
 SHORTEST_BLOCK = 64
@@ -41,6 +44,12 @@ TOPOLOGY, CONTEXT_LENGTH = "topology-extractor", "context-length-aware"
 AGENTS = "agent-identity"
 AFFINITY_FILTER = "prefix-cache-affinity-filter"
 PREFIX_PLUGINS = ("prefix-cache-scorer", AFFINITY_FILTER)
+# Parameters of the producer that their users have here, and what they are called there.
+OF_PRODUCERS = {
+    "blockSize": "blockSize",
+    "blockSizeTokens": "blockSize",
+    "maxPrefixTokensToMatch": "maxPrefixBlocksToMatch",
+}
 
 
 def translated(content: Any) -> tuple[Any, list[str]]:
@@ -49,12 +58,29 @@ def translated(content: Any) -> tuple[Any, list[str]]:
     Raises :class:`~tercet.protocol.BadRequest` for what would change picks and is not there.
     """
     told = mapping_of(content)
-    if not _is_of_llm_d(told):
+    if not is_of_llm_d(content):
         return content, []
     return _Translation(told).result()
 
 
-def _is_of_llm_d(told: Mapping[str, Any]) -> bool:
+def as_in_file(content: Any, error: BadRequest) -> BadRequest:
+    """The error, of what :func:`translated` made of a file's content, with the place in the file."""
+    if not is_of_llm_d(content):
+        return error
+    made = _Translation(mapping_of(content))
+    made.result()
+    place, _, reason = error.message.partition(": ")
+    for part in reversed(list(_PART.finditer(place))):  # of a thing and what it is in, the thing
+        there = made.places.get(place[: part.end()])
+        if there is not None:
+            place = there + place[part.end() :]
+            return BadRequest(f"{place}: {reason}", place)
+    return error
+
+
+def is_of_llm_d(content: Any) -> bool:
+    """Whether the file is one of llm-d's."""
+    told = mapping_of(content)
     profiles = told.get("schedulingProfiles")
     lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
     return lists and str(told.get("apiVersion")).startswith(API_GROUPS)
@@ -64,6 +90,9 @@ class _Translation:
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
         self.notes: list[str] = []
+        # Where each thing is in the file, by where it is in the content that is made of it; both begin at the top.
+        self.places: dict[str, str] = {}
+        self.uses_of: list[list[str]] = []  # of each profile, the places of what it uses
         self.named: dict[str, list[str]] = {}  # what became of each plugin, by names
         self.entries = {_name(entry): mapping_of(entry) for entry in list_of(told["plugins"])}
         self.in_profiles = _used(told.get("schedulingProfiles") or [])
@@ -75,15 +104,48 @@ class _Translation:
         for index, entry in enumerate(list_of(self.told["plugins"])):
             made = self.plugins(entry, index)
             self.named[_name(entry)] = [_name(ours) for ours in made]
+            for ours in range(len(kept), len(kept) + len(made)):
+                self.places[f"plugins[{ours}]"] = f"plugins[{index}]"
+                for key, place in self.borrowed(entry, index).items():
+                    self.places[f"plugins[{ours}].parameters.{key}"] = place
             kept += made
         content = {
             **sections,
             **self.saturation(),
             **self.fairness(),
             "plugins": kept,
-            "schedulingProfiles": self.profiles(),
+            "schedulingProfiles": (profiles := self.profiles()),
         }
-        return _without_stage(content), self.notes
+        content = _without_stage(content)
+        for ours, profile in enumerate(content["schedulingProfiles"]):
+            index = next(index for index, each in enumerate(profiles) if each is profile)
+            self.places[f"schedulingProfiles[{ours}]"] = f"schedulingProfiles[{index}]"
+            for use, place in enumerate(self.uses_of[index]):
+                self.places[f"schedulingProfiles[{ours}].plugins[{use}]"] = place
+        return content, self.notes
+
+    def borrowed(self, entry: Any, index: int) -> dict[str, str]:
+        """Where the parameters of a plugin are said that it has from another one, or by other names."""
+        given = mapping_of(entry)
+        own = mapping_of(given.get("parameters"))
+        at = f"plugins[{index}].parameters"
+        found = {f"{section}.{new}": f"{at}.{old}" for old, (section, new) in FLAT.items() if old in own}
+        if given.get("type") in PREFIX_PLUGINS:
+            at, theirs = self.parameters_of(own.get("prefixMatchInfoProducerName", APPROXIMATE))
+            found |= {key: f"{at}.{key}" for key in theirs if key not in own}
+            found |= {ours: f"{at}.{key}" for key, ours in OF_PRODUCERS.items() if key in theirs and ours not in own}
+        if given.get("type") in ("topology-affinity-scorer", "topology-affinity-filter"):
+            found["labels"] = self.parameters_of(own.get("topologyProducerName", TOPOLOGY))[0]
+        return found
+
+    def parameters_of(self, name: Any) -> tuple[str, Mapping[str, Any]]:
+        """The place of a plugin's parameters, and these."""
+        return f"{self.place_of(name)}.parameters", mapping_of(self.entries.get(str(name), {}).get("parameters"))
+
+    def place_of(self, name: Any) -> str:
+        """Where a plugin is."""
+        names = [_name(entry) for entry in list_of(self.told["plugins"])]
+        return f"plugins[{names.index(str(name))}]" if str(name) in names else "plugins"
 
     def noted(self, what: str, why: str | None) -> bool:
         """Whether it is passed over."""
@@ -124,7 +186,8 @@ class _Translation:
         kept = {
             RENAMED.get((kind, key), key): value
             for key, value in parameters.items()
-            if not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
+            # In Go what is null is what is not given.
+            if value is not None and not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
         }
         return [{**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}]
 
@@ -162,11 +225,15 @@ class _Translation:
         """When there is no room: the section itself, or the plugin that it names. Nothing if neither is there."""
         flow = mapping_of(self.told.get("flowControl"))
         section = dict(mapping_of(flow.get("saturationDetector") or self.told.get("saturationDetector")))
-        detector = self.entries.get(str(section.pop("pluginRef", DETECTOR)), {})
-        section.update(mapping_of(detector.get("parameters")))
+        name = str(section.pop("pluginRef", DETECTOR))
+        detector = self.entries.get(name, {})
+        at, own = self.parameters_of(name)
+        section.update(own)
         ours = DETECTOR_SECTIONS.get(str(detector.get("type", DETECTOR)))
         if ours is None or not (section or detector):
             return {}  # another detector is refused as a plugin
+        self.places[ours] = "flowControl.saturationDetector" if flow.get("saturationDetector") else "saturationDetector"
+        self.places.update({f"{ours}.{key}": f"{at}.{key}" for key in own})
         return {
             ours: {
                 key: value
@@ -177,10 +244,12 @@ class _Translation:
 
     def fairness(self) -> Mapping[str, Any]:
         """The headers of agents' sessions, if they count."""
-        agents = [entry for entry in self.entries.values() if entry.get("type") == AGENTS]
+        agents = [name for name, entry in self.entries.items() if entry.get("type") == AGENTS]
         if not agents:
             return {}
-        own: Any = mapping_of(agents[0].get("parameters")).get("additionalSessionHeaders") or []
+        at, parameters = self.parameters_of(agents[0])
+        self.places["fairnessHeaders"] = f"{at}.additionalSessionHeaders"
+        own: Any = parameters.get("additionalSessionHeaders") or []
         named = list_of(own if isinstance(own, list) else [own])  # what is wrong with it is said where it is read
         return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
@@ -188,15 +257,20 @@ class _Translation:
         """The profiles, with what became of their plugins; one of all plugins if the file has none."""
         given = self.told.get("schedulingProfiles")
         if given:
-            return [self.profile(profile) for profile in list_of(given)]
+            return [self.profile(profile, f"schedulingProfiles[{n}]") for n, profile in enumerate(list_of(given))]
         all_of_them = [{"pluginRef": name} for name in self.entries if not self.is_handler(name)]
-        return [self.profile({"name": "default", "plugins": all_of_them})]
+        made = self.profile({"name": "default", "plugins": all_of_them}, "")
+        self.uses_of = [[self.place_of(use["pluginRef"]) for use in all_of_them for _ in self.named[use["pluginRef"]]]]
+        return [made]
 
-    def profile(self, profile: Any) -> Any:
+    def profile(self, profile: Any, at: str) -> Any:
         told = mapping_of(profile)
         if not isinstance(told.get("plugins"), list):
+            self.uses_of.append([])
             return profile
-        return {**told, "plugins": [ours for use in list_of(told["plugins"]) for ours in self.uses(use)]}
+        uses = [(f"{at}.plugins[{n}]", ours) for n, use in enumerate(told["plugins"]) for ours in self.uses(use)]
+        self.uses_of.append([place for place, _ in uses])
+        return {**told, "plugins": [ours for _, ours in uses]}
 
     def uses(self, use: Any) -> list[Any]:
         """What a profile's use of a plugin there is here; a weight is the scorer's, which is the first one."""

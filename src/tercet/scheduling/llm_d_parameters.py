@@ -9,6 +9,15 @@ from typing import Any, cast
 from tercet.protocol import BadRequest
 from tercet.scheduling.llm_d_plugins import LATENCY, REFUSED
 
+FLAT = {
+    "decodeProfile": ("profiles", "decode"),
+    "prefillProfile": ("profiles", "prefill"),
+    "encodeProfile": ("profiles", "encode"),
+    "deciderPluginName": ("deciders", "prefill"),
+    "prefillDeciderPluginName": ("deciders", "prefill"),
+    "encodeDeciderPluginName": ("deciders", "encode"),
+}
+"""A profile handler's parameters in their older form, and where they are now."""
 DETECTOR, CONCURRENCY = "utilization-detector", "concurrency-detector"
 
 
@@ -83,16 +92,10 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
             f"{at}.stageOrder: the decode engine is picked first, prefill-first is not there", f"{at}.stageOrder"
         )
     profiles, deciders = dict(mapping_of(flat.get("profiles"))), dict(mapping_of(flat.get("deciders")))
-    for old, section, new in (
-        ("decodeProfile", profiles, "decode"),
-        ("prefillProfile", profiles, "prefill"),
-        ("encodeProfile", profiles, "encode"),
-        ("deciderPluginName", deciders, "prefill"),
-        ("prefillDeciderPluginName", deciders, "prefill"),
-        ("encodeDeciderPluginName", deciders, "encode"),
-    ):
+    sections = {"profiles": profiles, "deciders": deciders}
+    for old, (section, new) in FLAT.items():
         if value := flat.pop(old, None):
-            section[new] = value
+            sections[section][new] = value
     profiles.pop("encode", None)  # without a decider it is never used
     if deciders.get("encode"):
         raise BadRequest(f"{at}.deciders.encode: {REFUSED['encode-filter']}", f"{at}.deciders.encode")

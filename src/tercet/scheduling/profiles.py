@@ -24,28 +24,33 @@ class AlwaysDisaggregate(Decider, frozen=True):
 
 
 class PrefixBasedDecider(Decider, frozen=True):
-    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine.
+    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine; with 0 none does.
 
-    Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached. 0 means no limit.
+    Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached.
     """
 
     non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        if not self.non_cached_tokens:  # as in llm-d, where that switches it off
+            return False
         return request.num_tokens >= self.prompt_tokens and request.num_tokens - cached >= self.non_cached_tokens
 
 
-class LoadBasedDecider(PrefixBasedDecider, frozen=True):
-    """As :class:`PrefixBasedDecider`, but one engine serves while every prefill engine has a queue.
+class LoadBasedDecider(Decider, frozen=True):
+    """Another engine prefills if so many tokens are missing, unless every prefill engine has a queue.
 
-    A queue is more than ``max_waiting`` waiting requests; an engine of which nothing recent is known has none.
+    The prompt must have ``prompt_tokens``, of which the decode engine lacks at least ``non_cached_tokens``; 0 means no
+    limit. A queue is more than ``max_waiting`` waiting requests; an engine of which nothing recent is known has none.
     """
 
+    non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     max_waiting: Annotated[int, Meta(ge=0)] = 5
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        if not super().disaggregates(request, cached, prefill):  # asked first: it looks at no engine
+        if request.num_tokens < self.prompt_tokens or request.num_tokens - cached < self.non_cached_tokens:
             return False
         return not (prefill.waiting > self.max_waiting).all()
 

@@ -99,10 +99,8 @@ class TercetEndpoints:
         most = settings.max_request_bytes
         verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
-        state.tercet_prefilling = None
-        if state.tercet_prefillers:
-            remote = _remote_prefill(settings, verbs, args)
-            state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
+        remote = _remote_prefill(settings, verbs, args) if state.tercet_prefillers else None
+        state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
 
 
 def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
@@ -132,8 +130,9 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
         try:
             yield state
         finally:
-            if app.state.tercet_prefilling is not None:
-                await app.state.tercet_prefilling[0].close()
+            remote: RemotePrefill | None = app.state.tercet_prefilling[0]
+            if remote is not None:
+                await remote.close()
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

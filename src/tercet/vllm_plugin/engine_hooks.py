@@ -294,6 +294,11 @@ ENGINE_HOOKS = (
             Takes("vllm.v1.engine.core_client:AsyncMPClient.add_request_async", "request"),
             Takes(f"{OUTPUTS}:OutputProcessor.abort_requests", "request_ids", "internal"),
             Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states"),
+            Says(
+                f"{OUTPUTS}:OutputProcessor.process_outputs",
+                "if req_state.remote_prefill_cached_tokens is not None:",
+                "req_state.num_cached_tokens = req_state.remote_prefill_cached_tokens",
+            ),
             Has("vllm.v1.engine:EngineCoreRequest", "prompt_token_ids", "mm_features", "lora_request", "cache_salt"),
             Has("vllm.v1.engine:EngineCoreRequest", "prompt_embeds", "resumable", "sampling_params", "priority"),
             Has("vllm.sampling_params:SamplingParams", "extra_args"),

@@ -196,7 +196,7 @@ class EventsRoom:
         inbox.reset()
         (index,) = self._knowledge.stored.values()
         assert len(index) == 2
-        assert len(index._places) == 1
+        assert list(index._rows_held) == [0]
         return Outcome(len(case), f"{happened} {cached}")
 
 

@@ -22,9 +22,11 @@ def sse(fields: Any) -> bytes:
 class FakeServer:
     """Serves ``/v1/models``, completions and chats. What is in a body's ``behave`` decides how it answers:
 
-    ``status``: an error instead; ``gap``: seconds between tokens; ``at_once``: tokens per event, with their ids;
-    ``cut``: closes the connection after so many tokens; ``error``: sends an error after so many; ``hang``: says nothing
-    after so many, until its client goes; ``silent``: an answer without a token. ``root`` is where its tokenizer is.
+    ``status``: an error instead, with these bytes if there is a ``body``; ``gap``: seconds between tokens; ``at_once``:
+    tokens per event, with their ids; ``cut``: closes the connection after so many tokens; ``error``: sends an error
+    after so many; ``hang``: says nothing after so many, until its client goes; ``silent``: an answer without a token;
+    ``raw``: these bytes as an event after the first token; ``finish``: the last reason. ``root`` is where its tokenizer
+    is.
     ``programs`` are those that it knows, as a front door does; None for a server that knows nothing of programs.
     """
 
@@ -76,6 +78,8 @@ class FakeServer:
 
     async def _answer(self, request: web.Request, body: dict[str, Any], how: dict[str, Any]) -> web.StreamResponse:
         if "status" in how:
+            if "body" in how:
+                return web.Response(body=bytes.fromhex(how["body"]), status=how["status"])
             return web.json_response({"error": {"message": "no\nroom"}}, status=how["status"])
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
@@ -98,6 +102,8 @@ class FakeServer:
                 await asyncio.sleep(how["gap"])
             tokens = list(range(first, min(first + how.get("at_once", 1), total)))
             await response.write(sse({"choices": [self._choice(tokens, tokens[-1] + 1 == wanted, chat, how)]}))
+            if "raw" in how and not first:
+                await response.write(bytes.fromhex(how["raw"]))
         usage = {"prompt_tokens": prompt_length(body), "completion_tokens": total}
         await response.write(sse({"choices": [], "usage": usage}))
         await response.write(DONE)
@@ -105,7 +111,7 @@ class FakeServer:
 
     def _choice(self, tokens: list[int], last: bool, chat: bool, how: dict[str, Any]) -> dict[str, Any]:
         said = "".join(f"w{token} " for token in tokens)
-        choice: dict[str, Any] = {"finish_reason": "length" if last else None}
+        choice: dict[str, Any] = {"finish_reason": how.get("finish", "length") if last else None}
         choice |= {"delta": {"content": said}} if chat else {"text": said}
         return choice | ({"token_ids": tokens} if "at_once" in how else {})
 

@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tercet.bench.results import BenchResult, load_result, save_result
 from tercet.cli import main
@@ -295,3 +297,22 @@ def test_a_files_unknown_key_is_named(
     file.write_text("request_rates: 1\n")
     line = refused(monkeypatch, capsys, "serve", "--config", str(file))
     assert line == f"tercet: --config {file}: unknown key request_rates; did you mean request-rate?"
+
+
+class SometimesOdd(FakeServer):
+    """Two of its answers have an event that nobody can read."""
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], how: dict[str, Any]) -> web.StreamResponse:
+        odd = {3: b'data: {"choices": [{"text": "\xff"}]}\n\n', 7: b'data: {"x": %b}\n\n' % (b"[" * 5000 + b"]" * 5000)}
+        found = odd.get(len(self.bodies), b"")
+        return await super()._answer(request, body, {**how, "raw": found.hex()})
+
+
+async def test_answers_that_cannot_be_read_have_failed_and_the_others_count(model: Path, tmp_path: Path) -> None:
+    async with SometimesOdd(str(model)).running() as odd:
+        found, _ = await serve(
+            odd, tmp_path / "run.json", "--request-rate", "inf", "--num-prompts", "20", "--workload", SMALL,
+            "--num-warmups", "0",
+        )  # fmt: skip
+    metrics = found.points[0].metrics
+    assert (metrics["completed"], metrics["failed"], found.points[0].errors) == (18, 2, {"protocol": 2})

@@ -107,3 +107,35 @@ def test_sampling_goes_into_the_body() -> None:
         "model": "m", "prompt": "text", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stream": True,
         "stream_options": None, "return_token_ids": True, "cache_salt": "s",
     }  # fmt: skip
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+@pytest.mark.parametrize(
+    ("raw", "failure"),
+    [(b'data: {"choices": [{"text": "\xff"}]}\n\n', "protocol"), (b'data: {"x": %b}\n\n' % DEEP, "protocol")],
+    ids=["bytes", "nested"],
+)
+async def test_what_cannot_be_read_is_a_record_like_others(server: FakeServer, raw: bytes, failure: str) -> None:
+    found = await ask(server.url, raw=raw.hex())
+    assert (found.ok, found.failure, found.status) == (False, failure, None)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRecord) == found
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_answer_that_the_server_broke_off_is_a_failure(server: FakeServer, reason: str) -> None:
+    found = await ask(server.url, finish=reason)
+    assert (found.ok, found.failure, found.finish_reason) == (False, "server", reason)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [DEEP, b'{"error": {"message": %b}}' % DEEP, b"\xff\xfe no", b"", b"[]", b"null", b'{"error": 7}',
+     b'{"error": {"message": {"a": 1}}}', b'{"error": "\\ud83d"}'],
+    ids=lambda body: body[:30].decode(errors="replace"),
+)  # fmt: skip
+async def test_whatever_an_error_says_is_a_record(server: FakeServer, body: bytes) -> None:
+    found = await ask(server.url, status=500, body=body.hex())
+    assert (found.failure, found.status) == ("http", 500)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRecord) == found

@@ -458,3 +458,33 @@ def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: py
     assert len(said) == 1
     assert said[0].startswith("tercet: ")
     assert names in said[0]
+
+
+# ---- all at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrival", ["poisson", "constant", "gamma"])
+def test_requests_may_come_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], arrival: str) -> None:
+    file = tmp_path / "sim.json"
+    line = f"sim --num-prompts 20 --request-rate 4,inf --arrival {arrival} --result-filename {file}"
+    assert app._run(line.split()) == 0
+    assert " inf " in capsys.readouterr().out
+    slow, at_once = load_result(file).points
+    assert (slow.request_rate, slow.concurrency) == (4, None)
+    assert (at_once.request_rate, at_once.concurrency) == (None, 20)
+    assert at_once.metrics["completed"] == 20
+
+
+@pytest.mark.parametrize("workload", ["sonnet,input_len=64,output_len=8", "random,input_len=64,output_len=8"])
+def test_a_planned_workload_may_come_all_at_once(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["sim", "--num-prompts", "10", "--request-rate", "inf", "--workload", workload]) == 0
+    assert " 10 " in capsys.readouterr().out
+
+
+def test_a_sweep_may_have_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sweep.json"
+    line = f"sim sweep --num-prompts 10 --request-rate inf --over max_num_seqs=4,8 --result-filename {file}"
+    assert app._run(line.split()) == 0
+    assert "all at once" in capsys.readouterr().out
+    assert msgspec.json.decode(file.read_bytes())["arguments"]["rate"] == "inf"
+    assert app._run(["sim", "sweep", "--num-prompts", "10", "--over", "request-rate=4,inf"]) == 0

@@ -116,3 +116,44 @@ def test_the_servers_words_are_kept() -> None:
 
 def test_nothing_counts_after_done() -> None:
     assert read(text("a", "stop"), DONE, text("b")).text == ["a"]
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+BYTES = b'data: {"choices": [{"text": "\xff\xfe", "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BYTES,
+        b'data: {"id": "\xc3(", "choices": []}\n\n',
+        b"data: \xff\n\n",
+        b'data: {"nobody reads": %b, "choices": []}\n\n' % DEEP,
+        b'data: {"error": %b}\n\n' % DEEP,
+        b'data: {"choices": [{"delta": {"tool_calls": %b}}]}\n\n' % DEEP,
+        b'data: {"choices": [{"text": "\\ud83d"}]}\n\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": -1}}\n\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 1%b}}\n\n' % (b"0" * 30),
+        b'data: {"choices": [{"text": "a", "token_ids": [-1]}]}\n\n',
+        b'data: {"choices": [{"text": "a", "token_ids": [1%b]}]}\n\n' % (b"0" * 30),
+        b'data: {"choices": {}}\n\n',
+        b"data: 7\n\n",
+    ],
+    ids=lambda event: event[:60].decode(errors="replace"),
+)
+def test_an_event_that_cannot_be_read_is_a_failure_of_its_answer(event: bytes) -> None:
+    assert failure_of(text("a"), event, text("b", "stop"), DONE) == "protocol"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_has_failed(reason: str) -> None:
+    assert failure_of(text("a"), text("b", reason), event(USAGE), DONE) == "server"
+    assert failure_of(text("a"), text("", reason)) == "server"
+    assert failure_of(delta(content="a"), delta(reason), DONE) == "server"
+    second = {"choices": [{"text": "a"}, {"index": 1, "text": "b", "finish_reason": reason}]}
+    assert failure_of(event(second), text("c", "stop"), DONE) == "server"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter", "repetition"])
+def test_other_ends_are_ends(reason: str) -> None:
+    assert read(text("a"), text("b", reason), DONE).finish_reason == reason

@@ -246,6 +246,43 @@ def test_burstgpt(tmp_path: Path) -> None:
     assert "line 2" in complaint(f"burstgpt,path={write(tmp_path / 'b', head, 'nan,x,1,1,2,x')}")
 
 
+# What str.splitlines takes for an end of a line, and JSON for a character of a text.
+ODD_ENDS = "\u2028\u2029\x85"
+
+
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path) -> None:
+    said = f"one{ODD_ENDS}two three four five six"
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": f"fine{ODD_ENDS}then so it is"}]
+    line = json.dumps({"messages": messages}, ensure_ascii=False)
+    file = tmp_path / "s.jsonl"
+    file.write_text(f"{line}\r\n\n{line}\n", encoding="utf-8", newline="")
+    assert len(some(f"sharegpt,path={file}", 2)) == 2
+    row_of = {"timestamp": 0, "input_length": 10, "output_length": 2, "note": ODD_ENDS}
+    file.write_text((json.dumps(row_of, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
+    assert len(some(f"mooncake,path={file}", 9)) == 2
+    file.write_text("\n" * 2 + "{", encoding="utf-8")
+    assert "line 3" in complaint(f"mooncake,path={file}")
+
+
+def test_lines_that_are_nested_too_deeply_are_named(tmp_path: Path) -> None:
+    deep = "[" * 5000 + "]" * 5000
+    for kind in ("mooncake", "sharegpt"):
+        found = complaint(f"{kind},path={write(tmp_path / 'd', deep)}")
+        assert "line 1" in found or "is not JSON" in found
+
+
+def test_a_row_of_a_table_may_have_any_text(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens,note\n"
+        f'2023-11-16 18:15:46,10,2,"a{ODD_ENDS}\nb"\n2023-11-16 18:15:47,11,3,c\n', encoding="utf-8"
+    )  # fmt: skip
+    assert len(some(f"azure,path={file}", 9)) == 2
+    huge = "x" * 200_000
+    file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens,note\n2023-11-16 18:15:46,10,2,{huge}\n")
+    assert "field larger than" in complaint(f"azure,path={file}")
+
+
 def test_hashed_blocks_differ_wherever_their_text_begins(tmp_path: Path) -> None:
     ids = (*range(40_000, 40_300), 2**40, 2**40 + 1)
     (prompt,) = prompts(some(f"mooncake,block=8,path={write(tmp_path / 't', row(0, 8 * len(ids), 1, *ids))}", 1))

@@ -95,7 +95,7 @@ def test_a_gap_that_stays_forgets_what_may_have_gone_unheard() -> None:
     inbox.take_replayed(5, payload(stored(1)))
     assert cached(knowledge) == 0
     assert not inbox.take(6, payload(stored(0)))
-    assert cached(knowledge) == 1
+    assert cached(knowledge) == 2, "block 1 was told of after the gap, and waited for the one before it"
 
 
 def test_numbers_that_start_again_are_an_engine_that_did() -> None:
@@ -117,6 +117,10 @@ def test_numbers_that_start_again_are_an_engine_that_did() -> None:
         {"group_idx": 1},
         {"lora_name": "adapter", "extra_keys": [["adapter", ["picture", 0]]]},
         {"ownership": "disk"},
+        {"medium": "CPU"},
+        {"medium": "STORAGE", "ownership": "kvcr"},
+        {"medium": "cpu"},
+        {"medium": "GPU", "locality": "REMOTE"},
         {"extra_keys": [[["picture", 0]]]},
         {"extra_keys": [["salt", ["picture", 0]]]},
     ],
@@ -125,6 +129,75 @@ def test_blocks_that_no_plain_prompt_would_find_are_left_out(fields: dict[str, A
     knowledge = known()
     KVInbox("e", knowledge).take(0, payload(stored(0, **fields)))
     assert cached(knowledge) == 0
+
+
+LOWER = ({"medium": "CPU"}, {"medium": "STORAGE", "ownership": "kvcr"}, {"medium": "GPU", "locality": "REMOTE"})
+
+
+@pytest.mark.parametrize("where", LOWER, ids=str)
+def test_what_a_lower_tier_drops_is_on_the_device_all_the_same(where: dict[str, Any]) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0, medium="GPU", locality="LOCAL"), stored(1, medium="GPU")))
+    inbox.take(1, payload(stored(0, **where), BlockRemoved([bytes([0])], **where), BlockRemoved([bytes([1])], **where)))
+    assert cached(knowledge) == 2
+    inbox.take(2, payload(BlockRemoved([bytes([1])], medium="GPU")))
+    assert cached(knowledge) == 1
+
+
+@pytest.mark.parametrize("medium", ["CPU", "GPU", None])
+def test_names_alone_and_blocks_of_other_sizes_end_nothing(medium: str | None) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    named = BlockStored([bytes([0])], None, [], 0, medium=medium)
+    larger = BlockStored([b"larger"], None, list(range(2 * SIZE)), 2 * SIZE, medium=medium)
+    inbox.take(0, payload(named, stored(0), named, larger))
+    assert not inbox.take(1, payload(stored(1), named))
+    assert cached(knowledge) == 2
+
+
+def test_a_name_alone_is_a_copy() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0), BlockStored([bytes([0])], None, [], 0)))
+    inbox.take(1, payload(BlockRemoved([bytes([0])])))
+    assert cached(knowledge) == 1
+
+
+UNREAD = [
+    {"type": "BlockPinned", "block_hashes": [b"x"]},
+    {"type": "BlockStored", "block_hashes": [b"x"], "parent_block_hash": None, "token_ids": None, "block_size": 4},
+    {"type": "BlockStored", "block_hashes": [b"x"], "parent_block_hash": None, "token_ids": [1], "block_size": -1},
+]
+
+
+@pytest.mark.parametrize("unread", UNREAD, ids=["newer", "no tokens", "less than none"])
+def test_an_event_that_is_not_read_says_nothing(unread: Any, caplog: pytest.LogCaptureFixture) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    for number in range(3):
+        inbox.take(number, msgspec.msgpack.encode([0.0, [unread, stored(number), unread]]))
+    assert cached(knowledge) == 3
+    assert len(caplog.records) == 1
+
+
+def test_after_a_removal_that_is_not_read_nothing_is_believed() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0), stored(1)))
+    inbox.take(1, msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": "?"}, stored(0)]]))
+    assert cached(knowledge) == 1
+
+
+@pytest.mark.parametrize("kind", ["mamba", "sliding_window_mla", "chunked_local_attention"])
+def test_layers_that_keep_little_are_followed_until_others_are_told_of(kind: str) -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(stored(0, group_idx=0, kv_cache_spec_kind=kind)))
+    assert cached(knowledge) == 1
+    inbox.take(1, payload(stored(1, group_idx=0, kv_cache_spec_kind=kind)))
+    inbox.take(2, payload(stored(0, group_idx=1, kv_cache_spec_kind="mla_attention")))
+    assert cached(knowledge) == 1, "what the first ones hold is not looked at any more"
 
 
 def test_of_several_kinds_of_layers_those_count_that_look_back_at_all_tokens() -> None:

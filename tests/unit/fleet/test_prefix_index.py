@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.prefix_index import Holders, RoutingHistory, StoredBlocks
-from tercet.protocol import Request
+from tercet.fleet.prefix_index import Holders, RoutingHistory
 from tercet.protocol.block_hashes import chain
-from tercet.scheduling.hashing import block_hashes
 
 ROWS = 40
 
@@ -93,54 +91,3 @@ def test_history_is_as_a_plain_one(notes: list[tuple[int, list[int], bool]], cap
     for row in range(4):
         history.forget(row)
     assert not len(history)
-
-
-PROMPT = Request(seq_id="s", prompt=(1, 2, 3, 4, 5, 6))
-
-
-def test_blocks_are_found_by_their_tokens_whatever_the_engine_calls_them() -> None:
-    stored = StoredBlocks(rows, 2)
-    stored.store(0, [b"x", b"y"], None, [1, 2, 3, 4])
-    stored.store(1, [77], None, [1, 2])
-    stored.store(1, [78], 77, [3, 4])
-    stored.store(1, [79], 78, [5, 6])
-    assert stored.matched(block_hashes(PROMPT, 2))[:2].tolist() == [2, 3]
-    stored.remove(1, [77, "never announced"])
-    assert stored.matched(block_hashes(PROMPT, 2))[:2].tolist() == [2, 0]
-    stored.store(1, [77], None, [1, 2])
-    assert stored.matched(block_hashes(PROMPT, 2))[1] == 3
-
-
-def test_a_block_with_an_unknown_parent_is_left_out_and_counted() -> None:
-    stored = StoredBlocks(rows, 2)
-    stored.store(0, [2, 3], 1, [3, 4, 5, 6])
-    assert stored.orphans == 2
-    assert not stored.matched(block_hashes(PROMPT, 2)).any()
-
-
-def test_a_block_held_under_two_names_is_there_until_both_are_gone() -> None:
-    stored = StoredBlocks(rows, 2)
-    stored.store(0, ["plain"], None, [1, 2])
-    stored.store(0, ["plain"], None, [1, 2])  # said twice, held once
-    stored.store(0, ["adapter"], None, [1, 2])
-    stored.remove(0, ["plain"])
-    assert stored.matched(block_hashes(PROMPT, 2))[0] == 1
-    stored.remove(0, ["adapter"])
-    assert stored.matched(block_hashes(PROMPT, 2))[0] == 0
-
-
-def test_salted_blocks_are_found_by_salted_prompts_only() -> None:
-    stored = StoredBlocks(rows, 2)
-    stored.store(0, [1], None, [1, 2], salt="x")
-    salted = Request(seq_id="s", prompt=PROMPT.prompt, cache_salt="x")
-    assert stored.matched(block_hashes(salted, 2))[0] == 1
-    assert stored.matched(block_hashes(PROMPT, 2))[0] == 0
-
-
-def test_a_cleared_engine_has_nothing_and_can_begin_again() -> None:
-    stored = StoredBlocks(rows, 2)
-    stored.store(0, [1, 2], None, [1, 2, 3, 4])
-    stored.forget(0)
-    assert not stored.matched(block_hashes(PROMPT, 2)).any()
-    stored.store(0, [1], None, [1, 2])
-    assert stored.matched(block_hashes(PROMPT, 2))[0] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -25,6 +26,7 @@ from tercet.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, Pre
 from tercet.scheduling.registry import BUILT_IN
 from tercet.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
 
+from .builders import Bench, View, request_of
 from .llm_d_files import HANDLER, made_of, scorers, written
 
 HEAD = "apiVersion: inference.networking.x-k8s.io/v1alpha1\nkind: EndpointPickerConfig\n"
@@ -304,7 +306,7 @@ def test_the_sessions_of_agents(tmp_path: Path) -> None:
     found = made_of(tmp_path, "queue-scorer", own)
     assert found.fairness_headers == ("x-mine", *AGENT_HEADERS)
     assert not made_of(tmp_path, "queue-scorer").fairness_headers
-    with pytest.raises(BadRequest, match="fairnessHeaders"):
+    with pytest.raises(BadRequest, match=r"plugins\[0\]\.parameters\.additionalSessionHeaders\[0\]: "):
         made_of(tmp_path, {"type": "agent-identity", "parameters": {"additionalSessionHeaders": [7]}})
 
 
@@ -386,3 +388,92 @@ def test_every_type_has_one_line() -> None:
 def test_what_needs_no_plugin_changes_nothing(tmp_path: Path, kind: str) -> None:
     bare, with_it = made_of(tmp_path, "queue-scorer"), made_of(tmp_path, "queue-scorer", kind)
     assert with_it.profiles == bare.profiles
+
+
+# ---- deciders, weights, and where errors are -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"nonCachedTokens": 0}, {"nonCachedTokens": None}, {"promptTokens": 5}]
+)
+@pytest.mark.parametrize("kind", ["disagg-profile-handler", "pd-profile-handler"])
+def test_without_a_number_of_missing_tokens_nobody_else_prefills(
+    tmp_path: Path, parameters: dict[str, Any] | None, kind: str
+) -> None:
+    name = {"deciders": {"prefill": "prefix-based-pd-decider"}} if kind.startswith("disagg") else {}
+    decider = {"type": "prefix-based-pd-decider", **({} if parameters is None else {"parameters": parameters})}
+    handler = {"type": kind, "parameters": name}
+    profiles = {"decode": {"decode-filter": None}, "prefill": {"prefill-filter": None}}
+    found = made_of(tmp_path, "decode-filter", "prefill-filter", decider, handler, profiles=profiles)
+    bench = Bench(View("a"))
+    for cached in (0, 5, 640):
+        assert not found.decider.disaggregates(request_of(*range(640)), cached, bench.engines)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    ["decode-filter", "max-score-picker", "random-picker", "utilization-detector", "prefix-cache-affinity-filter"],
+)
+def test_a_weight_of_what_is_no_scorer_has_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, plugin: str
+) -> None:
+    found = made_of(tmp_path, plugin, "queue-scorer", profiles={"default": {plugin: 5, "queue-scorer": 2}})
+    assert [weight for _, weight in found.profiles["default"].scorers] == [2]
+    assert any(f"weight of {plugin}" in record.getMessage() for record in caplog.records)
+
+
+PASSED = {"type": "tokenizer"}
+PRODUCER = {"type": "approx-prefix-cache-producer", "name": "p"}
+USES_IT = {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "p"}}
+FILE = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+DETECTOR_OF = {"type": "utilization-detector", "name": "d", "parameters": {"queueDepthThreshold": "many"}}
+
+
+def uses(*names: str) -> list[dict[str, str]]:
+    return [{"pluginRef": name} for name in names]
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ({"plugins": [PASSED, PASSED | {"name": "u"}, {"type": "quue-scorer"}]}, "plugins[2].type"),
+        ({"plugins": [PASSED, {"type": "queue-scorer", "parameters": {"x": 1}}]}, "plugins[1].parameters.x"),
+        ({"plugins": [PASSED, {"type": "queue-scorer", "nme": 1}]}, "plugins[1].nme"),
+        ({"plugins": [PASSED, {"type": "queue-scorer"}, {"type": "queue-scorer"}]}, "plugins[2].name"),
+        ({"plugins": [PASSED, {"type": "context-length-aware", "parameters": {"enableFiltering": True}},
+                      {"type": "quue-scorer"}]}, "plugins[2].type"),
+        ({"plugins": [{"type": "single-profile-handler"}, PASSED, HANDLER]}, "plugins[2].type"),
+        ({"plugins": [PASSED, {"type": "disagg-profile-handler",
+                               "parameters": {"deciders": {"prefill": "nobody"}}}],
+          "schedulingProfiles": [{"name": "decode"}, {"name": "prefill"}]}, "plugins[1].parameters.deciders.prefill"),
+        ({"plugins": [PASSED, {"type": "pd-profile-handler", "parameters": {"deciderPluginName": "nobody"}}],
+          "schedulingProfiles": [{"name": "decode"}, {"name": "prefill"}]}, "plugins[1].parameters.deciderPluginName"),
+        # What is used, behind what is passed over, and in a profile behind one that is left out.
+        ({"plugins": [PASSED, {"type": "queue-scorer"}],
+          "schedulingProfiles": [{"name": "a", "plugins": uses("tokenizer", "queue-scorer", "nobody")}]},
+         "schedulingProfiles[0].plugins[2].pluginRef"),
+        ({"plugins": [PASSED, {"type": "disagg-profile-handler"}],
+          "schedulingProfiles": [{"name": "prefill"}, {"name": "decode", "plugins": uses("tokenizer", "nobody")}]},
+         "schedulingProfiles[1].plugins[1].pluginRef"),
+        ({"plugins": [PASSED, {"type": "disagg-profile-handler"}],
+          "schedulingProfiles": [{"name": "prefill"}, {"name": "decode", "x": 1}]}, "schedulingProfiles[1].x"),
+        ({"plugins": [{"type": "random-picker"}, PASSED, {"type": "max-score-picker"}]}, "plugins[2].pluginRef"),
+        # What is said of another plugin, or elsewhere.
+        ({"plugins": [USES_IT, PASSED, PRODUCER | {"parameters": {"autTune": 1}}]}, "plugins[2].parameters.autTune"),
+        ({"plugins": [PASSED, USES_IT, PRODUCER | {"parameters": {"lruCapacityPerServer": "x"}}]},
+         "plugins[2].parameters.lruCapacityPerServer"),
+        ({"plugins": [PASSED, USES_IT, PRODUCER | {"parameters": {"maxPrefixBlocksToMatch": -1}}]},
+         "plugins[2].parameters.maxPrefixBlocksToMatch"),
+        ({"plugins": [PASSED, {"type": "queue-scorer"}, DETECTOR_OF], "saturationDetector": {"pluginRef": "d"},
+          "schedulingProfiles": [{"name": "a"}]}, "plugins[2].parameters.queueDepthThreshold"),
+        ({"plugins": [PASSED], "flowControl": {"saturationDetector": {"queueDepthThreshold": "x"}},
+          "schedulingProfiles": [{"name": "a"}]}, "flowControl.saturationDetector.queueDepthThreshold"),
+        ({"plugins": [PASSED, {"type": "agent-identity", "parameters": {"additionalSessionHeaders": 5}}],
+          "schedulingProfiles": [{"name": "a"}]}, "plugins[1].parameters.additionalSessionHeaders[0]"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_place_in_the_file(tmp_path: Path, content: dict[str, Any], place: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        load_scheduling(written(tmp_path, json.dumps({**FILE, **content})))
+    assert raised.value.param == place
+    assert f": {place}: " in raised.value.message

@@ -20,10 +20,11 @@ from tercet.gateway.sidecar.prefill_legs import NixlLeg
 from tercet.gateway.sidecar.server import SidecarServer, sidecar
 from tercet.gateway.sidecar.split_call import SplitCall, messages_of
 from tercet.protocol import BadRequest, LeaseEnded
+from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
 from tercet.sim import EngineOptions, SimEngine
-from tercet.sim.sim_server import serving
+from tercet.sim.sim_server import OpenAI, serving
 
 from ..client.certificates import Authority
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
@@ -614,6 +615,28 @@ async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None
         block = decode.profile.block_size
         assert prefill.counters.prefill_tokens == 199
         assert decode.counters.prefill_tokens == 200 - 199 // block * block
+
+
+async def test_by_the_verbs_the_engine_is_told_what_the_other_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by clients, and not of what it prefills by itself."""
+    told = list[str | None]()
+    served = OpenAI.completions
+
+    async def completions(self: OpenAI, http: web.Request) -> web.StreamResponse:
+        told.append(http.headers.get(PREFILLED_HEADER))
+        return await served(self, http)
+
+    monkeypatch.setattr(OpenAI, "completions", completions)
+    async with AsyncExitStack() as stack, by_the_verbs(stack) as (decode, _, ask):
+        await ask(headers={PREFILLED_HEADER: "x 100"})
+        await ask()
+        await ask(headers={PREFILLED_HEADER: "x 100"}, prompt="short")
+        cold, warm, alone = (said and said.split(" ") for said in told)
+        assert cold is not None
+        assert warm is not None
+        block = decode.profile.block_size
+        assert (cold[1], warm[1], alone) == ("0", str(199 // block * block), None)
+        assert "x" != cold[0] != warm[0]
 
 
 async def test_by_the_verbs_clients_with_one_id_do_each_other_no_harm() -> None:

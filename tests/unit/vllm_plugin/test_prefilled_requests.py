@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from tercet.protocol import LeaseEnded, Request, TercetError
-from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.protocol.trace import VerbTrace
+from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams, params_of
 from tercet.vllm_plugin.engine.load_meter import LoadMeter
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
@@ -49,6 +49,9 @@ class Verbs:
         adapters: Any = SimpleNamespace(load_of=lambda processor: None)
         self.meter = LoadMeter(client, idle, adapters)
 
+    def holds(self, lease: str) -> bool:
+        return lease == "held"
+
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams]:
         if self.failure is not None:
@@ -66,6 +69,7 @@ class Remote:
     def __init__(self) -> None:
         self.let = asyncio.Event()
         self.asked = list[tuple[Request, Sequence[str]]]()
+        self.cached: int | None = 48
 
     @asynccontextmanager
     async def prefilled(
@@ -74,6 +78,9 @@ class Remote:
         self.asked.append((request, hosts))
         trace.program = "disaggregated"
         await self.let.wait()
+        trace.events.append(TraceEvent("prep_recv", "d"))
+        if self.cached is not None:
+            trace.events.append(TraceEvent("remote_send", "p", cached=self.cached))
         yield request.num_tokens - 1
 
 
@@ -90,6 +97,7 @@ class House:
         self.requests = PrefilledRequests(client, verbs, remote)  # type: ignore[arg-type]
         self.layer = PrefillerHeader(self.app, lambda: AllowedPrefillers(allowed, "prefill_hosts"))
         self.sent = list[Any]()
+        self.state = SimpleNamespace(remote_prefill_cached_tokens=None)
         sampling = SimpleNamespace(extra_args=fields.pop("extra_args", None), prompt_logprobs=None)
         told: dict[str, Any] = {
             "request_id": "r", "prompt_token_ids": list(range(100)), "mm_features": None, "lora_request": None,
@@ -101,14 +109,18 @@ class House:
         self.added.append(request)
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        self.processor.request_states[self.request.request_id] = object()
+        self.processor.request_states[self.request.request_id] = self.state
         await self.core.add_request_async(self.request)
         body = b'{"choices": []}'
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": body})
 
-    async def call(self, named: str | None = "10.0.0.1:8000", path: str = "/v1/completions") -> Any:
+    async def call(
+        self, named: str | None = "10.0.0.1:8000", path: str = "/v1/completions", prefilled: str | None = None
+    ) -> Any:
         headers = [(b"x-tercet-trace", b"true")]
+        if prefilled is not None:
+            headers.append((PREFILLED_HEADER.encode(), prefilled.encode()))
         if named is not None:
             headers.append((PREFILLER_HEADER.encode(), named.encode()))
 
@@ -226,3 +238,38 @@ async def test_a_lease_that_is_over_costs_nothing_but_the_prefill() -> None:
     said = await house.call()
     assert house.added == [house.request]
     assert said["tercet"]["events"][-1]["code"] == "lease_ended"
+
+
+# ---- what was cached -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [0, 48, None])
+async def test_what_the_engine_that_prefilled_had_is_told_as_cached(cached: int | None) -> None:
+    """Where nobody else computed anything, vLLM tells what it found itself."""
+    house = House()
+    house.remote.cached = cached
+    house.remote.let.set()
+    await house.call()
+    assert house.state.remote_prefill_cached_tokens == cached
+
+
+async def test_a_prefill_whose_lease_is_over_was_for_nothing() -> None:
+    house = House()
+    house.verbs.failure = LeaseEnded("over")
+    house.remote.let.set()
+    await house.call()
+    assert house.state.remote_prefill_cached_tokens is None
+
+
+@pytest.mark.parametrize("allowed", ["", "10.0.0.0/8:8000"])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [("held 48", 48), ("held 0", 0), ("held 5000", 100), ("other 48", None), ("48", None), ("held", None), ("", None),
+     ("held -1", None), ("held many", None), ("held 1e3", None), ("held " + "9" * 5000, None), (None, None)],
+)  # fmt: skip
+async def test_a_sidecar_tells_what_was_cached_by_the_name_of_a_lease(
+    allowed: str, said: str | None, told: int | None
+) -> None:
+    house = House(allowed)
+    await house.call(named=None, prefilled=said)
+    assert (house.added, house.state.remote_prefill_cached_tokens) == ([house.request], told)

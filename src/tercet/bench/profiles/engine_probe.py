@@ -24,6 +24,7 @@ from tercet.bench.openai_client import Client, PreparedCall, Sampling, body_of, 
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.wire import UNREADABLE
 from tercet.sim.step_times import HostSharing
 
 # Token ids that every vocabulary has, and that mean nothing special in most.
@@ -116,7 +117,7 @@ async def _model_of(url: str) -> str:
     try:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
             return msgspec.json.decode(await response.read())["data"][0]["id"]
-    except (aiohttp.ClientError, msgspec.MsgspecError, LookupError, TypeError) as error:
+    except (aiohttp.ClientError, LookupError, TypeError, *UNREADABLE) as error:
         raise BadRequest(f"--front-door: no front door answers at {url}: {reason_of(error)}", "--front-door") from error
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from tercet.bench.simulated.scenario import SyntheticWorkload
 from tercet.bench.simulated.simulation import Simulation
 from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
 
 RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)
 LOWEST = RATES[0]
@@ -191,7 +192,7 @@ def parse_plot(data: bytes) -> Plot:
     try:
         found = msgspec.json.decode(data, type=dict[str, dict[str, Figures]])
         plot = {line: {float(rate): figures for rate, figures in points.items()} for line, points in found.items()}
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise BadRequest(f"figures: {error}", "figures") from error
     unknown = [line for line in plot if line not in LINES]
     if unknown:

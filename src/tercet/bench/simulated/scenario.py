@@ -183,7 +183,9 @@ def _text(seed: int) -> tuple[int, ...]:
 
 
 def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
-    """Seconds between arrivals, without end; the names are those of :class:`SyntheticWorkload`."""
+    """Seconds between arrivals, without end, 0 at an infinite rate; names are those of :class:`SyntheticWorkload`."""
+    if math.isinf(rate):
+        return itertools.repeat(0.0)
     mean = 1 / rate
     if arrivals == "constant":
         return itertools.repeat(mean)

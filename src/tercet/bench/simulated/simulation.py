@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +77,12 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         engines: dict[str, float] = {"busy": point.busy, "fallbacks": point.fallbacks, "retries": point.retries}
         engines |= point.counts
         engines |= point.moves.flat() | (point.imbalance.flat() if point.imbalance is not None else {})
+        at_once = point.rate is not None and math.isinf(point.rate)  # JSON knows no infinity
         return Point(
             label=self.label,
             program=self.program,
-            request_rate=point.rate,
+            request_rate=None if at_once else point.rate,
+            concurrency=point.summary.completed + point.summary.failed if at_once else None,
             metrics={**point.summary.flat(), **engines},
             errors=point.summary.errors,
         )

@@ -146,7 +146,9 @@ def sweep(
         )
         for (settings, runs), standing in zip(found, standings, strict=True)
     )
-    arguments = {**base.arguments(), "rate": rate, "over": {axis.name: list(axis.values) for axis in axes}}
+    # JSON knows no infinity.
+    load = {"rate": "inf" if math.isinf(rate) else rate, "over": {axis.name: list(axis.values) for axis in axes}}
+    arguments = {**base.arguments(), **load}
     return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials)
 
 
@@ -219,7 +221,7 @@ def _rate(value: str) -> float:
         rate = float(value)
     except ValueError:
         rate = -1.0
-    if not 0 < rate < float("inf"):
+    if not rate > 0:
         raise BadRequest(f"--over: request-rate={value} is no positive number", "--over")
     return rate
 

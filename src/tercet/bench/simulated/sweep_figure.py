@@ -148,7 +148,8 @@ def _in_words(metric: str) -> str:
 def _title(report: SweepReport) -> str:
     varied = report.arguments["over"]
     fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
-    rate = [] if "request-rate" in varied else [f"{report.arguments['rate']:g} requests/s"]
+    at = report.arguments["rate"]
+    rate = [] if "request-rate" in varied else ["all at once" if at == "inf" else f"{at:g} requests/s"]
     return " · ".join((*fixed, *rate))
 
 

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -26,6 +27,7 @@ from tercet.bench.workloads.conversations import (
 )
 from tercet.bench.workloads.synthetic import Lines
 from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
 
 T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -48,6 +50,14 @@ def read_text(path: str, kind: str) -> str:
         raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
     except UnicodeDecodeError as error:
         raise BadRequest(f"workload: {kind}: {path} is not UTF-8 text", "path") from error
+
+
+def json_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file of JSON lines, numbered from 1.
+
+    Only a line feed ends one: ``str.splitlines`` also cuts at characters that JSON has in its texts, such as U+2028.
+    """
+    return enumerate(text.split("\n"), start=1)
 
 
 def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
@@ -130,13 +140,20 @@ def read_mooncake(path: str) -> list[MooncakeRow]:
     """The rows of a trace in its file's order; raises :class:`~tercet.protocol.BadRequest` naming the line."""
     decoder = msgspec.json.Decoder(MooncakeRow)
     found: list[MooncakeRow] = []
-    for number, line in enumerate(read_text(path, "mooncake").splitlines(), start=1):
+    for number, line in json_lines(read_text(path, "mooncake")):
         if line.strip():
             try:
                 found.append(decoder.decode(line))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise broken("mooncake", path, number, str(error)) from error
     return _some(found, "mooncake", path)
+
+
+def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str, str]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise broken(kind, path, rows.line_num, str(error)) from error
 
 
 def read_lengths(
@@ -146,12 +163,12 @@ def read_lengths(
 
     Raises :class:`~tercet.protocol.BadRequest`.
     """
-    rows = csv.DictReader(read_text(path, kind).splitlines())
+    rows = csv.DictReader(StringIO(read_text(path, kind), newline=""))
     missing = [name for name in columns if name not in (rows.fieldnames or ())]
     if missing:
         raise broken(kind, path, 1, f"no column {', '.join(missing)}")
     found: list[tuple[float, int, int]] = []
-    for row in rows:
+    for row in _rows(rows, kind, path):
         try:
             when, prompt, answer = (row[name] for name in columns)
             at, lengths = seconds(when), (int(prompt), int(answer))
@@ -274,15 +291,15 @@ def read_sharegpt(path: str) -> list[list[Exchange]]:
 def _entries(text: str, path: str) -> list[Any]:
     try:
         return msgspec.json.decode(text, type=list[Any])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         if text.lstrip().startswith("["):
             raise BadRequest(f"workload: sharegpt: {path} is not JSON: {error}", "path") from error
     found: list[Any] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in json_lines(text):
         if line.strip():
             try:
                 found.append(msgspec.json.decode(line))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise broken("sharegpt", path, number, str(error)) from error
     return found
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.gateway.sidecar.split_call import COMPLETIONS, KV_PARAMS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
+from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 
@@ -64,6 +65,8 @@ class WhileThere(Protocol):
 class DecodeLeg:
     """What the decode engine is asked with; ``local`` is what it is asked with if it fails that, None if the same.
 
+    ``headers`` are added to the client's.
+
     Who asks it sets ``sent``, from which on the engine gives back what ``body`` refers to, and ``failure``, why it had
     to be asked with ``local``. Until it answers ``body``, that is work for ``while_there``: an engine may wait for ever
     for KV of another one that is gone.
@@ -71,6 +74,7 @@ class DecodeLeg:
 
     body: bytes
     local: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
     while_there: WhileThere = _alone
     sent: bool = False
     failure: TercetError | None = None
@@ -114,13 +118,16 @@ class TercetLeg:
             return
         decode = _Known(self._engine)
         async with self._remote.prefilled(decode, request, hosts, trace) as begin:
-            if decode.reservation is not None and begin > decode.reservation.matched_len:
+            headers = dict[str, str]()
+            sent = trace.filled()
+            if decode.reservation is not None and sent is not None and begin > decode.reservation.matched_len:
                 try:
                     async with asyncio.timeout(self._stuck_s):
                         await self._committed(request, decode.reservation, begin)
                 except (TercetError, TimeoutError) as error:
                     logger.warning("%s has not booked KV for %s: %r", self._engine.name, call.request_id, error)
-            yield DecodeLeg(call.body)
+                headers[PREFILLED_HEADER] = f"{decode.reservation.lease} {sent.cached}"
+            yield DecodeLeg(call.body, headers=headers)
 
     async def look(self) -> None:
         status = await self._engine.status()

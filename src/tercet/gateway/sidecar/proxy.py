@@ -171,7 +171,8 @@ class Proxy:
                 if prepared is not None:
                     prepared.sent = True
                 if prepared is None or prepared.local is None:
-                    response = await self._asked(http, body if prepared is None else prepared.body, stack)
+                    asked, more = (body, {}) if prepared is None else (prepared.body, prepared.headers)
+                    response = await self._asked(http, asked, stack, more)
                 else:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
@@ -201,8 +202,11 @@ class Proxy:
             response.close()
             raise
 
-    async def _asked(self, http: web.Request, body: Any, stack: AsyncExitStack) -> aiohttp.ClientResponse:
+    async def _asked(
+        self, http: web.Request, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
         headers = [(name, value) for name, value in http.headers.items() if name.lower() not in DROPPED]
+        headers += (more or {}).items()
         if isinstance(body, aiohttp.StreamReader) and "content-length" in http.headers:
             headers.append(("content-length", http.headers["content-length"]))
         url = URL(self._url + http.rel_url.raw_path_qs, encoded=True)

@@ -92,6 +92,10 @@ class LeaseTimers:
         """Whether the sequence has a lease."""
         return seq_id in self._of_seq
 
+    def has(self, lease: str) -> bool:
+        """Whether there is this lease."""
+        return lease in self._leases
+
     def adapters(self) -> list[str]:
         """The names of those adapters that leases are for."""
         return [held.adapter.name for held in self._leases.values() if held.adapter is not None]

@@ -375,6 +375,10 @@ class EngineVerbs:
         """What its weights are known by."""
         return self._layout.model
 
+    def holds(self, lease: str) -> bool:
+        """Whether there is this lease, whose name only they know who may reserve."""
+        return self._leases.has(lease)
+
     @asynccontextmanager
     async def reserved(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
         """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""

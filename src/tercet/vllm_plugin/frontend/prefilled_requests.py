@@ -3,17 +3,19 @@
 Relies on ``AsyncLLM`` registering a request with its ``OutputProcessor`` before it gives it to
 ``engine_core.add_request_async``, in the context of the HTTP request, and on nothing being lost by waiting there: the
 request is held back until its KV has arrived, and then decodes on it as ``start_generate`` does. So whatever vLLM's API
-can do is done by vLLM.
+can do is done by vLLM. What the engine that prefilled had in its cache is told as vLLM tells it of prefills by its own
+protocol: its ``RequestState`` has a field for that.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet.client.prefill_attempts import prefill_here
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
-from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PREFIX = "/v1/"
+_COUNT = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(eq=False)
@@ -46,13 +49,21 @@ class NamedPrefillers:
     traces: list[VerbTrace] = field(default_factory=list[VerbTrace])
 
 
+class Prefilled(NamedTuple):
+    """Another engine has sent the prompt's KV under a lease, and had ``cached`` tokens of it in its cache."""
+
+    lease: str
+    cached: int
+
+
 _named: ContextVar[NamedPrefillers | None] = ContextVar("tercet_prefillers", default=None)
+_told: ContextVar[Prefilled | None] = ContextVar("tercet_prefilled", default=None)
 
 
 class PrefillerHeader:
     """ASGI layer before vLLM's API: reads the header, refuses engines that are not allowed, and answers with traces.
 
-    While nobody is ``allowed``, the header is ignored.
+    While nobody is ``allowed``, the header is ignored. A sidecar's header says what has been done already.
     """
 
     def __init__(self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers]) -> None:
@@ -62,11 +73,14 @@ class PrefillerHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         allowed = self._allowed()
-        may_name = bool(allowed) and scope["type"] == "http" and scope["path"].startswith(PREFIX)
-        headers = _headers(scope) if may_name else {}
-        said = headers.get(PREFILLER_HEADER)
+        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFIX) else {}
+        said = headers.get(PREFILLER_HEADER) if allowed else None
         if said is None:
-            await self._app(scope, receive, send)
+            token = _told.set(_prefilled(headers.get(PREFILLED_HEADER, "")))
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                _told.reset(token)
             return
         try:
             hosts, traced = allowed.named(said), wants_trace(headers)
@@ -86,6 +100,12 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
+def _prefilled(said: str) -> Prefilled | None:
+    """What a sidecar says; None for what none says."""
+    lease, _, cached = said.partition(" ")
+    return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
+
+
 async def _refuse(send: Send, error: TercetError) -> None:
     body = msgspec.json.encode(error.to_wire())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -94,9 +114,12 @@ async def _refuse(send: Send, error: TercetError) -> None:
 
 
 class PrefilledRequests:
-    """Stands between ``AsyncLLM`` and its core: requests whose HTTP request names prefillers get their KV first."""
+    """Stands between ``AsyncLLM`` and its core: requests whose HTTP request names prefillers get their KV first.
 
-    def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill) -> None:
+    Without ``remote`` nobody may be named.
+    """
+
+    def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill | None) -> None:
         self._verbs = verbs
         self._remote = remote
         self._processor = client.output_processor
@@ -115,10 +138,12 @@ class PrefilledRequests:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """In place of ``engine_core.add_request_async``."""
-        named = _named.get()
-        if named is not None:
+        named, told = _named.get(), _told.get()
+        if told is not None and self._verbs.holds(told.lease):
+            self._tell_cached(request, told.cached)
+        if named is not None and self._remote is not None:
             try:
-                await self._prefill(request, named)
+                await self._prefill(request, named, self._remote)
             except BaseException:
                 # AsyncLLM has registered it already, and does not undo that for what is raised here.
                 self._processor.abort_requests((request.request_id,), internal=True)
@@ -127,7 +152,13 @@ class PrefilledRequests:
                 return  # its client has left meanwhile
         await self._add(request)
 
-    async def _prefill(self, request: EngineCoreRequest, named: NamedPrefillers) -> None:
+    def _tell_cached(self, request: EngineCoreRequest, cached: int) -> None:
+        """Have the answer say that so many tokens were cached."""
+        state = self._processor.request_states.get(request.request_id)
+        if state is not None:
+            state.remote_prefill_cached_tokens = min(cached, len(request.prompt_token_ids or ()))
+
+    async def _prefill(self, request: EngineCoreRequest, named: NamedPrefillers, remote: RemotePrefill) -> None:
         trace = VerbTrace()
         named.traces.append(trace)
         reason = _only_here(request)
@@ -142,7 +173,7 @@ class PrefilledRequests:
         )
         async with AsyncExitStack() as held:
             with self._verbs.meter.computed_elsewhere(sequence.num_tokens):
-                begin = await held.enter_async_context(self._remote.prefilled(self, sequence, named.hosts, trace))
+                begin = await held.enter_async_context(remote.prefilled(self, sequence, named.hosts, trace))
             try:
                 params = await named.held.enter_async_context(self._verbs.adopted(sequence))
             except TercetError as error:  # it has been aborted meanwhile, or its lease is over
@@ -150,6 +181,9 @@ class PrefilledRequests:
                 return
         if params is None or request.sampling_params is None:
             return
+        sent = trace.filled()
+        if sent is not None:
+            self._tell_cached(request, sent.cached)
         given = request.sampling_params.extra_args or {}
         theirs = given.get("kv_transfer_params")
         theirs = theirs if isinstance(theirs, dict) else {}  # by vllm_xargs it may be text

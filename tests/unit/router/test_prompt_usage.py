@@ -1,0 +1,126 @@
+"""What a client is told of its prompt's tokens: how many of them the engine that prefilled had in its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tercet.fleet import EngineFleet, Member
+from tercet.protocol import Request, Usage
+from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
+from tercet.router.metrics import Metrics
+from tercet.router.service import Service
+from tercet.router.service_programs import ServicePrograms
+from tercet.sim import SimEngine, run_virtual
+from tercet.vllm_plugin.frontend.request_context import RequestContext
+
+from ..sim.models import BLOCK, engines_of, request_of, tokens_of
+
+LENGTH = 442
+SPLIT = ("balanced", "disaggregated")
+
+
+class House:
+    """A front door over an engine that prefills and one that decodes."""
+
+    def __init__(self, metrics: Metrics, program: str, **options: Any) -> None:
+        self.prefill, self.decode = engines_of("p", "d", stream_every=1)
+        members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
+        fleet = EngineFleet(members, clock=asyncio.get_running_loop().time)
+        self.programs = ServicePrograms(Service(fleet, program, options, metrics))
+
+    async def cached(self, request: Request) -> int:
+        """How many of the prompt's tokens its client is told were cached."""
+        run = self.programs.run(request, RequestContext("/v1/completions", {}))
+        told = list[int]()
+
+        def first(output: Any) -> None:
+            if not told:
+                usage = run.prompt_usage(output.usage)
+                told.append(usage.cached + usage.received)  # vLLM's layer calls both cached
+
+        await run.stream.run(first)
+        return told[0]
+
+
+async def warm(engine: SimEngine, length: int) -> None:
+    await tokens_of(engine, request_of("before", length, 1))
+
+
+@pytest.mark.parametrize("program", SPLIT)
+def test_kv_that_was_received_is_not_cached(metrics: Metrics, program: str) -> None:
+    async def check() -> None:
+        house = House(metrics, program)
+        assert await house.cached(request_of("cold", LENGTH)) == 0
+        assert house.decode.pool.cached
+
+    run_virtual(check())
+
+
+@pytest.mark.parametrize("program", SPLIT)
+@pytest.mark.parametrize("there", [10, 20])
+def test_what_the_prefilling_engine_had_is_cached(metrics: Metrics, program: str, there: int) -> None:
+    async def check() -> None:
+        house = House(metrics, program)
+        await warm(house.prefill, there * BLOCK)
+        await warm(house.decode, 15 * BLOCK)
+        assert await house.cached(request_of("warm", LENGTH)) == there * BLOCK
+
+    run_virtual(check())
+
+
+@pytest.mark.parametrize("program", SPLIT)
+def test_what_the_decoding_engine_had_is_not_if_another_one_computed_it(metrics: Metrics, program: str) -> None:
+    async def check() -> None:
+        house = House(metrics, program)
+        await warm(house.decode, 15 * BLOCK)
+        assert await house.cached(request_of("there", LENGTH)) == 0
+
+    run_virtual(check())
+
+
+@pytest.mark.parametrize("program", [*SPLIT, "data_parallel"])
+def test_an_engine_that_prefills_by_itself_tells_its_own(metrics: Metrics, program: str) -> None:
+    async def check() -> None:
+        options = {"role": "decode"} if program == "data_parallel" else {"min_send": 1000}
+        house = House(metrics, program, **options)
+        await warm(house.decode, 15 * BLOCK)
+        assert await house.cached(request_of("own", LENGTH)) == 15 * BLOCK
+
+    run_virtual(check())
+
+
+def event(verb: str, cached: int) -> TraceEvent:
+    return TraceEvent(verb, "e", cached=cached)
+
+
+@pytest.mark.parametrize(
+    ("events", "usage", "cached"),
+    [
+        # The first attempt's engine was lost after it had received; the second one prefills by itself.
+        ([("prep_recv", 0), ("remote_send", 300), ("prep_recv", 16)], Usage(cached=16, computed=400), 16),
+        ([("prep_recv", 0), ("remote_send", 300), (FALLBACK, 0)], Usage(cached=16, computed=400), 16),
+        ([("prep_recv", 0), (FALLBACK, 0), ("remote_send", 300)], Usage(cached=0, received=384), 300),
+        # What was sent was not taken.
+        ([("prep_recv", 16), ("remote_send", 300)], Usage(cached=16, computed=400), 16),
+        # What was sent came to the cache, and was found there.
+        ([("prep_recv", 16), ("remote_send", 300)], Usage(cached=384, computed=58), 300),
+        ([("prep_recv", 16), ("remote_send", 0)], Usage(cached=16, received=368, computed=58), 0),
+        # The first token is the prefilling engine's.
+        ([("prep_recv", 16), ("remote_send", 300)], None, 300),
+        ([("remote_send", 300), ("prep_recv", 16)], None, 0),
+        ([], None, 0),
+    ],
+)
+def test_of_several_attempts_the_last_one_counts(
+    metrics: Metrics, events: list[tuple[str, int]], usage: Usage | None, cached: int
+) -> None:
+    service = Service(EngineFleet([]), "data_parallel", {}, metrics)
+    context = RequestContext("/v1/completions", {})
+    run = ServicePrograms(service).run(request_of("r"), context)
+    trace: VerbTrace = context.traces[0]
+    trace.events += [event(*each) for each in events]
+    told = run.prompt_usage(usage)
+    assert told.cached + told.received == cached
