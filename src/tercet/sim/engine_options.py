@@ -23,8 +23,9 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     - ``total_blocks``: replaces the profile's.
     - ``lease_ttl`` (seconds), ``reserve_wait`` (seconds), ``max_lease_share`` (of the pool): as in the plugin's
       settings.
-    - ``stream_every``: tokens after which a stream is woken. 0 wakes it for the first token and for the last, and
-      hands over what came in between at the end: first and last arrive on time, at a fraction of the cost.
+    - ``stream_every``: tokens after which a stream is woken. 0 wakes a stream that a program yields for the first token
+      and for the last, and hands over what came in between at the end: first and last arrive on time, at a fraction of
+      the cost. A program that iterates over a stream itself gets each token when it comes.
     - ``prefill_scale``, ``decode_scale``: multiply the profile's times.
     - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
     - ``adapters``: names of the LoRA adapters that it has, with commas between; ``max_loras`` of them may be in one

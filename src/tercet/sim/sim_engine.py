@@ -213,6 +213,7 @@ class SimEngine:
         await self._arrive(request)
         work = self._generation(request, begin, output)
         work.stream, work.arrived = stream, self._loop.time()
+        work.each_token = stream.iterated and self.options.stream_every == 0
         self._generating[request.seq_id] = work
         scheduler = self._scheduler
         stream.held_back = partial(scheduler.catch_up, work)
