@@ -79,6 +79,11 @@ class OutputStream:
         """Whether an output has come, since the last :meth:`hand_over` if there was one."""
         return self._begun
 
+    @property
+    def iterated(self) -> bool:
+        """Whether its consumer iterates: it may act on each output when it comes, so none should be held back."""
+        return self._task is not None
+
     def put(self, output: Output) -> None:
         """The next output; dropped if the stream is over."""
         if self._over:

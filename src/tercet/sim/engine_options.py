@@ -21,9 +21,11 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     - ``max_num_batched_tokens``: tokens of one step; ``max_num_seqs``: sequences that run at once.
     - ``prefix_caching``: whether KV of earlier sequences is found again.
     - ``total_blocks``: replaces the profile's.
-    - ``lease_ttl`` (seconds), ``max_lease_share`` (of the pool): as in the plugin's settings.
-    - ``stream_every``: tokens after which a stream is woken. 0 wakes it for the first token and for the last, and
-      hands over what came in between at the end: first and last arrive on time, at a fraction of the cost.
+    - ``lease_ttl`` (seconds), ``reserve_wait`` (seconds), ``max_lease_share`` (of the pool): as in the plugin's
+      settings.
+    - ``stream_every``: tokens after which a stream is woken. 0 wakes a stream that a program yields for the first token
+      and for the last, and hands over what came in between at the end: first and last arrive on time, at a fraction of
+      the cost. A program that iterates over a stream itself gets each token when it comes.
     - ``prefill_scale``, ``decode_scale``: multiply the profile's times.
     - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
     - ``adapters``: names of the LoRA adapters that it has, with commas between; ``max_loras`` of them may be in one
@@ -36,6 +38,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prefix_caching: bool = True
     total_blocks: int | None = None
     lease_ttl: float = 60.0
+    reserve_wait: float = 1.0
     max_lease_share: float = 0.8
     stream_every: int = 0
     prefill_scale: float = 1.0
@@ -55,7 +58,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
         _require(self.stream_every >= 0, "stream_every", self.stream_every, "0 or more")
         _require(self.lora_load >= 0, "lora_load", self.lora_load, "0 or more")
-        for field in ("lease_ttl", "prefill_scale", "decode_scale"):
+        for field in ("lease_ttl", "reserve_wait", "prefill_scale", "decode_scale"):
             _require(getattr(self, field) > 0, field, getattr(self, field), "positive")
         for field in ("max_lease_share", "transfer_failures"):
             _require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "between 0 and 1")
@@ -137,11 +140,13 @@ def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
         known[request.adapter].require(request.adapter_digest)
 
 
-def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool) -> None:
+def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, room: int) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless the reservation has room for ``[begin, end)``.
 
-    And is for the same adapter.
+    And is for the same adapter, and this engine's whole KV cache, of ``room`` tokens, has room for ``end`` of them.
     """
+    if end > room:
+        raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
     if info.adapter != (request.adapter or ""):
         raise BadRequest(f"adapter: is {request.adapter!r}, and prep_recv was for {info.adapter!r}", "adapter")
     if begin < info.begin:

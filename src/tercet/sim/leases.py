@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from tercet.protocol import Conflict, NoSpace
+from tercet.protocol import NoSpace
 from tercet.sim.block_pool import BlockPool, Holding
 from tercet.sim.prompts import Prompt
 
@@ -52,13 +52,24 @@ class Leases:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def check(self, end: int) -> None:
+        """Raises ``NoSpace`` for more than a lease can ever have."""
+        needed = self.blocks_for(end)
+        if needed > self._max_blocks:
+            raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
+
+    def blocks_for(self, end: int) -> int:
+        """How many blocks a lease for ``end`` tokens holds: one token more has room, so that decoding can begin."""
+        return end // self._block_size + 1
+
+    def within_share(self, end: int) -> bool:
+        """Whether a lease for ``end`` tokens more is within what leases may pin together."""
+        return self._pinned + self.blocks_for(end) <= self._max_blocks
+
     def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int, margin: int) -> Lease:
-        """Match and pin, leaving ``margin`` blocks free; raises ``NoSpace`` or ``Conflict``, and then takes nothing."""
-        if seq_id in self._by_seq:
-            raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
+        """Match and pin, leaving ``margin`` blocks free; raises ``NoSpace``, and then takes nothing."""
         match = self._pool.match(prompt, end // self._block_size)
-        # One token more than is received, so that decoding can begin.
-        needed = end // self._block_size + 1
+        needed = self.blocks_for(end)
         if self._pinned + needed > self._max_blocks:
             raise NoSpace(f"{needed} blocks on top of {self._pinned} under lease exceed {self._max_blocks}")
         if not self._pool.fits(match, needed - match.blocks + margin):

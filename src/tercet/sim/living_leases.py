@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tercet.protocol import KVAddrInfo, KVLayout, RankAddress, Request, Reservation, UnknownSequence
+from tercet.protocol import KVAddrInfo, KVLayout, LeaseEnded, RankAddress, Request, Reservation, UnknownSequence
 from tercet.sim.engine_options import check_same
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.prompts import Prompt
+from tercet.sim.reservation_queue import Asked, ReservationQueue
 from tercet.sim.scheduler import SimScheduler
 
 
@@ -31,6 +32,7 @@ class LivingLeases:
         self._scheduler = scheduler
         self._numbers = numbers
         self._loop = asyncio.get_running_loop()
+        self.queue = scheduler.reservations = ReservationQueue(leases, scheduler)
 
     def told(self, lease: Lease, matched: int) -> Reservation:
         """A lease, as ``prep_recv`` returns it."""
@@ -39,13 +41,49 @@ class LivingLeases:
         said = (lease.name, engine, lease.matched, lease.end, "sim", ranks, layout)
         return Reservation(KVAddrInfo(*said, adapter=lease.prompt.adapter or ""), matched)
 
-    def reserve(self, seq_id: str, prompt: Prompt, end: int, ttl: float) -> Lease:
-        """A lease that ends ``ttl`` seconds after the last sign of life. Raises ``NoSpace`` or ``Conflict``."""
-        name = f"{self._address.engine}:{next(self._numbers)}"
-        lease = self._leases.reserve(name, seq_id, prompt, end, self._scheduler.running)
+    def reserve(self, seq_id: str, prompt: Prompt, end: int) -> Asked:
+        """A lease, now or in its turn; between steps. Raises ``NoSpace`` for what never fits, and ``Conflict``."""
+        return self.queue.reserve(f"{self._address.engine}:{next(self._numbers)}", seq_id, prompt, end)
+
+    async def granted(self, asked: Asked, ttl: float, until: float) -> Lease:
+        """The lease when it has its blocks, which ends ``ttl`` seconds after the last sign of life.
+
+        It waits for its turn until a time of the loop. Raises ``NoSpace``, and nothing stays taken then, or on
+        cancellation.
+        """
+        if asked.lease is None:
+            asked.answer = self._loop.create_future()
+            give_up = partial(self.queue.give_up, asked)
+            timer = self._loop.call_at(until, self._scheduler.between_steps, give_up)
+            try:
+                await asked.answer
+            except BaseException:
+                self.forget(asked)
+                raise
+            finally:
+                timer.cancel()
+        lease = asked.lease
+        if lease is None or self._leases.find(lease.name) is not lease:
+            raise LeaseEnded(f"{asked.seq_id} was aborted while blocks were being reserved", "seq_id")
         lease.ttl = ttl
         self._renew(lease)
         return lease
+
+    def forget(self, asked: Asked) -> None:
+        """Nobody waits for a reservation any more; what it has goes back."""
+        if asked.lease is not None:
+            self.end(asked.lease)
+        else:
+            self._scheduler.between_steps(partial(self.queue.give_up, asked))
+
+    def abort(self, seq_id: str) -> None:
+        """End what a sequence has reserved, or waits for."""
+        lease, asked = self._leases.of(seq_id), self.queue.of(seq_id)
+        if lease is not None:
+            self.end(lease)
+        if asked is not None:
+            error = LeaseEnded(f"{seq_id} was aborted while blocks were being reserved", "seq_id")
+            self._scheduler.between_steps(partial(self.queue.give_up, asked, error))
 
     def extend(self, name: str, request: Request, prompt: Prompt, end: int) -> Lease:
         """Have an open lease reach up to ``end`` of ``prompt``, the request's.
@@ -56,7 +94,7 @@ class LivingLeases:
         if lease is None or lease.seq_id != request.seq_id:
             raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
         check_same(lease, request, (), end)
-        self._leases.extend(lease, prompt, end, self._scheduler.running)
+        self.queue.extend(lease, prompt, end)
         self._renew(lease)
         return lease
 
@@ -64,7 +102,11 @@ class LivingLeases:
         """End a lease now, if it is still open, and free its blocks between steps."""
         if self._leases.find(lease.name) is lease:
             self._leases.end(lease)
-            self._scheduler.between_steps(partial(self._leases.give_back, lease))
+            self._scheduler.between_steps(partial(self._give_back, lease))
+
+    def _give_back(self, lease: Lease) -> None:
+        self._leases.give_back(lease)
+        self.queue.admit()
 
     def refusal(self, found: Lease | None, same: bool) -> str | None:
         """Why KV is not taken in under a lease, which has ended if None is ``found``; if it is, a sign of life."""

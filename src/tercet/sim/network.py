@@ -61,6 +61,7 @@ class Send:
         self._begin = begin
         self._end = end
         self._arrives = 0.0
+        self._left = begin
         self._under_way: list[tuple[int, int, float]] = []  # and when it arrives
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
@@ -68,8 +69,12 @@ class Send:
         self.chunks = 0
 
     def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
-        """A step from ``from_time`` to ``to_time`` has the KV of ``[begin, end)``; equal times: it is there already."""
-        tokens = min(end, self._end) - max(begin, self._begin)
+        """A step from ``from_time`` to ``to_time`` has the KV of ``[begin, end)``; equal times: it is there already.
+
+        What has left is not sent again if a sequence that was preempted computes it once more.
+        """
+        begin, end = max(begin, self._left), min(end, self._end)
+        tokens = end - begin
         if tokens <= 0 or self.done.done():
             return
         refusal = self._receiver.refuses(self._lease, self._prompt, self._end)
@@ -81,7 +86,8 @@ class Send:
         first = from_time + (to_time - from_time) / model.layers
         network = self._sender.network
         self._arrives = max(self._arrives, network.book(self._sender, self._receiver, size, first, to_time))
-        self._under_way.append((max(begin, self._begin), min(end, self._end), self._arrives))
+        self._under_way.append((begin, end, self._arrives))
+        self._left = end
         self.bytes += size
         self.chunks += model.layers
 

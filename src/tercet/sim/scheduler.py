@@ -7,55 +7,30 @@ under way. All that touches blocks happens between steps, as on a real engine.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from tercet.protocol import EngineLoad, TercetError, Usage
-from tercet.sim.adapter_slots import AdapterSlots
+from tercet.protocol import EngineLoad, TercetError
 from tercet.sim.block_pool import BlockPool
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import Alarm, EngineTime, Kind
 from tercet.sim.sequence_work import DecodeRun, DecodingBatch, Work
+from tercet.sim.step_selection import Chunk, StepSelection
 from tercet.sim.step_times import StepModel, pairs_of
 
-Chunk = tuple[Work, int]
 
-
-@dataclass(slots=True)
-class Counters:
-    """What an engine did since it started: steps, tokens, and seconds in which a step ran."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    busy: float = 0.0
-
-
-class SimScheduler:
+class SimScheduler(StepSelection):
     """The loop of one engine: schedule, wait, account."""
 
-    # Slots, as in all that a thousand engines have each: less memory is walked from one engine's step to another's.
     __slots__ = (
-        "_between", "_block_size", "_chunks", "_computes", "_decoding", "_ends", "_frozen_since", "_model", "_options",
-        "_prefilling", "_run", "_step_began", "_ticks", "_time", "_timer", "_waiting", "counters", "on_change", "pool",
-        "slots",
+        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_ticks",
+        "_timer", "on_change",
     )  # fmt: skip
 
     def __init__(
         self, model: StepModel, pool: BlockPool, block_size: int, options: EngineOptions, time: EngineTime
     ) -> None:
-        self.pool = pool
-        self.counters = Counters()
-        self.slots = AdapterSlots(options.max_loras if options.adapters else 0, options.lora_load)
-        self._time = time
+        super().__init__(pool, block_size, options, time)
         self._model = model
-        self._block_size = block_size
-        self._options = options
-        self._waiting: deque[Work] = deque()
-        self._prefilling: list[Work] = []
-        self._decoding = DecodingBatch(block_size)
         self._between: list[Callable[[], None]] = []
         self._timer: Alarm | None = None
         self._ends = 0.0
@@ -73,16 +48,6 @@ class SimScheduler:
     def idle(self) -> bool:
         """Whether no step is under way."""
         return self._timer is None
-
-    @property
-    def running(self) -> int:
-        """Sequences that were admitted and are not done."""
-        return len(self._prefilling) + self._decoding.size
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that were not admitted yet."""
-        return len(self._waiting)
 
     @property
     def free_blocks(self) -> int:
@@ -123,7 +88,7 @@ class SimScheduler:
 
     def submit(self, work: Work) -> None:
         """Queue a sequence; it may join at the end of the step that is under way."""
-        self._waiting.append(work)
+        self._waiting.add(work)
         if self._timer is None:
             self._boundary(self._time.time())
         else:
@@ -170,6 +135,8 @@ class SimScheduler:
         elif work in self._waiting:
             self._waiting.remove(work)
         self._give_back(work)
+        if self.reservations is not None:
+            self.reservations.admit()
 
     def stop(self, error: TercetError) -> None:
         """Lose everything: every stream ends with ``error``."""
@@ -248,11 +215,9 @@ class SimScheduler:
             self.on_change()
 
     def _plan(self, now: float) -> None:
-        chunks = self._schedule() if self._waiting or self._prefilling else []
-        decodes = self._decoding.size > 0 and not (chunks and self._options.schedule == "prefill_first")
-        if decodes and self._decoding.size > self.pool.free:  # none takes more than one block in a step
-            self._make_room()
-            decodes = self._decoding.size > 0
+        chunks, decodes = self._select()
+        if self.reservations:
+            self.reservations.admit(self._decoding.blocks_for(1) if decodes else 0)
         kind = "prefill" if chunks else "decode" if decodes else None
         if kind != self._computes:  # how fast this engine's time runs from here on is settled before a step is timed
             self._computes = kind
@@ -311,132 +276,3 @@ class SimScheduler:
             self._computed(work, count)
         for work in decoding.pop_due():
             self._due(work)
-
-    # ---- scheduling ------------------------------------------------------------------------------------------
-
-    def _schedule(self) -> list[Chunk]:
-        """The prompt tokens of the next step: prompts under way first, then new ones while there is room."""
-        mixed = self._options.schedule == "chunked"
-        budget = self._options.max_num_batched_tokens - (self._decoding.size if mixed else 0)
-        chunks: list[Chunk] = []
-        for work in self._prefilling:
-            count = min(work.todo, budget)
-            if count > 0:
-                chunks.append((work, count))
-                budget -= count
-        overtaken: list[Work] = []
-        while self._waiting and budget > 0 and self.running < self._options.max_num_seqs:
-            work = self._waiting[0]
-            if not self.slots.admits(work.prompt.adapter):
-                overtaken.append(self._waiting.popleft())
-                continue
-            if not self._admit(work):
-                break
-            self._waiting.popleft()
-            self.slots.join(id(work), work.prompt.adapter)
-            count = self._begin(work, budget)
-            if count:
-                chunks.append((work, count))
-            budget -= max(count, 1)
-        self._waiting.extendleft(reversed(overtaken))
-        return chunks
-
-    def _admit(self, work: Work) -> bool:
-        """Match a sequence's prefix and take the blocks for the rest of it; False if they are not to be had."""
-        size, pool, holding, known = self._block_size, self.pool, work.holding, work.known
-        needed = -(-known // size)
-        margin = self._decoding.blocks_for(1)
-        if holding.blocks == 0:
-            # One token must be computed if one is to be produced.
-            match = pool.match(work.prompt, (known - 1 if work.goal else known) // size)
-            if not pool.fits(match, needed - match.blocks + margin):
-                return False
-            pool.pin(holding, match)
-            work.computed = match.blocks * size
-        elif needed - holding.blocks + margin > pool.free:
-            return False
-        if needed > holding.blocks:
-            pool.take(holding, needed - holding.blocks)
-        if work.usage is None:
-            work.usage = Usage(cached=work.computed, computed=known - work.computed)
-        return True
-
-    def _begin(self, work: Work, budget: int) -> int:
-        """Start an admitted sequence; returns how many prompt tokens it computes in this step."""
-        if not work.started:
-            work.started = True
-            if work.on_chunk is not None and work.computed:
-                now = self._time.on_loop(self._time.time())
-                work.on_chunk(0, work.computed, now, now)
-        todo = work.todo
-        if todo == 0:
-            self._finish_prefill(work)
-            return 0
-        if todo == 1 and work.on_computed is None:
-            self._join(work)
-            return 0
-        work.state = "prefilling"
-        self._prefilling.append(work)
-        return min(todo, budget)
-
-    def _make_room(self) -> None:
-        """Preempt the newest sequences until the others have the blocks for one more token each."""
-        decoding = self._decoding
-        while decoding.blocks_for(1) > self.pool.free:
-            work = decoding.newest()
-            decoding.leave(work)
-            self._give_back(work)
-            work.computed = 0
-            work.state = "waiting"
-            self._waiting.appendleft(work)
-            self.counters.preemptions += 1
-
-    # ---- progress --------------------------------------------------------------------------------------------
-
-    def _computed(self, work: Work, count: int) -> None:
-        if work.state == "left":
-            return
-        work.computed += count
-        self.pool.publish(work.holding, work.prompt, work.computed // self._block_size)
-        if work.todo == 0:
-            self._prefilling.remove(work)
-            self._finish_prefill(work)
-
-    def _finish_prefill(self, work: Work) -> None:
-        if work.on_computed is not None:
-            work.state = "sending"
-            work.on_computed()
-            return
-        work.produced += 1
-        work.deliver()
-        if work.produced >= work.goal:
-            self._give_back(work)
-        else:
-            self._join(work)
-
-    def _join(self, work: Work) -> None:
-        spare = work.holding.blocks - -(-work.computed // self._block_size)
-        if spare > 0:
-            self.pool.drop_plain(work.holding, spare)
-        self._decoding.join(work, self._ticks_to_wake(work))
-
-    def _ticks_to_wake(self, work: Work) -> int:
-        left, every = work.goal - work.produced, self._options.stream_every
-        if work.delivered == 0 or work.each_token:
-            return 1
-        return min(left, every) if every else left
-
-    def _due(self, work: Work) -> None:
-        self._decoding.settle(work)
-        work.deliver()
-        if work.produced < work.goal:
-            self._decoding.wake(work, self._ticks_to_wake(work))
-            return
-        self._decoding.leave(work)
-        self._give_back(work)
-
-    def _give_back(self, work: Work) -> None:
-        self.pool.publish(work.holding, work.prompt, work.computed // self._block_size)
-        self.pool.give_back(work.holding)
-        self.slots.leave(id(work))
-        work.state = "left"

@@ -26,7 +26,7 @@ class Work(msgspec.Struct, eq=False):
     ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
     tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
     :class:`~tercet.sim.sequence_work.DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
-    ``arrived`` is a time of the event loop.
+    ``arrived`` is a time of the event loop; ``arrival`` and ``admitted`` count who came, and who was admitted, before.
     """
 
     prompt: Prompt
@@ -41,13 +41,14 @@ class Work(msgspec.Struct, eq=False):
     produced: int = 0
     delivered: int = 0
     usage: Usage | None = None
-    started: bool = False
     each_token: bool = False
     state: Literal["waiting", "prefilling", "sending", "decoding", "left"] = "waiting"
     joined: int = 0
     phase: int = 0
     wake: int = 0
     arrived: float = 0.0
+    arrival: int = 0
+    admitted: int = 0
 
     @property
     def known(self) -> int:
@@ -83,6 +84,12 @@ class Work(msgspec.Struct, eq=False):
             self.stream.put(Output(self.prompt.output(begin, end), reason, usage=usage))
 
 
+def has_computed(source: Work, request: Request, work: Work) -> bool:
+    """Whether a sequence has the KV of all that ``work`` knows of a request, which goes on with its output."""
+    end, length = work.known, source.length
+    return source.computed >= end and source.prompt.output(0, end - length) == request.prompt[length:end]
+
+
 class DecodingBatch:
     """The decoding sequences of one engine, ``size`` of them."""
 
@@ -108,8 +115,8 @@ class DecodingBatch:
         return list(self._works.values())
 
     def newest(self) -> Work:
-        """The sequence that joined last."""
-        return next(reversed(self._works.values()))
+        """The sequence that was admitted last."""
+        return max(self._works.values(), key=lambda work: work.admitted)
 
     def join(self, work: Work, wake_after: int) -> None:
         """Let a sequence decode from the next tick on, and be due after ``wake_after`` ticks.

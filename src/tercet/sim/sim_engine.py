@@ -48,8 +48,10 @@ from tercet.sim.living_leases import Address, LivingLeases
 from tercet.sim.load_reports import LoadReports
 from tercet.sim.network import Network, Send
 from tercet.sim.prompts import Prompt
-from tercet.sim.scheduler import Counters, SimScheduler
-from tercet.sim.sequence_work import Work
+from tercet.sim.reservation_queue import Asked
+from tercet.sim.scheduler import SimScheduler
+from tercet.sim.sequence_work import Work, has_computed
+from tercet.sim.step_selection import Counters
 from tercet.sim.step_times import Profile, StepModel
 
 T = TypeVar("T")
@@ -153,13 +155,15 @@ class SimEngine:
         resolved = resolve_end(request.num_tokens, end)
         if resolved == 0:
             raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
-        return await self._between_steps(lambda: self._reserve(request, resolved, ttl), self._living_leases.end)
+        until = self._loop.time() + self.options.reserve_wait
+        asked = await self._between_steps(lambda: self._reserve(request, resolved), self._living_leases.forget)
+        return await self._living_leases.granted(asked, ttl, until)
 
-    def _reserve(self, request: Request, end: int, ttl: float) -> Lease:
+    def _reserve(self, request: Request, end: int) -> Asked:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        return self._living_leases.reserve(request.seq_id, prompt, end, ttl)
+        return self._living_leases.reserve(request.seq_id, prompt, end)
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
@@ -169,7 +173,7 @@ class SimEngine:
         begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
         info = to.kv_addr_info
         self._layout.require_mappable(info.layout, info.engine)
-        check_send(request, info, begin, end, sample)
+        check_send(request, info, begin, end, sample, self.pool.total * self.profile.block_size)
         first_block = begin // self.profile.block_size * self.profile.block_size
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
@@ -178,10 +182,10 @@ class SimEngine:
         self._sends[send] = request.seq_id
         scheduler = self._scheduler
         try:
-            if sample or not await self._sends_running(request, send, end):
-                scheduler.submit(work)
-            else:
+            if not sample and await self._between_steps(partial(self._send_known, work, request, send)):
                 work.usage = Usage(cached=end)
+            else:
+                scheduler.submit(work)
             await send.done
         finally:
             self._sends.pop(send, None)
@@ -190,17 +194,15 @@ class SimEngine:
         seconds = self._loop.time() - started
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
-    async def _sends_running(self, request: Request, send: Send, end: int) -> bool:
-        """Whether a sequence that is generated here has computed these tokens; its own blocks are sent then."""
-        source = next((work for work in self._generating.values() if work.may_be(request)), None)
-        return source is not None and await self._between_steps(partial(self._send_running, source, request, send, end))
-
-    def _send_running(self, source: Work, request: Request, send: Send, end: int) -> bool:
-        self._scheduler.follow(source)  # who sends what runs here wants to know how far it is
-        if source.computed < end or source.prompt.output(0, end - source.length) != request.prompt[source.length : end]:
+    def _send_known(self, work: Work, request: Request, send: Send) -> bool:
+        """Send KV that is cached in full, or that a sequence has which is generated here; whether there is such."""
+        source = next((each for each in self._generating.values() if each.may_be(request)), None)
+        if source is not None:
+            self._scheduler.follow(source)  # who sends what runs here wants to know how far it is
+        if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
             return False
         now = self._loop.time()
-        send.chunk(0, end, now, now)
+        send.chunk(0, work.known, now, now)
         send.computed()
         return True
 
@@ -211,6 +213,7 @@ class SimEngine:
         await self._arrive(request)
         work = self._generation(request, begin, output)
         work.stream, work.arrived = stream, self._loop.time()
+        work.each_token = stream.iterated and self.options.stream_every == 0
         self._generating[request.seq_id] = work
         scheduler = self._scheduler
         stream.held_back = partial(scheduler.catch_up, work)
@@ -226,13 +229,12 @@ class SimEngine:
 
     def works_on(self, seq_id: str) -> bool:
         """Whether the sequence has a reservation, a send or a generation here."""
-        return self._leases.of(seq_id) is not None or seq_id in self._generating or seq_id in self._sends.values()
+        reserved = self._leases.of(seq_id) or self._living_leases.queue.of(seq_id)
+        return reserved is not None or seq_id in self._generating or seq_id in self._sends.values()
 
     async def abort(self, seq_id: str) -> None:
         await self._reach()
-        lease = self._leases.of(seq_id)
-        if lease is not None:
-            self._living_leases.end(lease)
+        self._living_leases.abort(seq_id)
         for send in [send for send, busy in self._sends.items() if busy == seq_id]:
             send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
         work = self._generating.get(seq_id)
@@ -337,6 +339,7 @@ class SimEngine:
         error = EngineUnreachable(f"{self.name} went down")
         self._scheduler.stop(error)
         self._leases.drop_all()
+        self._living_leases.queue.drop_all(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
@@ -388,7 +391,8 @@ class SimEngine:
     def busy(self) -> bool:
         """Whether anything runs, waits, is reserved or is being sent here."""
         scheduler = self._scheduler
-        return not scheduler.idle or bool(scheduler.running or scheduler.waiting or len(self._leases) or self._sends)
+        reserved = len(self._leases) + len(self._living_leases.queue)
+        return not scheduler.idle or bool(scheduler.running or scheduler.waiting or reserved or self._sends)
 
     # ---- checks and plumbing ---------------------------------------------------------------------------------
 
@@ -404,12 +408,19 @@ class SimEngine:
         lease = self._leases.of(request.seq_id)
         if lease is not None:
             check_same(lease, request, output)
-            self._leases.end(lease)
-            work.holding = lease.holding
-            work.computed = min(lease.valid_end, work.known - 1)
-            cached = min(lease.matched, work.computed)
-            work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
+            self._adopt(lease, work)
         return work
+
+    def _adopt(self, lease: Lease, work: Work) -> None:
+        """Hand a lease's blocks over; one under which nothing is valid goes back, as in the plugin."""
+        if lease.valid_end == 0:
+            self._living_leases.end(lease)
+            return
+        self._leases.end(lease)
+        work.holding = lease.holding
+        work.computed = min(lease.valid_end, work.known - 1)
+        cached = min(lease.matched, work.computed)
+        work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
 
     async def _arrive(self, request: Request) -> None:
         """Wait as long as a call takes to get here, and refuse what no engine would take."""

@@ -139,6 +139,8 @@ ENGINE_HOOKS = (
             Says("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method", "isinstance(result, Future)"),
             Says(f"{SCHEDULER}.schedule", "get_num_new_matched_tokens(", "if ext_tokens is None:"),
             Takes(f"{SCHEDULER}._request_remaining_blocks", "request"),
+            Takes(f"{SCHEDULER}._free_request_blocks", "request"),
+            Takes("vllm.v1.core.sched.request_queue:RequestQueue.prepend_request", "request"),
             Says(f"{SCHEDULER}.__init__", "self.policy", "self.waiting"),
             Says(f"{REQUEST}.__init__", "self.arrival_time"),
         ),

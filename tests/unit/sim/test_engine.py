@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 from msgspec import structs
@@ -57,11 +58,39 @@ def test_a_coarse_stream_is_on_time_at_both_ends() -> None:
         fine, coarse = engines_of("fine", stream_every=1)[0], engines_of("coarse")[0]
         wanted = await tokens_of(fine, request_of("s", 100, 50))
         began, times, tokens = now(), list[float](), list[int]()
-        async for output in coarse.start_generate(request_of("s", 100, 50)):
+
+        def take(output: Output) -> None:
             times.append(now() - began)
-            tokens += output.token_ids
+            tokens.extend(output.token_ids)
+
+        await coarse.start_generate(request_of("s", 100, 50)).run(take)
         assert times == pytest.approx([prefill(100), prefill(100) + 49 * 0.010])
         assert tokens == wanted
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_who_iterates_over_a_stream_gets_each_token_when_it_comes(every: int) -> None:
+    async def main() -> None:
+        (engine,) = engines_of("a", stream_every=every)
+        assert await _times(engine, request_of("s", 100, 6)) == pytest.approx(
+            [prefill(100) + index * 0.010 for index in range(6)]
+        )
+
+    run_virtual(main())
+
+
+def test_a_stream_that_is_left_early_ends_the_work_at_that_token() -> None:
+    async def main() -> None:
+        (engine,) = engines_of("a")
+        async with aclosing(aiter(engine.start_generate(request_of("s", 100, 50)))) as outputs:
+            async for _ in outputs:
+                if now() > prefill(100) + 0.025:
+                    break
+        assert now() == pytest.approx(prefill(100) + 0.030)
+        await asyncio.sleep(0.02)
+        assert is_empty(engine)
 
     run_virtual(main())
 

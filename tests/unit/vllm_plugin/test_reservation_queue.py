@@ -153,3 +153,37 @@ def test_of_fifty_requests_in_a_tiny_pool_none_starves(engine: TinyEngine) -> No
             break
     assert len(begun) == 25
     assert begun == sorted(begun), "in the order of arrival"
+
+
+def test_of_requests_that_wait_on_blocks_of_their_own_the_last_one_gives_way(engine: TinyEngine) -> None:
+    """Each lease is for a part of a prompt, and the rest of none of them fits while the others hold theirs."""
+    requests = list[Any]()
+    for number in range(2):
+        tokens = tokens_of(24 * BLOCK, start=500 * (number + 1))
+        waits = Waits(engine, f"{number:032x}", tokens[: 12 * BLOCK])
+        waits.open()
+        engine.agent.received[waits.lease] = 12 * BLOCK
+        requests.append((waits, tokens))
+    first, second = (engine.add(waits.lease, tokens, max_tokens=2, lease=waits.lease) for waits, tokens in requests)
+    run_until(engine, first.is_finished)
+    assert not second.is_finished()
+    run_until(engine, second.is_finished)
+
+
+def test_nobody_gives_way_while_somebody_runs(engine: TinyEngine) -> None:
+    runs = engine.add("runs", tokens_of(2 * BLOCK), max_tokens=40)
+    engine.step()
+    reserved = list[tuple[Waits, list[int]]]()
+    for number in range(2):
+        tokens = tokens_of(22 * BLOCK, start=500 * (number + 1))
+        waits = Waits(engine, f"{number:032x}", tokens[: 11 * BLOCK])
+        waits.open()
+        engine.agent.received[waits.lease] = 11 * BLOCK
+        reserved.append((waits, tokens))
+    requests = [engine.add(waits.lease, tokens, max_tokens=2, lease=waits.lease) for waits, tokens in reserved]
+    for _ in steps(engine):
+        if runs.is_finished():
+            break
+        assert all(request.num_computed_tokens for request in requests), "each holds its blocks"
+    for request in requests:
+        run_until(engine, request.is_finished)

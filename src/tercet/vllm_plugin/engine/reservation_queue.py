@@ -2,8 +2,9 @@
 
 A reservation cannot be preempted, so one that took what is free at the moment could keep a request that came before it
 waiting for ever; and one that only ever got what others leave would itself wait for ever on a busy engine. So it waits
-here, in the order of arrival, until it fits beside what those before it in vLLM's queue still need, and requests that
-came after it are held back while they would take its blocks. Whoever waits too long gives up and goes elsewhere.
+here, in the order of arrival, until it fits next to what those before it in vLLM's queue still need and those that hold
+blocks already, and requests that came after it are held back while they would take its blocks. Whoever waits too long
+gives up and goes elsewhere.
 
 With vLLM's priority scheduling a reservation counts as a request of priority 0.
 """
@@ -11,7 +12,6 @@ With vLLM's priority scheduling a reservation counts as a request of priority 0.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -99,14 +99,13 @@ class ReservationQueue:
         return free < self._blocks_of(request) + self._reservations.blocks_for(first.end)
 
     def _needed_before(self, waiting: Waiting) -> int:
-        return sum(self._blocks_of(each) for each in self._requests() if self._is_before(each, waiting.owner))
+        # Those that hold blocks already come first, as in vLLM: while they wait for more, theirs are of no use.
+        before = [each for each in self._scheduler.waiting if self._is_before(each, waiting.owner)]
+        return sum(self._blocks_of(each) for each in (*self._scheduler.kv_holding_waiting, *before))
 
     def _needed(self) -> int:
-        return sum(self._blocks_of(each) for each in self._requests())
-
-    def _requests(self) -> Iterator[VLLMRequest]:
-        for queue in (self._scheduler.kv_holding_waiting, self._scheduler.waiting):
-            yield from queue
+        requests = (*self._scheduler.kv_holding_waiting, *self._scheduler.waiting)
+        return sum(self._blocks_of(each) for each in requests)
 
     def _blocks_of(self, request: VLLMRequest) -> int:
         return max(self._scheduler._request_remaining_blocks(request), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tercet.vllm_plugin.engine.connector_messages import StepMetadata, TercetParams
+from tercet.vllm_plugin.engine.giving_way import give_way
 from tercet.vllm_plugin.engine.reservation_queue import ReservationQueue
 from tercet.vllm_plugin.engine.reservations import Reservations
 from tercet.vllm_plugin.engine.resume import ResumedRequests
@@ -24,6 +25,7 @@ class SchedulerSide:
     """
 
     def __init__(self, scheduler: Scheduler, max_lease_blocks: int, tables: TablePublisher | None) -> None:
+        self._scheduler = scheduler
         self.reservations = Reservations(scheduler, max_lease_blocks)
         self.queue = ReservationQueue(scheduler, self.reservations)
         self.sends = SendPlanner(scheduler)
@@ -44,7 +46,8 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> StepMetadata:
         """The orders of the step that ``output`` describes."""
         metadata = StepMetadata()
-        self.queue.admit()
+        if not give_way(self._scheduler, output):
+            self.queue.admit()
         self.sends.plan(output, metadata)
         self.resumed.plan(output, metadata)
         if self.tables is not None:
