@@ -31,7 +31,9 @@ def register() -> None:
     from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.engine.start_checks import check_before_loading
 
+    check_before_loading()
     add_core_methods()
     begin_requests_with_output()
     keep_generators_of_unfinished_prompts()
