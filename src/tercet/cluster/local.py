@@ -24,11 +24,12 @@ from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
 ENGINE_HOST = "127.0.0.1"
+TOLD = frozenset({"secret", "access-log", "log-format"})
 
 
 @asynccontextmanager
@@ -52,13 +53,13 @@ async def local_fleet(
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
-    secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
+    environment = shared_environment(config)
     engines = [
         RunningEngine(
             spec.name,
             role,
             url_of(spec.host, spec.port),
-            Process(spec.name, engine_argv(spec), {**engine_env(spec), **secret}, log_dir / f"{spec.name}.log"),
+            Process(spec.name, engine_argv(spec), {**engine_env(spec), **environment}, log_dir / f"{spec.name}.log"),
             Restarts(0 if is_group(spec.extra_args) else config.engine_restarts),
         )
         for spec, (_, role) in zip(specs, config.roles, strict=True)
@@ -85,6 +86,16 @@ async def local_fleet(
         raise failures.exceptions[0] from None
     finally:
         await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
+
+
+def shared_environment(config: UpConfig) -> dict[str, str]:
+    """What every engine is told by variables: the fleet's secret, and how to log. Its flags are vLLM's."""
+    told = encode_settings(config)
+    return {each.env: _as_text(told[each.key]) for each in declared(UpConfig) if each.key in TOLD and each.key in told}
+
+
+def _as_text(value: Any) -> str:
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:

@@ -6,6 +6,7 @@ import argparse
 import signal
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,7 +32,7 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
-from tercet.router.workers import Shared
+from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.streams import StreamListener
@@ -154,16 +155,15 @@ async def _serve_openai(
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
         )  # fmt: skip
         await state.serving()
-        if shared is not None:
-            shared.serving()
 
         async def shut_down() -> None:
             # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
             with signals_to(shutdown.begin, shutdown.hurry if shared is None else shutdown.begin):
                 await shutdown.run(gate.close, service.give_up)
 
+        ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)
-        await vllm.accept(server.app, args, sock, shut_down, loads)
+        await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:
         engine_client.shutdown()
         sock.close()

@@ -157,7 +157,11 @@ class FrontDoorConfig(Settings, frozen=True):
     ] = False
     log_format: LogLines = "text"
     access_log: Annotated[
-        bool, Setting("A line for each request in the log: method, path, status, seconds, client.", default="off")
+        bool,
+        Setting(
+            "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
+            default="off",
+        ),
     ] = False
     scheduling: Annotated[
         str | None,

@@ -12,6 +12,8 @@ SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 WARM_WORKERS_VARIABLE = "TERCET_WARM_WORKERS"
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
+ACCESS_LOG_VARIABLE = "TERCET_ACCESS_LOG"
+LOG_FORMAT_VARIABLE = "TERCET_LOG_FORMAT"
 API_KEY_VARIABLE = "VLLM_API_KEY"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -50,6 +52,8 @@ VARIABLES = (
         "HOST:PORT",
         "The engine's name in its status and logs.",
     ),
+    Variable(ACCESS_LOG_VARIABLE, "engines", "0", "A line for each call of a verb in the log."),
+    Variable(LOG_FORMAT_VARIABLE, "engines", "text", "The lines of Tercet's own log as text, or `json`."),
     Variable(
         PREFILL_HOSTS_VARIABLE,
         "engines",

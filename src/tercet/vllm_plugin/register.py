@@ -13,14 +13,16 @@ def register() -> None:
     """
     import vllm.envs
 
-    from tercet.settings.log_lines import log_to_stderr
+    from tercet.vllm_plugin.engine.refusals import refusing_in_a_sentence
+    from tercet.vllm_plugin.engine.verb_log import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
     from tercet.vllm_plugin.log_noise import without_noise
 
     without_leak_reports()
     without_noise()
-    log_to_stderr(vllm.envs.VLLM_LOGGING_LEVEL)
+    with refusing_in_a_sentence():
+        log_as_the_environment_says(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
         require_hooks("engine")
     except UnsupportedVLLM as error:

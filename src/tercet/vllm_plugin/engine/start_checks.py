@@ -5,15 +5,13 @@ The same checks run again where they protect something: in the connector, and wh
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tercet.protocol import BadRequest, TercetError
+from tercet.protocol import BadRequest
 from tercet.vllm_plugin.engine.patching import Method, wrap
 from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.engine.refusals import refusing_in_a_sentence
 from tercet.vllm_plugin.engine.server_access import callers_of
 from tercet.vllm_plugin.hooks import require_hooks
 
@@ -91,13 +89,3 @@ def serves_verbs() -> bool:
     import vllm.envs
 
     return PLUGIN in (vllm.envs.VLLM_PLUGINS or ())
-
-
-@contextmanager
-def refusing_in_a_sentence() -> Generator[None]:
-    """End the process with the message of an error of Tercet's, where vLLM would print a traceback."""
-    try:
-        yield
-    except TercetError as error:
-        print(f"tercet: {error.message}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from None
