@@ -107,7 +107,8 @@ def up(config: UpConfig) -> None:
 
 
 async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
-    body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
+    messages = [{"role": "user", "content": "Say hello."}]
+    body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)
     announce(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
     for engine in fleet.engines:
