@@ -33,9 +33,11 @@ def chat(
     url: Url = HERE,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the front door's")] = None,
-    system: Annotated[str | None, typer.Option(help="How the model shall behave.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message: the behaviour that the model is asked for.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float | None, typer.Option(min=0, help="As in OpenAI's API.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature, as in OpenAI's API.")] = None,
 ) -> None:
     """Talk to a running fleet: what you write is asked with all that was said before.
 

@@ -83,7 +83,7 @@ async def _fleet(
 def up(config: UpConfig) -> None:
     """Start engines and a front door, and stop all of them on Ctrl-C.
 
-    CPU engines get cores of their own, GPU engines devices of their own. Flags after `--` go to every vLLM engine.
+    Each CPU engine gets its own cores, each GPU engine its own devices. Flags after `--` go to every vLLM engine.
 
     Examples:
     - `tercet up`

@@ -22,7 +22,7 @@ GENERATED = "%(verb)s %(seq_id)s %(status)d in %(seconds).3f s, %(prompt_tokens)
 
 
 class EngineLog(Settings, frozen=True):
-    """What an engine is told of its log, by variables: its flags are vLLM's."""
+    """An engine's settings for its log, from environment variables: its flags are vLLM's."""
 
     log_format: LogLines = "text"
     access_log: Annotated[bool, Setting("A line for each call of a verb.", default="off")] = False
@@ -51,7 +51,7 @@ def logged_call(verb: str, call: Any, headers: Any) -> Generator[None]:
 
 
 def log_generation(seq_id: str, began: float, status: int, prompt_tokens: int, output_tokens: int) -> None:
-    """Log a generation that is over: with status 0 if nobody wanted the rest of it."""
+    """Log a generation that is over: with status 0 if its caller left before its end."""
     found = {"verb": "start_generate", "seq_id": seq_id, "status": status, "seconds": _since(began)}
     _log(GENERATED, {**found, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens})
 
