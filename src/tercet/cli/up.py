@@ -15,7 +15,7 @@ from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
 from tercet.cluster.log_directories import log_directory
-from tercet.cluster.model import resolve_model
+from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
@@ -35,7 +35,10 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     if config.port:
         require_free(config.host, config.port)
     # In this thread, which a signal can interrupt: a first conversion takes half a minute.
-    model = resolve_model(known, lambda line: announce(f"  model: {line}"))
+    if config.serves_without_vllm:
+        model = resolve_tokenizer(known)
+    else:
+        model = resolve_model(known, lambda line: announce(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
 
 

@@ -164,6 +164,7 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     return RouterConfig(**fields)
 

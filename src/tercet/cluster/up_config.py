@@ -60,11 +60,20 @@ class UpConfig(FrontDoorConfig, frozen=True):
             raise BadRequest("lora-modules: with simulate there is nothing to load", "lora-modules")
         if self.engine_args and self.simulate is not None:
             raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
+        if self.openai_layer == "small" and self.simulate is None:
+            raise BadRequest("openai-layer: small goes with simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
         check_flags(self.engine_args, "engine-args")
         for read in (ranks_of, gpu_memory_of, kv_transfer_config):
             read(self.engine_args)
         check_flags(self.vllm_args, "router-args")
+
+    @property
+    def serves_without_vllm(self) -> bool:
+        """Simulated engines need no vLLM, and so, unless it is asked for, nor does the router before them."""
+        return self.openai_layer == "small" or (
+            self.openai_layer == "auto" and self.simulate is not None and self.workers == 1 and not self.vllm_args
+        )
 
     @property
     def roles(self) -> list[tuple[str, Role]]:

@@ -32,6 +32,7 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
+from tercet.router.small_server import serve_small
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
@@ -80,7 +81,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     if tells:
                         background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
-                _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
+                if not config.serves_without_vllm:
+                    _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
                 if config.discovery.is_wanted:
                     promise = await state.until_ready(membership.until_one_answers)
                 else:
@@ -94,7 +96,10 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
-                await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
+                if config.serves_without_vllm:
+                    await serve_small(config, state, promise.max_model_len, shutdown, pooling)
+                else:
+                    await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
             finally:
                 await background.close()
                 state.close()

@@ -233,6 +233,13 @@ class FrontDoorConfig(Settings, frozen=True):
         ),
     ] = ()  # fmt: skip
     secret: EngineSecret = ""
+    openai_layer: Annotated[
+        Literal["auto", "vllm", "small"],
+        Setting(
+            "OpenAI API: vLLM's, or a small one (completions and chat as text) that needs neither vLLM nor torch; "
+            "auto: small before engines of `tercet up --simulate`, else vLLM's."
+        ),
+    ] = "auto"
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
@@ -241,6 +248,8 @@ class FrontDoorConfig(Settings, frozen=True):
         super().__post_init__()
         if self.stream_port + self.workers - 1 > 65535:
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
+        if self.openai_layer == "small" and self.workers > 1:
+            raise BadRequest("workers: the small OpenAI layer has one process; see openai-layer", "workers")
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
@@ -250,6 +259,11 @@ class FrontDoorConfig(Settings, frozen=True):
         """Raises :class:`~tercet.protocol.BadRequest` if one of them is the ``port`` for clients."""
         if self.stream_port and self.stream_port <= port < self.stream_port + self.workers:
             raise BadRequest(f"stream-port: clients come to the port {port}; choose another one", "stream-port")
+
+    @property
+    def serves_without_vllm(self) -> bool:
+        """Whether the OpenAI API is the small one."""
+        return self.openai_layer == "small"
 
     @property
     def public_name(self) -> str:
