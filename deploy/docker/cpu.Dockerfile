@@ -12,7 +12,7 @@ ENV PATH=/opt/venv/bin:$PATH
 COPY requirements/cpu.txt requirements/
 RUN pip install --no-cache-dir --no-deps -r requirements/cpu.txt \
  && pip install --no-cache-dir torch==2.13.0
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
  && useradd --uid 1000 --create-home tercet \

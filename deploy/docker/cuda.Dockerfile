@@ -6,7 +6,7 @@ WORKDIR /opt/tercet
 RUN apt-get update \
  && apt-get install -y --no-install-recommends tini \
  && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY src src
 # What vLLM's image has stays as it is; only what is lacking is added.
 RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/there.txt \

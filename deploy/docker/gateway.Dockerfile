@@ -9,7 +9,7 @@ RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 COPY requirements/gateway.txt requirements/
 RUN pip install --no-cache-dir --no-deps -r requirements/gateway.txt
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
  && useradd --uid 1000 --create-home tercet \

@@ -60,9 +60,7 @@ class BenchConfig(Settings, frozen=True):
     header: Annotated[
         Mapping[str, str], Setting("A header of every request; repeatable. OPENAI_API_KEY is sent if set", panel=TARGET)
     ] = {}
-    request_timeout: Annotated[Positive, Setting("Until a request counts as failed", unit="seconds", panel=TARGET)] = (
-        600.0
-    )
+    request_timeout: Annotated[Positive, Setting("Timeout of a request", unit="seconds", panel=TARGET)] = 600.0
     arrival: Annotated[
         Arrival,
         Setting(
@@ -74,7 +72,7 @@ class BenchConfig(Settings, frozen=True):
         Setting("Requests per second; `inf` for all at once. Each is a point", metavar="R[,R...]", panel=LOAD),
     ] = ()
     burstiness: Annotated[
-        Positive, Setting("Of --arrival gamma: its shape. Below 1 is bursty, 1 is Poisson", panel=LOAD)
+        Positive, Setting("Shape of --arrival gamma. Below 1 is bursty, 1 is Poisson", panel=LOAD)
     ] = 1.0
     concurrency: Annotated[
         tuple[Whole, ...], Setting("Users of a closed loop. Each is a point", metavar="N[,N...]", panel=LOAD)
@@ -106,7 +104,7 @@ class BenchConfig(Settings, frozen=True):
             panel=WORK,
         ),
     ] = ("sonnet",)
-    seed: Annotated[int, Setting("Of arrivals, lengths and words", default="0", panel=WORK)] = 0
+    seed: Annotated[int, Setting("Random seed for arrivals, lengths and words", default="0", panel=WORK)] = 0
     prompt_as: Annotated[
         PromptAs | None,
         Setting("Whether prompts are sent as token ids or as text", default="tokens; text in a chat", panel=WORK),
@@ -119,8 +117,12 @@ class BenchConfig(Settings, frozen=True):
             panel=WORK,
         ),
     ] = "auto"
-    temperature: Annotated[float, msgspec.Meta(ge=0), Setting("Of sampling", default="0", panel=REQUESTS)] = 0.0
-    top_p: Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, Setting("Of sampling", panel=REQUESTS)] = None
+    temperature: Annotated[float, msgspec.Meta(ge=0), Setting("Sampling temperature", default="0", panel=REQUESTS)] = (
+        0.0
+    )
+    top_p: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=1)] | None, Setting("Nucleus sampling, as top_p", panel=REQUESTS)
+    ] = None
     ignore_eos: Annotated[
         bool,
         Setting(
@@ -209,12 +211,13 @@ class ServeConfig(BenchConfig, frozen=True):
 
     program: Annotated[str | None, Setting("The program that serves, on a Tercet front door", panel=TARGET)] = None
     label: Annotated[
-        str | None, Setting("Its line in a figure", default="the program that serves, or the model", panel=OUTPUT)
+        str | None,
+        Setting("Label of this run in a figure", default="the program that serves, or the model", panel=OUTPUT),
     ] = None
 
 
 class CompareConfig(BenchConfig, frozen=True):
-    """Several programs of one front door, and other servers beside it, in interleaved rounds.
+    """Several programs of one front door, and other servers, in interleaved rounds.
 
     ``also`` are other servers, by label. Ratios are against ``baseline``, the first one if None. ``confidence`` is the
     coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
@@ -224,11 +227,16 @@ class CompareConfig(BenchConfig, frozen=True):
         tuple[str, ...], Setting("A program of the front door at --base-url; repeatable", panel=TARGET)
     ] = ()
     also: Annotated[
-        Mapping[str, str], Setting("Another server beside it; repeatable", metavar="NAME=URL", panel=TARGET)
+        Mapping[str, str],
+        Setting("Another server to measure in the same run; repeatable", metavar="NAME=URL", panel=TARGET),
     ] = {}
-    baseline: Annotated[str | None, Setting("What the others are divided by", default="the first", panel=OUTPUT)] = None
-    rounds: Annotated[Whole, Setting("How often each is measured at each load", panel=LOAD)] = 3
-    confidence: Annotated[float, msgspec.Meta(gt=0, lt=1), Setting("Of the intervals", panel=OUTPUT)] = 0.95
+    baseline: Annotated[
+        str | None, Setting("Label of the run that others are divided by", default="the first", panel=OUTPUT)
+    ] = None
+    rounds: Annotated[Whole, Setting("Measurements of each at each load", panel=LOAD)] = 3
+    confidence: Annotated[
+        float, msgspec.Meta(gt=0, lt=1), Setting("Confidence level of the intervals", panel=OUTPUT)
+    ] = 0.95
     resamples: Annotated[int, msgspec.Meta(ge=100), Setting("Bootstrap samples", panel=OUTPUT)] = 2000
 
     def __post_init__(self) -> None:

@@ -87,7 +87,7 @@ def require_drawing(file: Path, flag: str) -> None:
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
-        why = "needs matplotlib, which is not installed; install it with: pip install 'tercet[plot]'"
+        why = "needs matplotlib, which is not installed; install it with: pip install matplotlib"
         raise BadRequest(f"{flag}: {file} {why}", flag) from error
 
 

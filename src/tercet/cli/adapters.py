@@ -25,7 +25,9 @@ def list_adapters(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False
 
 @adapters.command()
 def load(
-    adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where it is on every engine.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and its path on every engine.")
+    ],
     url: Url = HERE,
     api_key: ApiKey = None,
 ) -> None:
@@ -44,7 +46,9 @@ def load(
 
 @adapters.command()
 def replace(
-    adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where the new one is.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and the path of the new one.")
+    ],
     url: Url = HERE,
     api_key: ApiKey = None,
 ) -> None:

@@ -83,7 +83,7 @@ def compare(config: CompareConfig, result: Path | None) -> None:
     """Compare programs on the same engines, in interleaved rounds.
 
     Each request names its program in the header `x-tercet-program`: nothing is restarted between rounds. In a round all
-    programs get the same arrival times and lengths, with words of their own, so that none finds another one's prefixes.
+    programs get the same arrival times and lengths, with different words, so that none finds another one's prefixes.
     The ratios have bootstrap confidence intervals; few rounds make them wide.
 
     Examples:
@@ -108,7 +108,7 @@ def report(
     """Draw load against TTFT, TPOT, JCT and rates, with a line per program; and print the same as a table.
 
     Files of several runs go into one figure. What was measured alike is pooled: the same program, model, machine,
-    engines and workload. Other runs are lines of their own, whose labels say in what they differ. A figure whose name
+    engines and workload. Other runs are separate lines, whose labels say how they differ. A figure whose name
     ends with `-dark`, such as `rates-dark.svg`, is for dark pages.
 
     Examples:

@@ -42,7 +42,7 @@ def migration(
         Path | None, typer.Option(help="Draw the pauses by length here (.png, .svg, .pdf); needs matplotlib.")
     ] = None,
 ) -> None:
-    """Move running sequences between two engines: live, by a blocking copy, and by computing them anew.
+    """Move running sequences between two engines: live, by a blocking copy, and by recomputing them.
 
     Prompts of 8,000 tokens need engines with `--max-model-len 8192`. Ctrl-C reports what has been measured so far.
 
@@ -79,7 +79,7 @@ def migration(
             raise
         note("interrupted; this is what was measured until then")
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
-    say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute all anew")
+    say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute everything again")
     show_table("steps beside them, in multiples of those without a move", NEIGHBOURS, neighbour_rows(costs))
     if result_filename is not None:
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}

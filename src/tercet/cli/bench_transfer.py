@@ -33,7 +33,9 @@ def transfer(
         "6,24,96,256,1024"
     ),
     total: Annotated[str, typer.Option(help="Bytes moved at a time, in MiB, with commas.")] = "1,16,64,256",
-    backend: Annotated[str, typer.Option(help="Ways of ours to measure, with commas.")] = ",".join(BACKENDS),
+    backend: Annotated[str, typer.Option(help="Transports of Tercet to measure, separated by commas.")] = ",".join(
+        BACKENDS
+    ),
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per peer, for `tcp`.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; every way once in each, in turn.")] = 7,
     engine: Annotated[

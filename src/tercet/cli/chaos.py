@@ -46,25 +46,25 @@ class ChaosConfig(Settings, frozen=True):
 
     real: Annotated[bool, Setting("Real processes on this machine instead of a simulated fleet.")] = False
     seed: Annotated[int, Setting("Faults and clients follow from it.")] = 0
-    minutes: Annotated[Positive, Setting("How long there are clients and faults.")] = 1.0
+    minutes: Annotated[Positive, Setting("Duration of the run.")] = 1.0
     fleet: Annotated[
         str | None, Setting("Engines of each role.", metavar="PREFILL,DECODE", default="40,60; --real: 1,1")
     ] = None
     faults: Annotated[
-        str | None, Setting(f"Of {NAMES}.", metavar="KIND[,KIND...]", default="all that can happen there")
+        str | None, Setting(f"Kinds of faults: {NAMES}.", metavar="KIND[,KIND...]", default="all that can happen there")
     ] = None
     without: Annotated[str | None, Setting("All but these.", metavar="KIND[,KIND...]")] = None
     fault_rate: Annotated[
         Positive | None, Setting("Faults a minute, while enough engines are well.", default="2000; --real: 6")
     ] = None
     request_rate: Annotated[Positive | None, Setting("Requests per second.", default="20; --real: 0.6")] = None
-    patience: Annotated[Positive, Setting("For which a client may hear nothing.", unit="seconds")] = 60.0
+    patience: Annotated[Positive, Setting("Longest allowed gap in a client's stream.", unit="seconds")] = 60.0
     schedule: Annotated[str | None, Setting("Take the faults from a file that --save wrote.", metavar="FILE")] = None
     save: Annotated[str | None, Setting("Write the faults here before they begin.", metavar="FILE")] = None
     plan: Annotated[bool, Setting("Print the faults and do nothing.")] = False
     simulate: Annotated[
         str | None,
-        Setting("With --real: engines that are simulated, each in a process of its own.", metavar="PROFILE"),
+        Setting("With --real: simulated engines, each in its own process.", metavar="PROFILE"),
     ] = None
     log_dir: Annotated[str | None, Setting("With --real: where logs go.", metavar="FOLDER", default="nowhere")] = None
     engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
@@ -96,7 +96,7 @@ class ChaosConfig(Settings, frozen=True):
 
 @settings_command(ChaosConfig, rest="engine-args")
 def chaos(config: ChaosConfig) -> None:
-    """Break a fleet under load, and check that nobody loses anything by it.
+    """Break a fleet under load, and check that clients get every token once.
 
     The clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences,
     connections and processes must be back at the end. Exit status 1 if they are not.

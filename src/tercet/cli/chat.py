@@ -33,9 +33,11 @@ def chat(
     url: Url = HERE,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the front door's")] = None,
-    system: Annotated[str | None, typer.Option(help="How the model shall behave.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer.", show_default="no limit")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="As in OpenAI's API.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message: the behaviour that the model is asked for.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature, as in OpenAI's API.")] = None,
 ) -> None:
     """Talk to a running fleet: what you write is asked with all that was said before.
 
@@ -50,16 +52,17 @@ def chat(
     options = {name: value for name, value in given.items() if value is not None}
     talk = Chat(url.rstrip("/"), api_key, options, system)
     if sys.stdin.isatty():
-        _talk(talk)
+        _talk(talk, max_tokens)
     else:
         question = sys.stdin.read().strip()
         if not question:
             raise BadRequest("standard input: there is no question in it", "stdin")
-        asyncio.run(talk.ask(question, write))
+        reason = asyncio.run(talk.ask(question, write))
         write("\n")
+        _note_if_cut(reason, max_tokens)
 
 
-def _talk(talk: Chat) -> None:
+def _talk(talk: Chat, max_tokens: int) -> None:
     """Question after question, until Ctrl-D, or Ctrl-C where nothing is being answered."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # arrow keys and what was written before, where Python has them
@@ -73,19 +76,26 @@ def _talk(talk: Chat) -> None:
             write("\n")
             return
         if question:
-            _answer(talk, question)
+            _answer(talk, question, max_tokens)
 
 
-def _answer(talk: Chat, question: str) -> None:
+def _answer(talk: Chat, question: str, max_tokens: int) -> None:
     """A failure ends the answer and not the chat."""
     try:
-        asyncio.run(talk.ask(question, write))
+        reason = asyncio.run(talk.ask(question, write))
     except KeyboardInterrupt:
         note("\n(ended)")
     except TercetError as error:
         note(f"\ntercet: {error.message}")
     else:
         write("\n")
+        _note_if_cut(reason, max_tokens)
+
+
+def _note_if_cut(finish_reason: str, max_tokens: int) -> None:
+    """Say that an answer is not complete."""
+    if finish_reason == "length":
+        note(f"(cut after {max_tokens} tokens; --max-tokens sets another limit)")
 
 
 class Chat:
@@ -112,8 +122,8 @@ class Chat:
             except (*UNREADABLE, KeyError, IndexError, TypeError) as error:
                 raise EngineUnreachable(f"what answers at {self.url} is no front door", "url") from error
 
-    async def ask(self, question: str, show: Callable[[str], object]) -> None:
-        """Ask, and pass the answer's text to ``show`` as it comes.
+    async def ask(self, question: str, show: Callable[[str], object]) -> str:
+        """Ask, and pass the answer's text to ``show`` as it comes; returns why the answer ended, as the server says.
 
         What was answered until it ended, or was ended, belongs to the conversation; a question without any answer does
         not. Raises :class:`~tercet.protocol.TercetError`.
@@ -121,15 +131,17 @@ class Chat:
         await self.find_model()
         asked: Message = {"role": "user", "content": question}
         body = {**self._options, "messages": [*self.messages, asked], "stream": True}
-        answer = ""
+        answer, finish_reason = "", ""
         try:
             async with self._request("POST", "/v1/chat/completions", body) as response:
-                async for text in _texts(response.content):
+                async for text, reason in _texts(response.content):
                     answer += text
                     show(text)
+                    finish_reason = reason or finish_reason
         finally:
             if answer:
                 self.messages += [asked, {"role": "assistant", "content": answer}]
+        return finish_reason
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: Any = None) -> AsyncGenerator[aiohttp.ClientResponse]:
@@ -147,18 +159,22 @@ class Chat:
             raise EngineUnreachable(f"no front door answers at {self.url}: {reason_of(error)}", "url") from error
 
 
-async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[str]:
-    """The text of a stream's events. Raises :class:`~tercet.protocol.EngineError` for one that tells of an error."""
+async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
+    """Text and finish reason of a stream's events, up to its end.
+
+    Raises :class:`~tercet.protocol.EngineError` for one that tells of an error.
+    """
     ended = False
     async for line in lines:
         if line.startswith(EVENT + b"[DONE]"):
             ended = True
+            break
         elif line.startswith(EVENT):
             event: dict[str, Any] = msgspec.json.decode(line.removeprefix(EVENT))
             if "error" in event:
                 raise EngineError(_message(line.removeprefix(EVENT)))
             for choice in event.get("choices", ()):
-                yield choice.get("delta", {}).get("content") or ""
+                yield choice.get("delta", {}).get("content") or "", choice.get("finish_reason") or ""
     if not ended:
         raise EngineError("the answer broke off")
 

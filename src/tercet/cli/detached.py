@@ -114,7 +114,9 @@ async def _announce(config: UpConfig, fleet: RunningFleet) -> None:
 
 
 def down(
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the fleet's front door.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the router whose fleet is stopped.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All fleets that run in the background.")] = False,
 ) -> None:
     """Stop a fleet that `tercet up --detach` has started, once what runs has ended.

@@ -20,7 +20,8 @@ from tercet.settings.variables import URL_VARIABLE
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The front door's base URL.")]
 ApiKey = Annotated[
-    str | None, typer.Option(envvar="TERCET_API_KEY", help="Its API key, if it was started with `-- --api-key`.")
+    str | None,
+    typer.Option(envvar="TERCET_API_KEY", help="API key of the router, if it was started with `-- --api-key`."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
 HERE = "http://127.0.0.1:8000"
@@ -54,8 +55,8 @@ def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False)
 @engines.command()
 def add(
     name: Name,
-    engine_url: Annotated[str, typer.Argument(metavar="ENGINE_URL", help="Its server's base URL.")],
-    role: Annotated[Role, typer.Option(help="What the front door takes it for.")] = "both",
+    engine_url: Annotated[str, typer.Argument(metavar="ENGINE_URL", help="Base URL of the engine's server.")],
+    role: Annotated[Role, typer.Option(help="Role of the engine in this fleet.")] = "both",
     url: Url = HERE,
     api_key: ApiKey = None,
 ) -> None:
@@ -103,7 +104,7 @@ def remove(name: Name, url: Url = HERE, api_key: ApiKey = None) -> None:
 @engines.command("role")
 def set_role(
     name: Name,
-    role: Annotated[Role, typer.Argument(help="What the front door takes it for from now on.")],
+    role: Annotated[Role, typer.Argument(help="New role of the engine.")],
     url: Url = HERE,
     api_key: ApiKey = None,
 ) -> None:
@@ -150,7 +151,7 @@ def set_file(
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Use another file for picks from now on, or the same one anew; what does not load changes nothing.
+    """Use another scheduling file, or reload the same one; a file that does not load changes nothing.
 
     Example: `tercet scheduling set scheduling.yaml`
     """

@@ -55,7 +55,7 @@ def import_silicon(
     system: Annotated[str, typer.Option(help="The system's name in the tables.")] = "h100_sxm",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree.")] = 1,
     python: Annotated[str, typer.Option(help="An interpreter that has `aiconfigurator-core`.")] = "python",
-    backend: Annotated[str, typer.Option(help="Whose kernels were measured.")] = "vllm",
+    backend: Annotated[str, typer.Option(help="Inference engine whose kernels were measured.")] = "vllm",
     gemm: Annotated[str | None, typer.Option(help="Precision of the matrix products, if not the model's own.")] = None,
     weight_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one weight.")] = 2,
     memory: Annotated[float, typer.Option(help="GiB of memory per GPU.")] = 80.0,
@@ -103,9 +103,9 @@ def measure_engine(
         str | None, typer.Option(metavar="URL", help="A front door before them: what it adds to a request is measured.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name.", show_default="the file's")] = None,
-    device: Annotated[str, typer.Option(help="What it runs on, in words.")] = platform.machine(),
+    device: Annotated[str, typer.Option(help="Name of the device, for the profile.")] = platform.machine(),
     max_step_tokens: Annotated[int, typer.Option(help="The engine's `--max-num-batched-tokens`.")] = 512,
-    repeats: Annotated[int, typer.Option(help="How often each step is measured; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Measurements of each step; the median counts.")] = 3,
     bandwidth: Annotated[float, typer.Option(help="Bytes per second between engines, if not measured.")] = 1e9,
     latency: Annotated[float, typer.Option(help="Seconds from last byte to answer, if not measured.")] = 0.0005,
 ) -> None:

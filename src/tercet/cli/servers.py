@@ -29,7 +29,7 @@ from tercet.cluster.engine_command import (
     value_of,
 )
 from tercet.cluster.foresight import require_memory, shared_cores
-from tercet.cluster.model import BUILT_IN, resolve_model
+from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model, require_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.migration import policies_of
@@ -96,7 +96,7 @@ def engine(
         raise BadRequest(f"{given}: with --simulate there is no vLLM that it could be for", given)
     spec = EngineSpec(
         name=name or f"{host}:{port}",
-        model=resolve_model(model, note),
+        model=resolve_model(model, note) if simulate is None else resolve_tokenizer(model),
         served_model_name=served_model_name or model,
         host=host,
         port=port,
@@ -193,7 +193,7 @@ def router(config: RouterConfig) -> None:
     engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     known = known_model(config.model)
     require_free(config.host, config.port)
-    model = resolve_model(known, note)
+    model = resolve_tokenizer(known) if config.serves_without_vllm else resolve_model(known, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:
         raise typer.Exit(supervise(config))

@@ -30,7 +30,7 @@ Model = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="As vLLM's. float32 for token-exact comparisons.",
+        help="Data type of weights and activations, as vLLM's `--dtype`. float32 for token-exact comparisons.",
         show_default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
     ),
 ]

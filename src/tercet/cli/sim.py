@@ -61,9 +61,9 @@ NumPrompts = Annotated[
 NumWarmups = Annotated[int, typer.Option(min=0, help="Requests before those that are measured, at the same load.")]
 InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
 OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
-Deviation = Annotated[float, typer.Option(help="Its standard deviation.")]
+Deviation = Annotated[float, typer.Option(help="Standard deviation of that length.")]
 Lengths = Annotated[
-    Literal["normal", "lognormal"], typer.Option(help="How lengths are distributed; `lognormal` has a long tail.")
+    Literal["normal", "lognormal"], typer.Option(help="Distribution of lengths; `lognormal` has a long tail.")
 ]
 Workload = Annotated[
     list[str] | None,
@@ -76,13 +76,13 @@ Workload = Annotated[
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 Arrival = Annotated[
     Literal["poisson", "constant", "gamma", "trace"],
-    typer.Option(help="How requests arrive; `trace`: at the times of the workload's trace."),
+    typer.Option(help="Arrival process; `trace`: at the times of the workload's trace."),
 ]
 Burstiness = Annotated[
-    float, typer.Option(help="Of --arrival gamma: its shape. Below 1 is bursty, 1 is Poisson.", show_default="1")
+    float, typer.Option(help="Shape of --arrival gamma. Below 1 is bursty, 1 is Poisson.", show_default="1")
 ]
 Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")]
-Prefix = Annotated[int, typer.Option(help="Their length, tokens.")]
+Prefix = Annotated[int, typer.Option(help="Length of the shared beginnings, tokens.")]
 Goodput = Annotated[
     list[str] | None, typer.Option(metavar="NAME:MS[,...]", help="The SLO, as in `ttft:500,tpot:50,e2el:5000`.")
 ]

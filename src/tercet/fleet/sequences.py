@@ -16,6 +16,7 @@ from tercet.fleet.trace import Generation
 from tercet.protocol import Conflict, Output, Request, UnknownSequence
 from tercet.protocol.seq_ids import further_id
 from tercet.settings import RetryBudget
+from tercet.settings.log_lines import request_id
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
 
@@ -44,17 +45,18 @@ class RunningSequence:
 
     ``tokens`` are those that its client has, ``attempt`` is 0 until it is tried again, ``moves`` counts how often it
     went to another engine while it ran. ``generation`` is what an engine does for it now, or did last; None while none
-    has. ``program`` serves it. ``waiting`` is what ends with it. ``wait_s`` is for how long it is tried again while no
-    engine takes it.
+    has. ``program`` serves it. ``request_id`` is what its client calls the request, for the log. ``waiting`` is what
+    ends with it. ``wait_s`` is for how long it is tried again while no engine takes it.
     """
 
     __slots__ = (
         "_budget", "_first_at", "_further_ids", "_in_vain", "_last_at", "_not_taken_since", "_tries", "_wait_s",
-        "attempt", "began", "ended", "generation", "moves", "program", "request", "tokens", "waiting",
+        "attempt", "began", "ended", "generation", "moves", "program", "request", "request_id", "tokens", "waiting",
     )  # fmt: skip
 
     def __init__(self, request: Request, program: str, budget: RetryBudget, now: float, wait_s: float = 0.0) -> None:
         self.request = request
+        self.request_id = request_id()
         self.program = program
         self.generation: Generation | None = None
         self.attempt = self.moves = self._tries = self._in_vain = self._further_ids = 0

@@ -9,6 +9,7 @@ TRACE_HEADER = "x-tercet-trace"
 BEHIND_HEADER = "x-tercet-behind"
 INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
+REQUEST_ID_HEADER = "x-request-id"
 PREFILLER_HEADER = "x-prefiller-host-port"
 PREFILLED_HEADER = "x-tercet-prefilled"
 # With these a client could send a request, or an engine, wherever it likes: whoever decides sets them anew.
@@ -39,7 +40,11 @@ HEADERS = (
         "requests to a front door",
         "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
     ),
-    Header("x-request-id", "requests to a front door", "vLLM's: the id of the request, in its answer and in logs."),
+    Header(
+        REQUEST_ID_HEADER,
+        "requests to a front door, calls to an engine",
+        "vLLM's: the id of the request, in its answer and in each line of a log that is about it.",
+    ),
     Header(
         "authorization",
         "requests to a front door or an engine",

@@ -11,7 +11,7 @@ __all__ = ["serve"]
 
 
 def serve(config: RouterConfig) -> None:
-    """Run the front door until it is told to stop; imports vLLM, which takes seconds."""
+    """Run the router until it is told to stop; imports vLLM, which takes seconds, unless the small API serves."""
     from tercet.router.server import serve as serve_with_vllm
 
     serve_with_vllm(config)

@@ -9,7 +9,12 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
-from tercet.settings.log_lines import FIELDS, access_logger
+from tercet.settings.log_lines import FIELDS, REQUEST_ID, access_logger, request_id, shortened
+from tercet.vllm_plugin.frontend.request_context import CONTEXT, RequestContext
+
+WORDS = "%(method)s %(path)s %(status)d in %(seconds).3f s from %(client)s"
+WITH_MODEL = ", model %(model)s"
+WITH_TOKENS = ", %(prompt_tokens)d + %(output_tokens)d tokens"
 
 
 @contextmanager
@@ -17,7 +22,9 @@ def access_logged(scope: Scope, send: Send) -> Generator[Send]:
     """Gives what an answer is to be sent by; at the end of the block the request is logged.
 
     ``status`` is 0 if no answer began, as when the client has left before; ``seconds`` are from the request's head to
-    the answer's end. Query strings, headers and bodies are not logged.
+    the answer's end. ``request_id`` is the header ``x-request-id``, or the answer's id without one. ``model`` is what
+    the body asks for; tokens are those of all sequences that the request has started, as far as the client has them.
+    Query strings, other headers and the rest of bodies are not logged.
     """
     began = time.monotonic()
     found: dict[str, Any] = {"method": scope["method"], "path": scope["path"], "status": 0, "seconds": 0.0}
@@ -32,6 +39,19 @@ def access_logged(scope: Scope, send: Send) -> Generator[Send]:
         yield noted
     finally:
         found["seconds"] = round(time.monotonic() - began, 4)
-        access_logger.info(
-            "%(method)s %(path)s %(status)d in %(seconds).3f s from %(client)s", found, extra={FIELDS: found}
-        )
+        found |= _asked_and_generated(scope.get(CONTEXT))
+        words = WORDS + (WITH_MODEL if "model" in found else "") + (WITH_TOKENS if "output_tokens" in found else "")
+        access_logger.info(words, found, extra={FIELDS: found})
+
+
+def _asked_and_generated(context: RequestContext | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if context is None:
+        return found
+    if context.asked.model:
+        found["model"] = shortened(context.asked.model)
+    if sequences := context.sequences:
+        found["prompt_tokens"] = sum(each.request.num_tokens for each in sequences)
+        found["output_tokens"] = sum(len(each.tokens) for each in sequences)
+        found[REQUEST_ID] = request_id() or shortened(sequences[0].request.seq_id)
+    return found

@@ -18,14 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.shutdown import Shutdown
+from tercet.settings.log_lines import lines_of_request
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_body, error_headers
-from tercet.vllm_plugin.frontend.request_context import NOTHING, Asked, RequestContext, serving
+from tercet.vllm_plugin.frontend.request_context import (
+    CONTEXT,
+    NOTHING,
+    Asked,
+    RequestContext,
+    serving,
+)
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 from tercet.vllm_plugin.request_body import read_whole
 
@@ -80,17 +87,21 @@ class FrontDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if not self._access_log or scope["type"] != "http":
+        if scope["type"] != "http":
             await self._pass(scope, receive, send)
             return
-        with access_logged(scope, send) as noted:
-            await self._pass(scope, receive, noted)
+        with lines_of_request(_request_id(scope)):
+            if not self._access_log:
+                await self._pass(scope, receive, send)
+                return
+            with access_logged(scope, send) as noted:
+                await self._pass(scope, receive, noted)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
-        context = context_of(scope)
+        context = scope[CONTEXT] = context_of(scope)
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
@@ -164,6 +175,11 @@ class FrontDoor:
             if context.wants_trace:
                 send = TracingSend(send, context.traces)
             await self._app(scope, receive, ErrorSend(send, context))
+
+
+def _request_id(scope: Scope) -> str:
+    wanted = REQUEST_ID_HEADER.encode()
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -21,6 +21,7 @@ from tercet.protocol import BadRequest, Conflict, DeadlineExceeded, EngineUnreac
 from tercet.protocol.trace import TraceEvent
 from tercet.settings import MoveSettings
 from tercet.settings.log_events import MOVE
+from tercet.settings.log_lines import lines_of_request
 
 REMEMBERED = 1000
 # The code of a move that was called off.
@@ -111,7 +112,7 @@ class Moves:
         :class:`~tercet.protocol.BadRequest`, and what failed otherwise.
         The sequence goes on then, where it was.
         """
-        with ExitStack() as counted:
+        with lines_of_request(sequence.request_id), ExitStack() as counted:
             moving, to = self._admit(sequence, destination, counted)
             return await self._carry_out(sequence, moving, to, reason)
 
@@ -120,7 +121,7 @@ class Moves:
 
         One that cannot begin now is dropped: its time has passed when it could.
         """
-        with ExitStack() as counted:
+        with lines_of_request(sequence.request_id), ExitStack() as counted:
             try:
                 moving, to = self._admit(sequence, destination, counted)
             except TercetError as error:

@@ -6,6 +6,7 @@ import argparse
 import signal
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,7 +32,8 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
-from tercet.router.workers import Shared
+from tercet.router.small_server import serve_small
+from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.streams import StreamListener
@@ -79,7 +81,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     if tells:
                         background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
-                _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
+                if not config.serves_without_vllm:
+                    _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
                 if config.discovery.is_wanted:
                     promise = await state.until_ready(membership.until_one_answers)
                 else:
@@ -93,7 +96,10 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
-                await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
+                if config.serves_without_vllm:
+                    await serve_small(config, state, promise.max_model_len, shutdown, pooling)
+                else:
+                    await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
             finally:
                 await background.close()
                 state.close()
@@ -154,16 +160,15 @@ async def _serve_openai(
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
         )  # fmt: skip
         await state.serving()
-        if shared is not None:
-            shared.serving()
 
         async def shut_down() -> None:
             # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
             with signals_to(shutdown.begin, shutdown.hurry if shared is None else shutdown.begin):
                 await shutdown.run(gate.close, service.give_up)
 
+        ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)
-        await vllm.accept(server.app, args, sock, shut_down, loads)
+        await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:
         engine_client.shutdown()
         sock.close()

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -106,15 +106,19 @@ class Service:
 
     # ---- serving ---------------------------------------------------------------------------------------------
 
-    def run(self, request: Request, trace: Trace, model: str = "", began: float | None = None) -> OutputStream:
+    def run(
+        self, request: Request, trace: Trace, model: str = "", began: float | None = None,
+        on_sequence: Callable[[RunningSequence], object] = lambda _: None,
+    ) -> OutputStream:  # fmt: skip
         """The outputs of the request's program, which runs once they are asked for; ``trace`` gets what happens.
 
-        ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its
-        time began to run (:func:`time.monotonic`), now if not given. The stream raises the program's
-        :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
+        ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its time
+        began to run (:func:`time.monotonic`), now if not given. ``on_sequence`` gets the sequence when it begins. The
+        stream raises the program's :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
         :class:`~tercet.protocol.DeadlineExceeded`.
         """
-        return OutputStream(partial(self._serve, request, trace, model, time.monotonic() if began is None else began))
+        began = time.monotonic() if began is None else began
+        return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
     def give_up(self, error: TercetError) -> None:
         """Whatever runs, and whatever shall run from now on, ends with ``error``."""
@@ -132,12 +136,16 @@ class Service:
         finally:
             self._streams.discard(stream)
 
-    async def _serve(self, request: Request, trace: Trace, model: str, began: float, stream: OutputStream) -> None:
+    async def _serve(
+        self, request: Request, trace: Trace, model: str, began: float,
+        on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
+    ) -> None:  # fmt: skip
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
         tried_at, request = self._clock(), self.fleet.pinned(request)
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
+        on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)

@@ -44,7 +44,9 @@ class TracedRun:
     def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
         self._trace = Trace()
         context.traces.append(self._trace)
-        self.stream = service.run(request, self._trace, context.asked.model or "", context.began)
+        self.stream = service.run(
+            request, self._trace, context.asked.model or "", context.began, context.sequences.append
+        )
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """What the engine that prefilled had in its cache: KV that another one received was computed for it."""

@@ -27,7 +27,7 @@ from tercet.aio.forked_child import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
-from tercet.settings.log_events import WORKER_ENDED
+from tercet.settings.log_events import ROUTER_READY, WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 
@@ -127,8 +127,16 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
         stack.callback(os.close, loads)
         _prepare_loads(loads, config.workers)
         forks = None if channel is None else stack.enter_context(closing(Forks(channel)))
+        serving: set[int] = set()
+
+        def on_serving(index: int) -> None:
+            first = len(serving) < config.workers
+            serving.add(index)
+            if first and len(serving) == config.workers:
+                tell_ready(config)
+
         places = [
-            Place(config, index, listening, loads, common / "metrics", hurried, forks)
+            Place(config, index, listening, loads, common / "metrics", hurried, forks, on_serving)
             for index in range(config.workers)
         ]
         keeping = [asyncio.create_task(place.keep()) for place in places]
@@ -141,6 +149,12 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
     return next((code for code in codes if code), 0)
+
+
+def tell_ready(config: RouterConfig) -> None:
+    """One line of the log says that the router takes requests, and where."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    ROUTER_READY.tell(model=config.public_name, address=f"{host}:{config.port}", program=config.program)
 
 
 def _listen(config: RouterConfig) -> socket.socket:
@@ -162,7 +176,8 @@ def _prepare_loads(loads: int, workers: int) -> None:
 class Place:
     """One worker's place: whoever holds it is started, watched, and replaced.
 
-    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs. Once ``hurried`` is set
+    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs. ``on_serving`` is
+    called with ``index`` when a worker takes connections. Once ``hurried`` is set
     a worker that is being stopped is told to end at once.
     """
 
@@ -173,6 +188,7 @@ class Place:
     metrics: Path
     hurried: asyncio.Event
     forks: Forks | None = None
+    on_serving: Callable[[int], object] = lambda _: None
 
     async def keep(self) -> int:
         """Have a worker here until cancelled; returns an exit code if that cannot be done."""
@@ -195,12 +211,23 @@ class Place:
         with ours:
             with theirs:
                 process = await self._start(theirs)
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(ours, self._hear, ours)
             try:
                 code = await process.wait()
                 return code, _served(ours)
             finally:
+                loop.remove_reader(ours)
                 await self._stop(process, ours)
                 self._forget(process.pid)
+
+    def _hear(self, line: socket.socket) -> None:
+        """The worker has said something, or its line is closed; what it said stays to be read at its end."""
+        asyncio.get_running_loop().remove_reader(line)
+        with suppress(BlockingIOError, ConnectionError):
+            if line.recv(len(SERVING), socket.MSG_PEEK) == SERVING:
+                self.on_serving(self.index)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
         """A fork of the warm parent; a process that imports by itself if there is none, or it refuses."""
@@ -259,6 +286,5 @@ class Place:
 def _served(line: socket.socket) -> bool:
     """Whether a worker that has ended said that it serves; a child of it may hold the line open for longer."""
     with suppress(BlockingIOError, ConnectionError):
-        line.setblocking(False)
         return line.recv(len(SERVING)) == SERVING
     return False

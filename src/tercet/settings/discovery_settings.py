@@ -46,7 +46,7 @@ class DiscoverySettings(Settings, frozen=True):
                 default="the pool's, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
     ] = ()  # fmt: skip
     endpoint_scheme: Annotated[
-        Literal["http", "https"], Setting("How engines in pods are spoken to.", panel=KUBERNETES)
+        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES)
     ] = "http"
     kubeconfig: Annotated[
         str | None,

@@ -82,5 +82,6 @@ MOVE = LogEvent("move", INFO, "{seq_id}: {engine} -> {to} ({reason}): {outcome}:
 
 # ---- this front door -------------------------------------------------------------------------------------------
 
+ROUTER_READY = LogEvent("router_ready", INFO, "it serves {model} at {address}, program {program}")
 WORKER_ENDED = LogEvent("worker_ended", ERROR, "worker {worker}: {reason}")
 SHUTTING_DOWN = LogEvent("shutting_down", WARNING, "requests left: {requests}: {reason}")

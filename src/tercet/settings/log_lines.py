@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -18,25 +21,52 @@ FIELDS = "tercet_fields"
 access_logger = logging.getLogger("tercet.access")
 EVENTS = "tercet.events"
 """The logger of :mod:`tercet.settings.log_events`."""
+REQUEST_ID = "request_id"
+"""The field of a line that has the ``x-request-id`` of the request that it is about."""
+MOST_OF_A_NAME = 128
+"""Characters of a name that a client has chosen: clients do not set how much is logged."""
+_request_id: ContextVar[str] = ContextVar("tercet_request_id", default="")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SERIOUS_EVENT = re.compile(rf"(?:WARNING|ERROR) \S+ \S+ \[{re.escape(EVENTS)}\] (.*)")
 
 
+def request_id() -> str:
+    """The ``x-request-id`` of the request that the current task works for; empty if there is none."""
+    return _request_id.get()
+
+
+@contextmanager
+def lines_of_request(found: str) -> Generator[None]:
+    """While entered, and in tasks that are started meanwhile, lines name the request with this ``x-request-id``."""
+    token = _request_id.set(shortened(found))
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def shortened(name: str) -> str:
+    """A name that a client has chosen, as it is logged."""
+    return name if len(name) <= MOST_OF_A_NAME else f"{name[:MOST_OF_A_NAME]}..."
+
+
 class TextLines(logging.Formatter):
-    """One line for each record, and a traceback's if it has one.
+    """One line for each record, and a traceback's if it has one. The request that it is about is named at its end.
 
     Control characters are written as escapes: what clients and engines have named must not look like other lines.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _in_one_line(super().formatMessage(record))
+        named = _request_of(record)
+        text = super().formatMessage(record)
+        return _in_one_line(f"{text} [x-request-id {named}]" if named else text)
 
 
 class JsonLines(logging.Formatter):
     """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process``, ``message``.
 
-    And ``exception``, if there was one, and the fields that whoever wrote the line has given, which for events are
-    ``event`` and what :mod:`tercet.settings.log_events` says.
+    And ``exception``, if there was one, ``request_id``, if the line is about a request, and the fields that whoever
+    wrote the line has given, which for events are ``event`` and what :mod:`tercet.settings.log_events` says.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -48,7 +78,13 @@ class JsonLines(logging.Formatter):
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         line |= getattr(record, FIELDS, {})
+        if named := _request_of(record):
+            line[REQUEST_ID] = named
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    return getattr(record, FIELDS, {}).get(REQUEST_ID) or request_id()
 
 
 def _in_one_line(text: str) -> str:

@@ -25,7 +25,10 @@ class MoveSettings(Settings, frozen=True):
     ] = msgspec.field(default=4, name="move-stages")  # fmt: skip
     tail: Annotated[
         NotNegative,
-        Setting("A stage is the last one if no more tokens come meanwhile: the rest is computed anew.", panel=MOVES),
+        Setting(
+            "Tokens: a stage that leaves at most this many uncopied is the last one; the destination recomputes them.",
+            panel=MOVES,
+        ),
     ] = msgspec.field(default=16, name="move-tail")
     portion: Annotated[
         AtLeastOne,
@@ -36,7 +39,7 @@ class MoveSettings(Settings, frozen=True):
     ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
     deadline_s: Annotated[
         Seconds,
-        Setting("How long a move may take; then the sequence stays where it is.", unit="seconds", panel=MOVES),
+        Setting("Longest duration of a move; then the sequence stays where it is.", unit="seconds", panel=MOVES),
     ] = msgspec.field(default=30.0, name="move-deadline")
     at_once: Annotated[
         AtLeastOne, Setting("Sequences on their way at once.", panel=MOVES)
@@ -83,13 +86,13 @@ class RescheduleSettings(Settings, frozen=True):
     stale_after_s: Annotated[
         Seconds,
         Setting(
-            "Without progress of an engine, until it is emptied; less than `--stuck-after`.",
+            "Time without progress after which an engine is emptied; less than `--stuck-after`.",
             unit="seconds",
             panel=MOVES,
         ),
     ] = msgspec.field(default=2.5, name="reschedule-stale-after")
     interval_s: Annotated[
-        Seconds, Setting("From one look at the fleet to the next.", unit="seconds", panel=MOVES)
+        Seconds, Setting("Interval between rescheduling rounds.", unit="seconds", panel=MOVES)
     ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
     threshold: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
@@ -105,9 +108,9 @@ class RescheduleSettings(Settings, frozen=True):
     ] = msgspec.field(default="FIT", name="reschedule-order")
     measure: Annotated[
         Literal["num_req", "num_tokens", "block_ratio"],
-        Setting("Of what `--reschedule-value` is the most that is moved from an engine at a time.", panel=MOVES),
+        Setting("Unit of `--reschedule-value`: sequences, tokens or share of the KV cache.", panel=MOVES),
     ] = msgspec.field(default="num_req", name="reschedule-measure")
     value: Annotated[
         Annotated[float, Meta(gt=0, le=1_000_000_000)],
-        Setting("So many sequences or tokens, or this part of its KV cache.", panel=MOVES),
+        Setting("Most that one round moves from an engine, in the unit of `--reschedule-measure`.", panel=MOVES),
     ] = msgspec.field(default=1.0, name="reschedule-value")

@@ -43,7 +43,9 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=65535)] | None,
         Setting("A port for gRPC health alone, without TLS, as kubelets need it.", default="that of the service only"),
     ] = None
-    stream_port: Annotated[Port, Setting("Where engines connect to say how busy they are.", default="any free one")] = 0
+    stream_port: Annotated[
+        Port, Setting("Port to which engines connect to report their load.", default="any free one")
+    ] = 0
     metrics_port: Annotated[Port, Setting("Port of /metrics; 0 is any free one.")] = 9090
     scheduling: Annotated[
         str | None,
@@ -52,12 +54,13 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     render_model: Annotated[
         str | None,
         Setting(
-            "Whose tokenizer and chat template show prompts' tokens: `smollm2`, or a checkpoint's directory.",
+            "Model whose tokenizer and chat template tokenize prompts: `smollm2`, or a checkpoint's directory.",
             default="none: four bytes of text count as a token",
         ),
     ] = None
     render_budget: Annotated[
-        AtLeastOne, Setting("Of one request, characters to tokenize that were not seen lately; the rest is estimated.")
+        AtLeastOne,
+        Setting("Most characters of one request that are tokenized if they are not cached; the rest is estimated."),
     ] = 8_192
     render_cache_bytes: Annotated[
         AtLeastOne,
@@ -99,25 +102,25 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     ] = 0.8
     max_queued: Annotated[NotNegative, Setting("Requests that may wait for room; more get 429.", panel=FLOW)] = 1000
     queue_timeout_s: Annotated[
-        Seconds, Setting("How long a request may wait; then it gets 429.", unit="seconds", panel=FLOW)
+        Seconds, Setting("Longest wait of a request for a place; then it gets 429.", unit="seconds", panel=FLOW)
     ] = msgspec.field(default=30.0, name="queue-timeout")
     without_role: Annotated[
         WithoutRole,
         Setting("While no engine that decodes can be picked: `serve` on those that are left, or `refuse` (503)."),
     ] = "serve"
     stuck_after_s: Annotated[
-        Seconds, Setting("Without progress of an engine, until it is not picked.", unit="seconds")
+        Seconds, Setting("Time without progress after which an engine is not picked.", unit="seconds")
     ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
     ] = MAX_REQUEST_BYTES
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("How long it goes on picking, not ready, when it is told to stop.", unit="seconds"),
+        Setting("Time that it continues to pick, not ready, after a signal to stop.", unit="seconds"),
     ] = msgspec.field(default=5.0, name="shutdown-timeout")
     tls_cert: TLSCertificate = None
     tls_key: TLSKey = None
-    pool: Annotated[str, Setting("What its metrics call the pool.")] = "tercet"
+    pool: Annotated[str, Setting("Name of the pool in metrics.")] = "tercet"
     secret: EngineSecret = ""
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"

@@ -21,7 +21,7 @@ PrefillTimeout = Annotated[
     Seconds, Setting("For how long a request may wait for others to prefill, until that is done here.", unit="seconds")
 ]
 PrefillStuckAfter = Annotated[
-    Seconds, Setting("Without a sign of life of an engine that prefills, until it is given up.", unit="seconds")
+    Seconds, Setting("Time without a heartbeat after which a prefilling engine is given up.", unit="seconds")
 ]
 TIMEOUT_S, STUCK_AFTER_S = 60.0, 5.0
 

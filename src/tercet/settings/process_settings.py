@@ -13,9 +13,10 @@ from tercet.settings.log_lines import LogFormat, LogLevel
 EngineSecret = Annotated[
     str, Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
 ]
-LeastLogged = Annotated[LogLevel, Setting("Of its log.")]
+LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.")]
 TLSCertificate = Annotated[
-    str | None, Setting("Its certificate (PEM), read anew when it is replaced.", metavar="FILE", default="none: no TLS")
+    str | None,
+    Setting("Certificate of this server (PEM), reloaded when it is replaced.", metavar="FILE", default="none: no TLS"),
 ]
 TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")]
 LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")]
@@ -32,11 +33,11 @@ class EngineTLS(Settings, frozen=True):
 
     ca: Annotated[
         str | None,
-        Setting("Who signs the certificates of https:// engines (PEM).", metavar="FILE", default="the system's"),
+        Setting("Certificate authority of https:// engines (PEM).", metavar="FILE", default="the system's"),
     ] = msgspec.field(default=None, name="engine-ca")
     cert: Annotated[
         str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
     ] = msgspec.field(default=None, name="engine-cert")
     key: Annotated[
-        str | None, Setting("Its key.", metavar="FILE", default="in the certificate's file")
+        str | None, Setting("Private key of it (PEM).", metavar="FILE", default="in the certificate's file")
     ] = msgspec.field(default=None, name="engine-key")  # fmt: skip

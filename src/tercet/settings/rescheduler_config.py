@@ -20,13 +20,15 @@ class ReschedulerConfig(Settings, frozen=True):
         str, Setting("A front door, whose engines these are; not asked where engines are found in Kubernetes.")
     ] = "http://127.0.0.1:8000"
     discovery: DiscoverySettings = DiscoverySettings()
-    stream_port: Annotated[Port, Setting("Where engines connect to say how busy they are.", default="any free one")] = 0
+    stream_port: Annotated[
+        Port, Setting("Port to which engines connect to report their load.", default="any free one")
+    ] = 0
     api_key: Annotated[
         str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
     ] = ""  # fmt: skip
     secret: EngineSecret = ""
     stuck_after_s: Annotated[
-        Seconds, Setting("Without progress of an engine, until it counts as lost.", unit="seconds")
+        Seconds, Setting("Time without progress after which an engine counts as lost.", unit="seconds")
     ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()

@@ -81,7 +81,10 @@ class RetryBudget(Settings, frozen=True):
     ] = 2
     within_s: Annotated[
         Seconds,
-        Setting("None begins later than so long after the client's last token, or its request.", unit="seconds"),
+        Setting(
+            "Stop retrying this long after the last token that the client got, or after the request if it got none.",
+            unit="seconds",
+        ),
     ] = msgspec.field(default=600.0, name="retry-within")
 
 
@@ -112,7 +115,7 @@ class Limits(Settings, frozen=True):
         NotNegative, Setting("Requests that may wait; more get 429.", panel=LIMITS)
     ] = msgspec.field(default=1000, name="max-queued")  # fmt: skip
     queue_timeout_s: Annotated[
-        Seconds, Setting("How long a request may wait; then it gets 429.", unit="seconds", panel=LIMITS)
+        Seconds, Setting("Longest wait of a request for a place; then it gets 429.", unit="seconds", panel=LIMITS)
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
     @property
@@ -151,13 +154,17 @@ class FrontDoorConfig(Settings, frozen=True):
     dev: Annotated[
         bool,
         Setting(
-            "Load the program, or the scheduling file, anew when its file changes; traces tell what a program raised.",
+            "Reload the program or the scheduling file when its file changes; traces show what a program raised.",
             default="off",
         ),
     ] = False
     log_format: LogLines = "text"
     access_log: Annotated[
-        bool, Setting("A line for each request in the log: method, path, status, seconds, client.", default="off")
+        bool,
+        Setting(
+            "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
+            default="off",
+        ),
     ] = False
     scheduling: Annotated[
         str | None,
@@ -179,7 +186,8 @@ class FrontDoorConfig(Settings, frozen=True):
     stuck_after_s: Annotated[
         Seconds,
         Setting(
-            "Without progress of an engine, until its sequences go on elsewhere; more than its longest step.",
+            "Time without progress after which an engine's sequences continue on other engines; must exceed its "
+            "longest step.",
             unit="seconds",
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
@@ -198,11 +206,11 @@ class FrontDoorConfig(Settings, frozen=True):
     reschedule: RescheduleSettings = RescheduleSettings()
     request_timeout_s: Annotated[
         Seconds | None,
-        Setting("How long a request may take; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
+        Setting("Longest duration of a request; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
     ] = msgspec.field(default=None, name="request-timeout")
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("How long running requests may go on when it is told to stop.", unit="seconds"),
+        Setting("Longest time that running requests may continue after a signal to stop.", unit="seconds"),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
@@ -213,7 +221,8 @@ class FrontDoorConfig(Settings, frozen=True):
     stream_port: Annotated[
         Port,
         Setting(
-            "Where engines connect their token streams; one port more for each further worker.", default="any free one"
+            "Port to which engines connect their token streams; each further worker takes the next one.",
+            default="any free one",
         ),
     ] = 0
     pooling_servers: Annotated[
@@ -224,6 +233,13 @@ class FrontDoorConfig(Settings, frozen=True):
         ),
     ] = ()  # fmt: skip
     secret: EngineSecret = ""
+    openai_layer: Annotated[
+        Literal["auto", "vllm", "small"],
+        Setting(
+            "OpenAI API: vLLM's, or a small one (completions and chat as text) that needs neither vLLM nor torch; "
+            "auto: small before engines of `tercet up --simulate`, else vLLM's."
+        ),
+    ] = "auto"
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
@@ -232,6 +248,8 @@ class FrontDoorConfig(Settings, frozen=True):
         super().__post_init__()
         if self.stream_port + self.workers - 1 > 65535:
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
+        if self.openai_layer == "small" and self.workers > 1:
+            raise BadRequest("workers: the small OpenAI layer has one process; see openai-layer", "workers")
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
@@ -241,6 +259,11 @@ class FrontDoorConfig(Settings, frozen=True):
         """Raises :class:`~tercet.protocol.BadRequest` if one of them is the ``port`` for clients."""
         if self.stream_port and self.stream_port <= port < self.stream_port + self.workers:
             raise BadRequest(f"stream-port: clients come to the port {port}; choose another one", "stream-port")
+
+    @property
+    def serves_without_vllm(self) -> bool:
+        """Whether the OpenAI API is the small one."""
+        return self.openai_layer == "small"
 
     @property
     def public_name(self) -> str:
@@ -266,7 +289,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
     state: Annotated[
         str | None,
         Setting(
-            "Where engines, programs and scheduling are kept; front doors given the same file share them.",
+            "File that keeps engines, programs and scheduling; routers with the same file share them.",
             metavar="FILE", default="of this front door alone",
         ),
     ] = None  # fmt: skip

@@ -40,8 +40,8 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     connector: Annotated[
         Connector,
         Setting(
-            "How KV comes to the engine: `tercet` by the verbs, `nixl` by vLLM's own `kv_transfer_params`, for engines "
-            "with NixlConnector and their like."
+            "Protocol by which KV reaches the engine: `tercet` by the verbs, `nixl` by vLLM's `kv_transfer_params`, "
+            "for engines with NixlConnector or a similar one."
         ),
     ] = "tercet"
     prefill_hosts: PrefillHosts = ""
@@ -49,10 +49,10 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
     stuck_after_s: Annotated[
         Seconds,
-        Setting("Without a sign of life of its engine, until what waits for it ends in an error.", unit="seconds"),
+        Setting("Time without a heartbeat of the engine after which waiting requests fail.", unit="seconds"),
     ] = msgspec.field(default=10.0, name="stuck-after")
     idle_timeout_s: Annotated[
-        Seconds, Setting("How long its engine may send nothing of an answer while it is well.", unit="seconds")
+        Seconds, Setting("Longest gap in an answer of an engine that sends heartbeats.", unit="seconds")
     ] = msgspec.field(default=300.0, name="idle-timeout")
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")

@@ -14,6 +14,8 @@ COLD = "cold"
 """Named as the warm parent: have none."""
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
+ACCESS_LOG_VARIABLE = "TERCET_ACCESS_LOG"
+LOG_FORMAT_VARIABLE = "TERCET_LOG_FORMAT"
 API_KEY_VARIABLE = "VLLM_API_KEY"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -52,6 +54,8 @@ VARIABLES = (
         "HOST:PORT",
         "The engine's name in its status and logs.",
     ),
+    Variable(ACCESS_LOG_VARIABLE, "engines", "0", "A line for each call of a verb in the log."),
+    Variable(LOG_FORMAT_VARIABLE, "engines", "text", "The lines of Tercet's own log as text, or `json`."),
     Variable(
         PREFILL_HOSTS_VARIABLE,
         "engines",

@@ -45,6 +45,7 @@ from tercet.vllm_plugin.engine.adapters import Adapters
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
 from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
+from tercet.vllm_plugin.engine.verb_log import logged_call
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.request_body import read_whole
@@ -201,14 +202,16 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
-    return _json(await _verbs(request).prep_recv(call))
+    with logged_call("prep_recv", call, request.headers):
+        return _json(await _verbs(request).prep_recv(call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
 async def remote_send(request: Request) -> Response:
     """Have the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
-    return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
+    with logged_call("remote_send", call, request.headers):
+        return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))

@@ -27,6 +27,7 @@ EXECUTOR = "vllm.v1.executor.multiproc_executor"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 REGISTRY = "vllm.model_executor.models.registry"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
+ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
@@ -388,6 +389,19 @@ ENGINE_HOOKS = (
             Says(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
             Says(f"{STRUCTURED}.grammar_init", "if self.backend is None:"),
             Has("vllm.config:StructuredOutputsConfig", "backend"),
+        ),
+    ),
+    Hook(
+        name="start checks",
+        what="What Tercet refuses is checked where vLLM makes an engine's arguments of a server's flags, and where it "
+        "makes a config of these",
+        why="An engine that cannot serve the verbs says so at once, and not when its weights are loaded",
+        until="vLLM asks its plugins before it starts an engine",
+        replaces=("EngineArgs.from_cli_args", "EngineArgs.create_engine_config"),
+        relies_on=(
+            Takes(f"{ENGINE_ARGS}.from_cli_args", "args"),
+            Takes(f"{ENGINE_ARGS}.create_engine_config", "usage_context"),
+            Says("vllm.engine.arg_utils:AsyncEngineArgs.add_cli_args", "load_general_plugins()"),
         ),
     ),
     Hook(

@@ -6,6 +6,7 @@ prints what does not match, by side. Engines and front doors require their side 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from tercet.protocol import TercetError
 from tercet.vllm_plugin.expectations import Expectation
 
 Side = Literal["engine", "frontend"]
+# What engines and routers import first; it imports torch and transformers.
+FIRST_IMPORTED = "vllm.engine.arg_utils"
 SIDES: tuple[Side, ...] = ("engine", "frontend")
 # The router writes chunks of streams to the byte as vLLM does; those of 0.33 have other fields.
 SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": ("0.31", "0.32", "0.33"), "frontend": ("0.31", "0.32")}
@@ -57,7 +60,7 @@ def vllm_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise UnsupportedVLLM("vLLM is not installed: pip install 'tercet[cpu]' or 'tercet[cuda]'")
+    raise UnsupportedVLLM("vLLM is not installed; in a checkout of Tercet: make setup, or pip install '.[cuda]'")
 
 
 def hooks_of(side: Side) -> tuple[Hook, ...]:
@@ -88,6 +91,15 @@ def unmet_by_side() -> dict[Side, list[str]]:
     found = vllm_version()
     versions = {side: [] if is_supported(side, found) else [f"vLLM {found}: {_versions(side)}"] for side in SIDES}
     return {side: [*versions[side], *_unmet(side)] for side in SIDES}
+
+
+def import_error() -> str:
+    """Why the installed vLLM cannot be imported, in one line; empty if it can."""
+    try:
+        importlib.import_module(FIRST_IMPORTED)
+    except Exception as error:  # a broken installation fails in any way
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def is_supported(side: Side, found: str) -> bool:
@@ -121,6 +133,7 @@ def main(sides: Sequence[Side] = SIDES) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--json"]:
-        print(json.dumps(unmet_by_side()))
+        cause = import_error()
+        print(json.dumps({"error": f"vLLM cannot be imported: {cause}"} if cause else unmet_by_side()))
         sys.exit()
     sys.exit(main())

@@ -13,14 +13,16 @@ def register() -> None:
     """
     import vllm.envs
 
-    from tercet.settings.log_lines import log_to_stderr
+    from tercet.vllm_plugin.engine.refusals import refusing_in_a_sentence
+    from tercet.vllm_plugin.engine.verb_log import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
     from tercet.vllm_plugin.log_noise import without_noise
 
     without_leak_reports()
     without_noise()
-    log_to_stderr(vllm.envs.VLLM_LOGGING_LEVEL)
+    with refusing_in_a_sentence():
+        log_as_the_environment_says(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
         require_hooks("engine")
     except UnsupportedVLLM as error:
@@ -31,7 +33,9 @@ def register() -> None:
     from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.engine.start_checks import check_before_loading
 
+    check_before_loading()
     add_core_methods()
     begin_requests_with_output()
     keep_generators_of_unfinished_prompts()

@@ -28,6 +28,7 @@ class Door(http.server.ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.texts = ["Good ", "day."]
         self.error: str | None = None
+        self.finish_reason = "stop"
         self.status = 200
         self.breaks_off = False
 
@@ -51,6 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._answer(b'{"error": {"message": "not now"}}')
             return
         events: list[Any] = [{"choices": [{"delta": {"content": text}}]} for text in self.door.texts]
+        events.append({"choices": [{"delta": {}, "finish_reason": self.door.finish_reason}]})
         if self.door.error:
             events.append({"error": {"message": self.door.error}})
         lines = [f"data: {json.dumps(event)}" for event in events]
@@ -118,6 +120,20 @@ def test_a_question_through_a_pipe(door: Door, monkeypatch: pytest.MonkeyPatch, 
             "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello"}],
         }
     ]  # fmt: skip
+
+
+def test_an_answer_has_a_bound_and_says_that_it_was_cut(
+    door: Door, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    door.finish_reason = "length"
+    piped(monkeypatch, "hello\n")
+    assert app._run(["chat", "--url", door.url]) == 0
+    typed(monkeypatch, "hello", EOFError)
+    assert app._run(["chat", "--url", door.url, "--max-tokens", "7"]) == 0
+    said = capsys.readouterr()
+    assert [each["max_tokens"] for each in door.asked] == [256, 7]
+    assert "(cut after 256 tokens; --max-tokens sets another limit)" in said.err
+    assert "(cut after 7 tokens" in said.err
 
 
 @pytest.mark.parametrize(("text", "url", "code"), [("", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)])

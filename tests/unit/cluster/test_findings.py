@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +18,7 @@ from tercet.cluster.devices import Device
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import HookReport, InfinibandDevice, Machine, look_at_machine
 
+ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
 WELL = Machine(
     cores=16,
@@ -159,3 +163,30 @@ def test_nixl_is_there_if_it_can_be_loaded(
 ) -> None:
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name if name in installed else None)
     assert machine._has_nixl(cuda) is has
+
+
+def test_a_vllm_that_cannot_be_imported_is_one_finding_with_its_remedy() -> None:
+    error = "vLLM cannot be imported: RuntimeError: operator torchvision::nms does not exist"
+    (found,) = (
+        each
+        for each in findings_of(msgspec.structs.replace(WELL, hooks=HookReport(error=error)))
+        if each.part == "hooks"
+    )
+    assert (found.state, found.found) == ("broken", error)
+    assert found.do.startswith("pip uninstall -y torchvision torchaudio torchcodec")
+
+
+def test_hundreds_of_things_that_do_not_match_are_a_few_lines() -> None:
+    unmet = tuple(f"hook {number}: {'x' * 1000}" for number in range(300))
+    printed = "\n".join(in_words(findings_of(msgspec.structs.replace(WELL, hooks=HookReport(engine=unmet)))))
+    assert len(printed) < 4000
+    assert "and 297 more" in printed
+
+
+def test_no_remedy_names_an_extra_that_there_is_not() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    texts += [(ROOT / "README.md").read_text(), *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
+    for extra in {found for text in texts for found in re.findall(r"pip install[^\n`]*?'\S*\[(\w+)\]'", text)}:
+        assert extra in declared
+    assert not [text for text in texts if "pip install 'tercet[" in text]  # it is on no index

@@ -11,10 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tercet.fleet import RunningSequence
 from tercet.fleet.admission import Gate
+from tercet.protocol import Request
 from tercet.router.front_door import FrontDoor, parsed
 from tercet.router.metrics import Metrics
-from tercet.settings import Limits
+from tercet.router.service_programs import ServicePrograms
+from tercet.settings import Limits, RetryBudget
+from tercet.settings.log_lines import request_id
 from tercet.vllm_plugin.frontend.request_context import Asked, current
 from tercet.vllm_plugin.frontend.trace_answers import wants_trace
 
@@ -378,6 +382,54 @@ async def test_each_request_is_logged_with_what_became_of_it(
         ("POST", PATH, 200), ("POST", PATH, 400), ("GET", "/live", 200), ("POST", "/v1/models", 0),
     ]  # fmt: skip
     assert caplog.messages[0].startswith(f"POST {PATH} 200 in 0.")
+
+
+async def test_the_access_log_names_request_model_and_tokens(
+    door: Door, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        context, programs = current(), ServicePrograms(door.service)
+        for name in ("cmpl-1-0", "cmpl-1-1"):
+            request = Request(seq_id=name, prompt=(1, 2, 3), sampling_params={"max_tokens": 5})
+            assert [output async for output in programs.run(request, context).stream]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    house = House(door, metrics, Limits())
+    monkeypatch.setattr(house.front, "_app", app)
+    monkeypatch.setattr(house.front, "_access_log", True)
+    caplog.set_level("INFO", "tercet.access")
+    await house.post(headers={"x-request-id": "mine"}, model="m")
+    await house.post(model="m" * 500)
+    named, unnamed = (getattr(record, "tercet_fields") for record in caplog.records)  # noqa: B009
+    generated = named["output_tokens"]
+    assert (named["request_id"], named["model"], named["prompt_tokens"], named["status"]) == ("mine", "m", 6, 200)
+    assert generated > 0
+    assert generated % 2 == 0
+    assert caplog.messages[0].endswith(f", model m, 6 + {generated} tokens")
+    assert unnamed["request_id"] == "cmpl-1-0"
+    assert len(unnamed["model"]) < 140
+
+
+async def test_what_happens_to_a_request_is_logged_with_its_id(door: Door, metrics: Metrics) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def later() -> None:
+            seen.append(
+                (request_id(), RunningSequence(Request(seq_id="s", prompt=(1,)), "p", RetryBudget(), 0.0).request_id)
+            )
+
+        await asyncio.create_task(later())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    house = House(door, metrics, Limits())
+    house.front._app = app
+    await house.post(headers={"x-request-id": "mine"})
+    await house.post()
+    assert seen == [("mine", "mine"), ("", "")]
+    assert request_id() == ""
 
 
 async def test_without_being_asked_for_nothing_is_logged(house: House, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,10 +54,12 @@ os._exit(3)
 """,
     )
     with socket.socket() as listening:
-        place = Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event())
+        serving: list[int] = []
+        place = Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.append)
         try:
             async with asyncio.timeout(20):
                 assert await place._one() == (3, says)
+            assert serving == [0] * says
         finally:
             os.kill(int(held.read_text()), signal.SIGKILL)
 
@@ -99,10 +101,14 @@ sys.exit(workers.supervise(RouterConfig(engines=engines, workers=2, host="127.0.
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:
     port = free_ports("127.0.0.1", 1)[0]
+    errors = tmp_path.with_name(f"{tmp_path.name}.log")
     command = [sys.executable, "-c", SUPERVISOR, WORKER, str(port)]
-    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, WARM_PARENT_VARIABLE: COLD})
+    with errors.open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=log, env={**os.environ, WARM_PARENT_VARIABLE: COLD})
     try:
         until(lambda: len(list(tmp_path.iterdir())) == 2)
+        until(lambda: f"router_ready: it serves smollm2 at 127.0.0.1:{port}" in errors.read_text())
+        assert errors.read_text().count("router_ready") == 1
         process.send_signal(number)
         assert process.wait(60) == code
     finally:

@@ -109,3 +109,38 @@ def test_what_clients_name_looks_like_no_other_line(form: str) -> None:
     accessed, failed = said.removesuffix("\n").split("\n")
     assert serious_event(accessed) is None
     assert serious_event(failed) == r"request_failed: a\x1b[2Jb\u2028c: engine_error: it is\nso"
+
+
+NAMES_REQUESTS = """
+import asyncio, logging
+from tercet.settings import log_events
+from tercet.settings.log_lines import FIELDS, access_logger, lines_of_request, log_to_stderr
+
+log_to_stderr("info", "{form}", access=True)
+
+async def begun_meanwhile():
+    logging.getLogger("tercet.router").warning("in a task")
+
+async def main():
+    with lines_of_request("mine-1"):
+        log_events.RETRY.tell(seq_id="s", program="p", tokens=3, reason="r")
+        access_logger.info("GET", extra={{FIELDS: {{"status": 200}}}})
+        task = asyncio.create_task(begun_meanwhile())
+    await task
+    with lines_of_request("x" * 1_000_000 + "\\n"):
+        logging.getLogger("tercet.router").warning("long")
+    logging.getLogger("tercet.router").warning("of nobody")
+
+asyncio.run(main())
+"""
+
+
+def test_each_line_of_a_request_names_it() -> None:
+    *named, long, other = said_as_json(NAMES_REQUESTS.format(form="json"))
+    assert [line["request_id"] for line in named] == ["mine-1"] * 3
+    assert 128 <= len(long["request_id"]) < 140
+    assert "request_id" not in other
+    script = NAMES_REQUESTS.format(form="text")
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    assert [line.endswith(" [x-request-id mine-1]") for line in said.splitlines()] == [True] * 3 + [False] * 2
+    assert max(map(len, said.splitlines())) < 300

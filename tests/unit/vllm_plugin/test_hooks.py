@@ -178,3 +178,9 @@ def test_all_that_is_replaced_is_in_the_registry() -> None:
 @pytest.mark.parametrize("target", ["builtins:len", "math:pi"])
 def test_what_cannot_be_looked_at_is_said(target: str) -> None:
     assert Says(target, "x").unmet().startswith(f"{target} cannot be checked")
+
+
+def test_why_vllm_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hooks.import_error() == ""
+    monkeypatch.setattr(hooks, "FIRST_IMPORTED", "vllm.nowhere")
+    assert hooks.import_error() == "ModuleNotFoundError: No module named 'vllm.nowhere'"

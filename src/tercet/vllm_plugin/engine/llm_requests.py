@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -32,6 +33,7 @@ from tercet.streams import FrontDoorConnection, SequenceSender
 from tercet.vllm_plugin.engine.adapters import Adapter
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
+from tercet.vllm_plugin.engine.verb_log import log_generation
 from tercet.vllm_plugin.mm_features import to_prompt
 
 if TYPE_CHECKING:
@@ -193,8 +195,13 @@ class DecodingSequence:
     on_end: Callable[[bool], None]
     sender: SequenceSender | None = field(default=None, init=False)
     _arrived: float = field(default_factory=time.monotonic, init=False)
+    _num_given: int = field(init=False)
+    _status: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
     _over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._num_given = len(self.tokens)
 
     @property
     def age(self) -> float:
@@ -219,6 +226,8 @@ class DecodingSequence:
     def told(self, output: Output) -> Output:
         """The output as callers get it."""
         self.tokens += output.token_ids
+        if output.finished:
+            self._status = int(HTTPStatus.OK)
         if self._begun:
             return output
         self._begun = True
@@ -228,7 +237,20 @@ class DecodingSequence:
         """Give back what the sequence took; more than once does nothing."""
         if not self._over:
             self._over = True
+            generated = len(self.tokens) - self._num_given
+            log_generation(self.seq_id, self._arrived, self._status, self._num_given, generated)
             self.on_end(self._begun)
+
+    @contextmanager
+    def ended(self) -> Generator[None]:
+        """At the end of the block the sequence is over; an error that ends it is its status."""
+        try:
+            yield
+        except TercetError as error:
+            self._status = error.status
+            raise
+        finally:
+            self.end()
 
     async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
         """Send outputs to a front door, until the last one, or until it does not want them any more.
@@ -246,6 +268,7 @@ class DecodingSequence:
         if self._over:
             return  # stopped; what still comes is nobody's
         if isinstance(found, TercetError):
+            self._status = found.status
             self.end()
             sender.fail(found)
             return

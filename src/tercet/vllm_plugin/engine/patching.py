@@ -14,9 +14,13 @@ MARK = "__tercet_wrapper__"
 def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
     """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``; a module's has no self.
 
+    Of a class method ``self`` is the class that it is called on.
+
     A process may load the plugins more than once; a method that is wrapped already stays as it is.
     """
-    original: Method = getattr(owner, name)
+    found = vars(owner).get(name)
+    is_class_method = isinstance(found, classmethod)
+    original: Method = found.__func__ if isinstance(found, classmethod) else getattr(owner, name)
     if hasattr(original, MARK):
         return
 
@@ -25,4 +29,4 @@ def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
         return around(original, self, *args, **kwargs)
 
     setattr(wrapper, MARK, True)
-    setattr(owner, name, wrapper)
+    setattr(owner, name, classmethod(wrapper) if is_class_method else wrapper)

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` for the first thing that is in the way."""
-    require_both_roles(config)
+    require_supported_config(config)
     require_movable_groups(caches)
+    require_kernels_of_states(caches)
+    require_states_to_be_kept(config, caches)
+
+
+def require_supported_config(config: VllmConfig) -> None:
+    """As :func:`require_supported`, of what is known before any weights are loaded."""
+    require_both_roles(config)
     require_prefill_behind_kv(config)
     require_positions_of_the_prompt(config)
     require_whole_blocks(config)
-    require_kernels_of_states(caches)
-    require_states_to_be_kept(config, caches)
     require_generation(config)
     require_one_rank(config)
     require_drafter(config)

@@ -287,11 +287,9 @@ class EngineVerbs:
     async def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
         """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
         decoding = await self._decoding(call)
-        try:
+        with decoding.ended():
             async for output in decoding.request.outputs():
                 yield decoding.told(output)
-        finally:
-            decoding.end()
 
     async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
         """Decode, and send the outputs to a front door; returns once the engine has the request."""

@@ -31,6 +31,7 @@ from tercet.vllm_plugin.leak_reports import without_leak_reports
 
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
+STARTED_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -176,10 +177,13 @@ async def accept(
     sock: socket.socket,
     shut_down: Callable[[], Awaitable[None]],
     peer_loads: tuple[memoryview[int], int] | None = None,
+    on_ready: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve until ``shut_down`` returns, which is called once the socket is being served, or the server ends.
 
-    Signals are for ``shut_down`` to handle. Of several workers the one with the fewest connections takes the next.
+    Signals are for ``shut_down`` to handle. ``on_ready`` is called once, when connections are accepted.
+
+    Of several workers the one with the fewest connections takes the next.
 
     ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's. vLLM 0.31 does not
     look at them: there the system chooses.
@@ -197,6 +201,7 @@ async def accept(
     ))  # fmt: skip
     await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers are there, to be replaced
     ending = asyncio.ensure_future(shut_down())
+    announcing = asyncio.ensure_future(_announce(app, on_ready))
     try:
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
@@ -204,8 +209,15 @@ async def accept(
             app.state.server.should_exit = True
         await (await serving)
     finally:
+        announcing.cancel()
         ending.cancel()
         serving.cancel()
+
+
+async def _announce(app: FastAPI, on_ready: Callable[[], object]) -> None:
+    while not app.state.server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(STARTED_POLL_S)
+    on_ready()
 
 
 def _settle() -> None:

@@ -31,6 +31,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 NOTHING = Asked()
+CONTEXT = "tercet.context"
+"""The key of an ASGI scope that has the request's context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +40,8 @@ class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
     ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
-    started (``n``, or several prompts); ``wants_trace``: its client gets them. ``failed`` is the error that has
-    ended the first of them that failed.
+    started (``n``, or several prompts), and so have ``sequences``, which say what was generated; ``wants_trace``: its
+    client gets them. ``failed`` is the error that has ended the first of them that failed.
     """
 
     path: str = ""
@@ -49,6 +51,7 @@ class RequestContext:
     began: float = field(default_factory=time.monotonic)
     connection: ClientConnection | None = None
     traces: list[Any] = field(default_factory=list[Any])
+    sequences: list[Any] = field(default_factory=list[Any])
     wants_trace: bool = False
     failed: TercetError | None = None
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.

@@ -1,0 +1,106 @@
+"""Serves the small OpenAI API: what :mod:`.server` does with vLLM's layer, with uvicorn alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import NoReturn
+
+import uvicorn
+
+from tercet.aio import signals_to
+from tercet.fleet.admission import Gate
+from tercet.protocol import BadRequest
+from tercet.protocol.bearer import key_of
+from tercet.router import admin
+from tercet.router.front_door import FrontDoor
+from tercet.router.pooling import PoolingServers
+from tercet.router.service_programs import ServicePrograms
+from tercet.router.shared_state import SharedState
+from tercet.router.shutdown import Shutdown
+from tercet.router.small_openai import prompt_texts, small_app
+from tercet.router.workers import tell_ready
+from tercet.settings import RouterConfig
+from tercet.vllm_plugin.engine.server_access import api_keys
+
+CLOSE_SECONDS = 1
+STARTED_POLL_S = 0.01
+
+
+class _Flags(argparse.ArgumentParser):
+    """Of vLLM's flags the one that is about who may come in."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadRequest(
+            f"router-args: {message}; the small OpenAI layer takes --api-key alone, --openai-layer vllm all of them",
+            "router-args",
+        )
+
+
+def flags_of(given: Sequence[str]) -> argparse.Namespace:
+    """The flags after ``--``; raises :class:`~tercet.protocol.BadRequest` for those of vLLM's layer."""
+    parser = _Flags(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", nargs="+", type=lambda text: key_of(text, "--api-key"))
+    return parser.parse_args(list(given))
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def serve_small(
+    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers
+) -> None:
+    """Serve until told to stop: the first signal has running requests finish, another one ends them."""
+    service = state.service
+    keys = api_keys(flags_of(config.vllm_args))
+    names = [config.public_name, *config.model_aliases]
+    app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
+    admin.install(app, state, names)
+    gate = Gate(config.limits, service.fleet, service.metrics)
+    app.middleware_stack = FrontDoor(
+        app.build_middleware_stack(), None, gate, keys, service.program_called, config.max_request_bytes,
+        shutdown=shutdown, access_log=config.access_log, pooling=pooling,
+    )  # fmt: skip
+    server = _Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
+                       timeout_graceful_shutdown=CLOSE_SECONDS)
+    )  # fmt: skip
+    with _listening(config) as sock:
+        await state.serving()
+        serving = asyncio.ensure_future(server.serve([sock]))
+        ending = asyncio.ensure_future(_shut_down(shutdown, partial(shutdown.run, gate.close, service.give_up)))
+        try:
+            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(STARTED_POLL_S)
+            if server.started:
+                tell_ready(config)
+            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            if ending.done():
+                ending.result()
+            await serving
+        finally:
+            ending.cancel()
+            serving.cancel()
+
+
+async def _shut_down(shutdown: Shutdown, run: partial[object]) -> None:
+    with signals_to(shutdown.begin, shutdown.hurry):
+        await run()  # type: ignore[misc]
+
+
+def _listening(config: RouterConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((config.host, config.port))
+    return sock

@@ -1,0 +1,88 @@
+"""Plain technical English: a word list for help texts and pages, room by room; a room that is clean stays clean.
+
+To add a room: put it into ``CLEAN``, run this test, and rewrite what it finds. The reason for each rule is next to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .pages import ROOT
+from .test_commands import COMMAND_LINE
+
+# What is found, and what to write instead.
+RULES = (
+    (r"\b(nobody|whoever|whomever|somebody)\b", "name the subject: a client, a process, no engine"),
+    (r"\banew\b", "again; restart, reload, recompute"),
+    (r"\bbeside\b", "next to, in addition to, in the background"),
+    (r"(?<!\bthere )\b(?:is|are|was) no (?!longer\b|more\b)\w+", "is not a, there is no, has no"),
+    (r"\bso (?:many|much|long)\b(?! (?:that|as)\b)", "say the number, the time or the limit"),
+    (r"\bof (?:its|their|our|your) own\b", "its own"),
+    (r"\bof (?:ours|theirs)\b", "name the owner"),
+    (r"\bwhat is \w+ is \w+", "name the thing"),
+    (r"\bthat there (?:is|are)(?: not)?\b", "that exists, that does not exist"),
+    (r"\bis told of\b", "is notified of, receives"),
+)
+# A help text begins with a noun or a verb.
+WRONG_BEGINNING = re.compile(
+    r"(?:Of|Whose|So|None|Without|For which|Until|From|To|After|Beside|Its|Their|Who|How|What|Where|As)\b"
+)
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/stability.md")
+# Modules whose docstrings and messages are clean.
+CLEAN = (
+    "src/tercet/vllm_plugin/engine/refusals.py",
+    "src/tercet/vllm_plugin/engine/start_checks.py",
+    "src/tercet/vllm_plugin/engine/verb_log.py",
+)
+
+
+def found_in(text: str) -> list[str]:
+    """What breaks a rule, with the remedy."""
+    plain = " ".join(re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL).split())
+    return [f"{match[0]!r}: {remedy}" for rule, remedy in RULES for match in re.finditer(rule, plain, re.IGNORECASE)]
+
+
+def commands(command: Any = COMMAND_LINE, path: str = "tercet") -> Iterator[tuple[str, Any]]:
+    """Every command of the command line by its path, groups included."""
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands(each, f"{path} {name}")
+
+
+@pytest.mark.parametrize(("path", "command"), list(commands()), ids=lambda each: each if isinstance(each, str) else "")
+def test_help_texts(path: str, command: Any) -> None:
+    assert found_in(command.help or "") == []
+    for each in command.params:
+        text = getattr(each, "help", None) or ""
+        assert found_in(text) == [], f"{path} {each.opts}: {text}"
+        assert not WRONG_BEGINNING.match(text), f"{path} {each.opts}: begin with a noun or a verb: {text}"
+
+
+@pytest.mark.parametrize("name", [*PAGES, *CLEAN])
+def test_pages_and_modules(name: str) -> None:
+    assert found_in((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_clean_modules_exist() -> None:
+    assert all(Path(ROOT / name).is_file() for name in CLEAN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Nobody reads it.", "It is started anew.", "A process beside it.", "This is no program.", "So many tokens.",
+     "A name of its own.", "Code of ours.", "What is asked is answered.", "an option that there is not"],
+)  # fmt: skip
+def test_each_rule_finds_what_it_is_about(text: str) -> None:
+    assert found_in(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["It is no longer used.", "So long as it runs.", "`nobody` is a user.", "There is no port."]
+)
+def test_plain_sentences_pass(text: str) -> None:
+    assert found_in(text) == []

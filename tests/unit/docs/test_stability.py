@@ -1,0 +1,38 @@
+"""What the page of stability calls public can be imported, and is exported where it says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+
+import pytest
+
+from tercet.vllm_plugin.hooks import SIDES, hooks_of
+
+from .pages import DOCS, ROOT
+
+PUBLIC = sorted(
+    set(re.findall(r"`(tercet\.(?:protocol|programs|migration)\.\w+)`", (DOCS / "stability.md").read_text()))
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_exported(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert attribute in importlib.import_module(module).__all__
+
+
+def test_the_list_is_not_empty() -> None:
+    assert len(PUBLIC) > 10
+
+
+def test_the_licence_is_the_one_of_the_metadata() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_readme_counts_what_is_replaced() -> None:
+    replaced = {name for side in SIDES for hook in hooks_of(side) for name in hook.replaces}
+    assert f"replaces {len(replaced)} attributes" in " ".join((ROOT / "README.md").read_text().split())

