@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -107,7 +108,7 @@ class FrontDoor:
                         place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
                         await held.enter_async_context(place)
                 if body is not None and pooling is not None:
-                    pooled = await self._pooled(pooling, context, body, scope["query_string"])
+                    pooled = await self._pooled(pooling, context, body, scope)
                     held.callback(pooled.close)
             except TercetError as error:
                 await self._refusals({**scope, ERROR: error}, receive, send)
@@ -120,13 +121,16 @@ class FrontDoor:
                 await self._serve(context, scope, receive if body is None else body.receive, send)
 
     async def _pooled(
-        self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, query: bytes
+        self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> Answer:
         """Raises :class:`ClientLeft` if nobody waits for it any more."""
-        target = f"{context.path}?{query.decode('latin-1')}" if query else context.path
+        method: str = scope["method"]
         asking = asyncio.ensure_future(
-            pooling.answer(target, context.asked.model, body.content, context.headers, context.began)
-        )
+            pooling.answer(
+                method.encode(), _target(scope, context.path), context.asked.model, body.content, scope["headers"],
+                context.began,
+            )
+        )  # fmt: skip
         try:
             await asyncio.wait({asking, body.left()}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -171,6 +175,13 @@ def context_of(scope: Scope) -> RequestContext:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return RequestContext(path, headers, connection=scope.get(CONNECTION))
+
+
+def _target(scope: Scope, path: str) -> bytes:
+    """What is asked for as the client wrote it, with its query; without what a proxy before this front door adds."""
+    written: bytes = scope.get("raw_path") or quote(path).encode()
+    query: bytes = scope["query_string"]
+    return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
 
 
 # ---- bodies --------------------------------------------------------------------------------------------------
