@@ -20,6 +20,7 @@ from tercet.fleet.admission import ClientLeft, Gate
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
@@ -43,11 +44,6 @@ LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-# Of vLLM's routes those that generate; the others cost engines nothing.
-GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
-     "/v1/systemone", "/inference/v1/generate", "/cohere/v2/chat", "/generative_scoring", "/invocations"}
-)  # fmt: skip
 
 
 class FrontDoor:

@@ -26,13 +26,10 @@ from tercet.client.passing import Fields, NotConnected, NotReadable, Origin, Ori
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.bearer import bearer
 from tercet.protocol.headers import CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER
+from tercet.protocol.openai_routes import POOLING
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.router")
-PATHS = frozenset(
-    {"/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-     "/v2/rerank"}
-)  # fmt: skip
 # Each is asked for its models so often, and is left alone once so many questions in a row got no answer in time: a
 # server that is busy with a large batch may be late.
 LOOK_SECONDS = 2.0
@@ -199,7 +196,7 @@ class PoolingServers:
 
     def take(self, path: str) -> bool:
         """Whether requests for ``path`` are for them."""
-        return bool(self.servers) and path in PATHS
+        return bool(self.servers) and path in POOLING
 
     async def answer(
         self, method: bytes, target: bytes, model: str | None, body: bytes, fields: Fields, began: float

@@ -17,10 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, UnknownModel
+from tercet.protocol.openai_routes import POOLING
 from tercet.router import pooling as module
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
-from tercet.router.pooling import PATHS, PoolingServers
+from tercet.router.pooling import PoolingServers
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
 from ..client.raw_http import parsed, raw_server
@@ -130,7 +131,7 @@ async def client(door: Door, metrics: Metrics, pooling: PoolingServers) -> Async
         yield found
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize("path", sorted(POOLING))
 async def test_the_body_goes_to_a_server_of_the_model_and_its_answer_back(
     client: httpx.AsyncClient, embedders: list[Server], path: str
 ) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import h11
 
@@ -15,6 +15,7 @@ from tercet.client.passing import BrokeOff, Fields, NotReadable, end_to_end, fir
 from tercet.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, TercetError
+from tercet.protocol.openai_routes import path_of
 
 logger = logging.getLogger("tercet.gateway")
 MOST_HEAD = 64 * 1024
@@ -45,7 +46,7 @@ class ClientCall:
         self.target, host = _origin_form(bytes(head.target), self.method)
         if host is not None:
             self.fields = [(b"Host", host), *((name, value) for name, value in self.fields if name.lower() != b"host")]
-        self.path = unquote(self.target.partition(b"?")[0].decode("ascii"))
+        self.path = path_of(self.target.decode("ascii"))
         self.began = False
         self.has_body = framing(self.fields) not in ([], NOTHING)
         self.is_read = False

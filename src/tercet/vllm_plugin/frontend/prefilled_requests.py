@@ -22,6 +22,7 @@ from tercet.client.prefill_attempts import prefill_here
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
 from tercet.protocol.headers import PREFILLER_HEADER
+from tercet.protocol.openai_routes import PREFILLED_BELOW
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
@@ -30,8 +31,6 @@ from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-PREFIX = "/v1/"
 
 
 @dataclass(eq=False)
@@ -62,7 +61,7 @@ class PrefillerHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         allowed = self._allowed()
-        may_name = bool(allowed) and scope["type"] == "http" and scope["path"].startswith(PREFIX)
+        may_name = bool(allowed) and scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW)
         headers = _headers(scope) if may_name else {}
         said = headers.get(PREFILLER_HEADER)
         if said is None:
