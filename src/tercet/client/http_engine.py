@@ -322,7 +322,9 @@ class HttpEngine:
             except EngineUnreachable as error:
                 raise EngineNotReached(error.message) from error
         if self._refusal is not None:
-            raise EngineNotReached(f"{self.name} is not asked for anything: {self._refusal.message}")
+            raise EngineNotReached(
+                f"{self.name} is not asked for anything: {self._refusal.message.removeprefix('url: ')}"
+            )
         return {INCARNATION_HEADER: self._incarnation} if self._incarnation else {}
 
     async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:

@@ -387,7 +387,19 @@ class EngineFleet:
         if not self._open:
             raise self._picking.nobody()
         if not self.answers:
-            raise EngineUnreachable("no engine that may be picked answers")
+            raise EngineUnreachable(self._why_none_answers())
+
+    def _why_none_answers(self) -> str:
+        refused = [member for member in self._open if member.refused]
+        if not refused:
+            return "no engine that may be picked answers"
+        others = len(self._open) - len(refused)
+        silent = f", and {others} of {len(self._open)} do not answer" if others else ""
+        return (
+            f"no engine serves what this front door has promised its clients: {refused[0].name} answers, but "
+            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or start the front door again for "
+            "the other one (with a state file, another one)"
+        )
 
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""

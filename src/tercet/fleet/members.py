@@ -24,7 +24,8 @@ class Member:
     cache has room; 0 while it has not said so. ``adapters`` are the LoRA adapters that it said it has, by name,
     ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``model_dtype`` is in what it
     computes. ``said_stamp`` is what its reports say
-    that changes with them, ``asked_stamp`` what they said when it was asked last. ``on_change`` is told of each field
+    that changes with them, ``asked_stamp`` what they said when it was asked last. ``refused`` is why one that answers
+    may not serve here, such as that it has become another model's. ``on_change`` is told of each field
     of ``FOLLOWED`` that is set: who picks keeps columns of them, and does not look at every engine for every pick.
     """
 
@@ -46,6 +47,7 @@ class Member:
     model_dtype: str = ""
     said_stamp: int = 0
     asked_stamp: int = 0
+    refused: str = ""
     on_change: Callable[[Member, str], object] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: object) -> None:

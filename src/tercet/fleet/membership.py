@@ -17,6 +17,7 @@ from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
+from tercet.protocol.types import TextFingerprint
 from tercet.settings import EngineAddress
 from tercet.streams import StreamListener
 
@@ -127,6 +128,7 @@ class Membership:
 
     def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
         self.promise: Promise | None = None
+        self._text = TextFingerprint()
         self._fleet = fleet
         self._connect = connect
         self._open: dict[int, tuple[Member, AsyncExitStack]] = {}
@@ -249,6 +251,7 @@ class Membership:
             self._answered(member, await member.engine.status())
             member.asked_stamp = stamp
         except EngineUnreachable as error:
+            member.refused = ""
             self._fleet.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
@@ -282,6 +285,7 @@ class Membership:
                 self._answered(member, answer)
             else:
                 late = EngineUnreachable(f"{member.name} has not answered within {seconds:g} s")
+                member.refused = ""
                 self._fleet.lost(member, answer if isinstance(answer, TercetError) else late)
         return found
 
@@ -297,17 +301,31 @@ class Membership:
             self._refuse(member, error)
         else:
             self._refused.pop(id(member), None)
+            member.refused = ""
             if not self._fleet.liveness.is_stuck(member.name):
                 self._fleet.found_well(member)
+
+    async def speak(self, text: TextFingerprint) -> None:
+        """From now on engines must have this tokenizer and chat template, as far as either side says what it has.
+
+        Raises :class:`~tercet.protocol.BadRequest` if engines answer, and none of them has.
+        """
+        self._text = text
+        answered = await self.look(ASK_SECONDS)
+        wrong = [status for status in answered if not _speaks(status, text)]
+        if wrong and len(wrong) == len(answered):
+            _require_text(wrong[0], text, "model")
 
     def _admit(self, status: EngineStatus) -> None:
         if self.promise is not None:
             self.promise.require_kept(status)
+        _require_text(status, self._text, "url")
 
     def _refuse(self, member: Member, error: TercetError) -> None:
         if id(member) not in self._open:  # it has been removed
             return
         member.reachable = False
+        member.refused = error.message.removeprefix(f"{error.param}: ")
         if self._refused.get(id(member)) != error.message:
             self._refused[id(member)] = error.message
             self._fleet.refused(member, error)
@@ -317,6 +335,31 @@ class Membership:
         self._refused.pop(id(member), None)
         if found is not None:  # at the front door's end all are closed, those with sequences on them too
             self._closing.spawn(found[1].aclose())
+
+
+def _speaks(status: EngineStatus, text: TextFingerprint) -> bool:
+    pairs = (status.text.tokenizer, text.tokenizer), (status.text.chat_template, text.chat_template)
+    return all(theirs == ours or not theirs or not ours for theirs, ours in pairs)
+
+
+def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for an engine to which this front door's tokens are other words."""
+    if _speaks(status, text):
+        return
+    if status.text.tokenizer and text.tokenizer and status.text.tokenizer != text.tokenizer:
+        what, remedy = "tokenizer", "--model and --tokenizer of the front door are to be those of its engines"
+        theirs, ours = status.text.tokenizer, text.tokenizer
+    else:
+        what, remedy = (
+            "chat template",
+            "give the front door the same checkpoint, or the template that is meant by --chat-template",
+        )
+        theirs, ours = status.text.chat_template, text.chat_template
+    raise BadRequest(
+        f"{param}: the engine there ({status.engine}) has another {what} (fingerprint {theirs}) than this front door "
+        f"({ours}), so that its tokens are other words; {remedy}",
+        param,
+    )
 
 
 async def _first_status(member: Member, seconds: float) -> EngineStatus:

@@ -115,7 +115,7 @@ class EndpointPicker:
         request = _request(call, prompt, self._adapter_of(call))
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
         decode = decoding[0]
-        may_split = request.prompt and self._fleet.scheduling.splits
+        may_split = request.prompt and call.may_split and self._fleet.scheduling.splits
         prefilling = self._prefilling(request, decode, cached, names) if may_split else None
         if call.generates:
             self._count(request, decode, cached, prefilling)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
 from tercet.protocol.wire import UNREADABLE, field_of
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 MOST_READ = 1024 * 1024
 """Bytes of a body that is read; of a longer one the beginning stands for its prompt. While it is read others wait."""
 MOST_NESTED = 20_000
 """Lists and objects in a body that is read: each takes a hundred times as long as a letter."""
 Text = str | Sequence[Any] | None
+READ_STRICTLY = frozenset({COMPLETIONS, CHAT, RESPONSES})
+"""Routes whose bodies have the fields of :class:`OpenAIBody`; of others, what is found of them."""
 OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
 
@@ -38,7 +40,24 @@ class OpenAIBody(msgspec.Struct, frozen=True):
     chat_template_kwargs: Mapping[str, Any] | None = None
 
 
+class _OtherBody(msgspec.Struct, frozen=True):
+    """What bodies of other routes may say; only an engine knows whether it may."""
+
+    model: Any = None
+    prompt: Any = None
+    messages: Any = None
+    system: Any = None
+    tools: Any = None
+    token_ids: Any = None
+    max_tokens: Any = None
+    sampling_params: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    user: Any = None
+
+
 NOTHING = OpenAIBody()
+_kinds: Mapping[str, Any] = {each.name: each.type for each in msgspec.structs.fields(OpenAIBody)}
 _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
 
@@ -58,6 +77,11 @@ class OpenAICall(msgspec.Struct, frozen=True):
     def generates(self) -> bool:
         """Whether an engine has to compute something for it."""
         return self.path in GENERATING
+
+    @property
+    def may_split(self) -> bool:
+        """Whether an engine has its prompt prefilled by another one when it is asked to."""
+        return self.path.startswith(PREFILLED_BELOW)
 
     @property
     def max_tokens(self) -> int | None:
@@ -91,12 +115,48 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
         return OpenAICall(path, headers, size=0 if body is None else len(body))
     if body.count(b"[") + body.count(b"{") > MOST_NESTED:
         return call_unread(headers, [body], len(body))
+    if path not in READ_STRICTLY:
+        return _other_call(path, headers, body)
     try:
         return OpenAICall(path, headers, _decode(body), len(body))
     except UNREADABLE as error:
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}the request's body is not one of {path}: {error}", field) from error
+
+
+def _other_call(path: str, headers: Mapping[str, str], body: bytes) -> OpenAICall:
+    """A call in a form of its own: its engine says what is wrong with it, and its text stands for its prompt."""
+    try:
+        said = msgspec.json.decode(body, type=_OtherBody)
+    except UNREADABLE:
+        return OpenAICall(path, headers, size=len(body), opening=body)
+    limits = cast("dict[str, Any]", said.sampling_params) if isinstance(said.sampling_params, dict) else {}
+    read: dict[str, Any] = {
+        "model": said.model,
+        "messages": _with_system(said.messages, said.system),
+        "prompt": said.prompt if said.token_ids is None else said.token_ids,
+        "tools": said.tools,
+        "max_tokens": said.max_tokens if said.max_tokens is not None else limits.get("max_tokens"),
+        "priority": said.priority,
+        "cache_salt": said.cache_salt,
+        "user": said.user,
+    }
+    known: dict[str, Any] = {}
+    for name, value in read.items():
+        try:
+            known |= {} if value is None else {name: msgspec.convert(value, _kinds[name], strict=False)}
+        except msgspec.ValidationError:
+            continue
+    has_prompt = known.get("messages") or known.get("prompt")
+    return OpenAICall(path, headers, OpenAIBody(**known), len(body), b"" if has_prompt else body)
+
+
+def _with_system(messages: Any, system: Any) -> Any:
+    """The messages with what Anthropic's API says apart from them."""
+    if not system or not isinstance(messages, list):
+        return messages
+    return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
@@ -111,4 +171,4 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
 
 
 def _path(headers: Mapping[str, str]) -> str:
-    return headers.get(":path", "").partition("?")[0]
+    return path_of(headers.get(":path", ""))

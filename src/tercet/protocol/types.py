@@ -143,6 +143,13 @@ class AdapterReport(msgspec.Struct, frozen=True):
             )
 
 
+class TextFingerprint(msgspec.Struct, frozen=True):
+    """What stands for a model's ``tokenizer``, its vocabulary included, and its ``chat_template``; empty if unknown."""
+
+    tokenizer: str = ""
+    chat_template: str = ""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: who it is, how loaded it is, and what it holds for others.
 
@@ -150,6 +157,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     for an engine that publishes none. ``incarnation`` is another one after each start, and is what calls may be
     addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV, and
     ``model_dtype`` that in which it computes, empty if it has not said. ``stalled_s`` as in :class:`EngineLoad`.
+    ``text`` stands for its tokenizer and chat template.
     ``max_adapters`` is how many LoRA adapters one step may serve, 0 if it serves none; ``adapters`` are those that it
     has.
     """
@@ -171,6 +179,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KVEvents | None = None
     incarnation: str = ""
     fingerprint: str = ""
+    text: TextFingerprint = TextFingerprint()
     dtype: str = ""
     model_dtype: str = ""
     stalled_s: NotNegativeNumber = 0.0

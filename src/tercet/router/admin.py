@@ -467,6 +467,7 @@ def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
         "url": member.url,
         "role": member.role,
         "reachable": everywhere.reachable,
+        "refused": member.refused,
         "draining": member.draining,
         "stopping": member.stopping,
         "in_flight": everywhere.in_flight,

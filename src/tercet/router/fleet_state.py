@@ -7,11 +7,13 @@ newest one: writers take turns, and readers see a whole state or the one before 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -20,8 +22,10 @@ from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
+from tercet.router.unknown_fields import known_part, unknown_names, with_unknown
 from tercet.settings import EngineAddress, RouterConfig
 
+logger = logging.getLogger("tercet.router")
 LOCK_SECONDS = 10.0
 AGAIN_SECONDS = 0.01
 
@@ -170,22 +174,53 @@ def stamp_of(path: Path) -> object:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
+FORMAT = 1
+"""Of a file without ``format``. Fields may be added to it; what is incompatible has another one."""
+_KIND = msgspec.inspect.type_info(FleetState)
+
+
 class StateFile:
-    """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them."""
+    """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them.
+
+    Fields that a later Tercet has added to the file are kept by changes, and named in the log.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._told: set[str] = set()
 
     def read(self) -> FleetState | None:
         """The state; None without a file. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[FleetState | None, Any]:
+        """The state, and the same as the file has it."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=FleetState)
+            content = msgspec.json.decode(self.path.read_bytes())
+            self._require_format(content)
+            unknown = list(unknown_names(content, _KIND))
+            state = msgspec.convert(known_part(content, _KIND), FleetState)
         except FileNotFoundError:
-            return None
+            return None, None
         except OSError as error:
             raise BadRequest(f"state: {self.path} cannot be read: {error.strerror}", "state") from error
         except (BadRequest, *UNREADABLE) as error:
             raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
+        if not self._told.issuperset(unknown):
+            self._told.update(unknown)
+            logger.warning(
+                "state: %s has fields that this version of Tercet does not know; they are kept, and have no effect "
+                "here: %.1000s", self.path, ", ".join(unknown),
+            )  # fmt: skip
+        return state, content
+
+    def _require_format(self, content: Any) -> None:
+        said = cast("dict[str, Any]", content).get("format", FORMAT) if isinstance(content, dict) else FORMAT
+        if said != FORMAT:
+            raise BadRequest(
+                f"its format is {said!r:.100}, and this version of Tercet reads {FORMAT}. Run the version that wrote "
+                "it, or a later one; or name another file (--state), and add the engines there"
+            )
 
     def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:
         """Change the state, which is ``otherwise`` if there is no file, and return the one that holds now.
@@ -194,16 +229,19 @@ class StateFile:
         :class:`~tercet.protocol.BadRequest` as :meth:`read`, and for a file that cannot be written.
         """
         with self._locked():
-            found = self.read()
+            found, content = self._read()
             before = otherwise if found is None else found
             after = change(before)
             if after is not before:
                 after = msgspec.structs.replace(after, version=after.version + 1)
             if after is found:
                 return after
-            content = msgspec.json.encode(after)
-            write_whole(self.path, msgspec.json.format(content), lasting=True)
-            return msgspec.json.decode(content, type=FleetState)  # as it will be read
+            known = msgspec.json.encode(after)
+            written = known
+            if content is not None:
+                written = msgspec.json.encode(with_unknown(msgspec.json.decode(known), content, _KIND))
+            write_whole(self.path, msgspec.json.format(written), lasting=True)
+            return msgspec.json.decode(known, type=FleetState)  # as it will be read
 
     @contextmanager
     def _locked(self) -> Generator[None]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +20,7 @@ from tercet.fleet.admission import ClientLeft, Gate
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import PREFIX, UNREADABLE
 from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
@@ -49,11 +51,6 @@ LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-# Of vLLM's routes those that generate; the others cost engines nothing.
-GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
-     "/v1/systemone", "/inference/v1/generate", "/cohere/v2/chat", "/generative_scoring", "/invocations"}
-)  # fmt: skip
 
 
 class FrontDoor:
@@ -118,7 +115,7 @@ class FrontDoor:
                         place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
                         await held.enter_async_context(place)
                 if body is not None and pooling is not None:
-                    pooled = await self._pooled(pooling, context, body, scope["query_string"])
+                    pooled = await self._pooled(pooling, context, body, scope)
                     held.callback(pooled.close)
             except TercetError as error:
                 await self._refusals({**scope, ERROR: error}, receive, send)
@@ -131,13 +128,16 @@ class FrontDoor:
                 await self._serve(context, scope, receive if body is None else body.receive, send)
 
     async def _pooled(
-        self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, query: bytes
+        self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> Answer:
         """Raises :class:`ClientLeft` if nobody waits for it any more."""
-        target = f"{context.path}?{query.decode('latin-1')}" if query else context.path
+        method: str = scope["method"]
         asking = asyncio.ensure_future(
-            pooling.answer(target, context.asked.model, body.content, context.headers, context.began)
-        )
+            pooling.answer(
+                method.encode(), _target(scope, context.path), context.asked.model, body.content, scope["headers"],
+                context.began,
+            )
+        )  # fmt: skip
         try:
             await asyncio.wait({asking, body.left()}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -187,6 +187,13 @@ def context_of(scope: Scope) -> RequestContext:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return RequestContext(path, headers, connection=scope.get(CONNECTION))
+
+
+def _target(scope: Scope, path: str) -> bytes:
+    """What is asked for as the client wrote it, with its query; without what a proxy before this front door adds."""
+    written: bytes = scope.get("raw_path") or quote(path).encode()
+    query: bytes = scope["query_string"]
+    return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
 
 
 # ---- bodies --------------------------------------------------------------------------------------------------

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from tercet.aio import TaskSet, repeat
 from tercet.client.connection_errors import reason_of
+from tercet.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.bearer import bearer
+from tercet.protocol.headers import CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER
+from tercet.protocol.openai_routes import POOLING
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.router")
-PATHS = frozenset(
-    {"/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-     "/v2/rerank"}
-)  # fmt: skip
 # Each is asked for its models so often, and is left alone once so many questions in a row got no answer in time: a
 # server that is busy with a large batch may be late.
 LOOK_SECONDS = 2.0
@@ -39,18 +39,29 @@ SILENT_LOOKS = 3
 # has computed everything.
 CONNECT_SECONDS = 5.0
 PART_SECONDS = 30.0
-# What servers may see of a request besides its body, and clients of an answer: where vectors come as bytes, a header
-# says which is whose, for all of a batch.
-ASKED_WITH = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
-ANSWERED_WITH = ("content-type", "retry-after", "x-request-id", "metadata")
+# What servers do not see of a request: the key to this front door, which server was meant, what the body's framing was
+# before it was read, and what is said to Tercet. The front door says by itself who it is and what time it is.
+NOT_ASKED_WITH = frozenset(
+    {
+        b"authorization",
+        b"host",
+        b"expect",
+        b"trailer",
+        *(name.encode() for name in (*CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER)),
+    }
+)
+NOT_ANSWERED_WITH = frozenset({b"date", b"server", b"trailer"})
+# Where vectors come as bytes, a header says which is whose, for all of a batch.
 HEADER_BYTES = 1024 * 1024
+LARGEST_STATUS = 599
+NO_CONTROLS = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 # A request that servers break at must not get to all of them.
 MOST_BROKEN = 2
 # vLLM closes connections that were idle for five seconds; one that it is about to close is not used any more.
 KEEP_ALIVE_SECONDS = 2.0
 
 
-Asking = asyncio.Future[aiohttp.ClientResponse]
+Asking = asyncio.Future[OriginAnswer]
 
 
 class _Model(msgspec.Struct):
@@ -75,6 +86,7 @@ class PoolingServer:
 
     url: str
     told: Callable[[str, bool], object]
+    origin: Origin
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     models: frozenset[str] | None = None
     in_flight: int = 0
@@ -104,33 +116,51 @@ class PoolingServer:
 class Answer:
     """A server's, which comes while it is passed on. Whoever got it calls :meth:`close`."""
 
-    def __init__(self, response: aiohttp.ClientResponse, server: PoolingServer) -> None:
+    def __init__(self, response: OriginAnswer, server: PoolingServer) -> None:
         self.status = response.status
-        self.headers = [
-            (name.encode(), response.headers[name].encode("latin-1"))
-            for name in ANSWERED_WITH
-            if name in response.headers
-        ]
+        has_length = response.status != HTTPStatus.NO_CONTENT
+        self.headers = (passed_on if has_length else end_to_end)(response.fields, NOT_ANSWERED_WITH)
         self._response = response
         self._server = server
         server.in_flight += 1
+
+    def require_sendable(self) -> None:
+        """Raises :class:`~tercet.protocol.EngineError` for a head that no front door could send."""
+        wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
+        if wrong is not None or self.status > LARGEST_STATUS:
+            what = (
+                f"its status is {self.status}"
+                if wrong is None
+                else f"its header {wrong.decode()} has control characters"
+            )
+            raise EngineError(f"the answer of {self._server.url} is not to be read: {what}")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Its body; raises :class:`~tercet.protocol.EngineUnreachable` if it does not come to an end."""
         try:
             while True:
                 async with asyncio.timeout(PART_SECONDS):
-                    part = await self._response.content.readany()
+                    part = await self._response.part()
                 if not part:
                     return
                 yield part
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (NotReadable, OSError) as error:
             raise EngineUnreachable(f"{self._server.url} broke off its answer: {reason_of(error)}") from error
 
     def close(self) -> None:
         """Nobody waits for more of it."""
         self._response.close()
         self._server.in_flight -= 1
+
+
+@dataclass(frozen=True)
+class PassedRequest:
+    """A request as servers are asked with it: ``target`` as its client wrote it, and all of its fields that go on."""
+
+    method: bytes
+    target: bytes
+    body: bytes
+    fields: Fields
 
 
 class PoolingServers:
@@ -144,7 +174,7 @@ class PoolingServers:
         self, urls: Sequence[str], secret: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
         told: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [_server(url, secret, told) for url in urls]
+        self.servers = [_server(url, secret, told, tls) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
@@ -152,55 +182,56 @@ class PoolingServers:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=KEEP_ALIVE_SECONDS)
-        self._session = aiohttp.ClientSession(
-            connector=connector, max_field_size=HEADER_BYTES, max_line_size=HEADER_BYTES
-        )
+        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         for server in self.servers:
             self._tasks.spawn(repeat(lambda server=server: self.look_at(server), LOOK_SECONDS), f"look at {server.url}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()
+        for server in self.servers:
+            server.origin.close()
         if self._session is not None:
             await self._session.close()
 
     def take(self, path: str) -> bool:
         """Whether requests for ``path`` are for them."""
-        return bool(self.servers) and path in PATHS
+        return bool(self.servers) and path in POOLING
 
     async def answer(
-        self, target: str, model: str | None, body: bytes, headers: Mapping[str, str], began: float
+        self, method: bytes, target: bytes, model: str | None, body: bytes, fields: Fields, began: float
     ) -> Answer:
         """What one of them that serves ``model`` says to ``body``; of those that answer, the one with least to do.
 
         Without a model, any. One that fails to answer is not asked again for it, but another one; if that breaks off,
-        too, nobody is. ``target`` is the path, with its query. ``began`` is when the request came, by
-        :func:`time.monotonic`; names of ``headers`` are in lower case. Raises
+        too, nobody is. ``target`` is the path, with its query, as the client wrote it. ``began`` is when the request
+        came, by :func:`time.monotonic`. Raises
         :class:`~tercet.protocol.UnknownModel`, :class:`~tercet.protocol.EngineUnreachable`,
         :class:`~tercet.protocol.EngineError` and :class:`~tercet.protocol.DeadlineExceeded`.
         """
-        shown = {name: headers[name] for name in ASKED_WITH if name in headers}
         within = None if self._timeout_s is None else max(0.0, began + self._timeout_s - time.monotonic())
+        asking = PassedRequest(method, target, body, end_to_end(fields, NOT_ASKED_WITH))
         try:
             async with asyncio.timeout(within):
-                return await self._answer(target, model, body, shown)
+                return await self._answer(asking, model)
         except TimeoutError:
             raise DeadlineExceeded(f"the answer took longer than the {self._timeout_s:g} s that it may take") from None
 
-    async def _answer(self, target: str, model: str | None, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _answer(self, asked: PassedRequest, model: str | None) -> Answer:
         failed: list[PoolingServer] = []
         broken, why = 0, ""
         if not any(each.models for each in self.servers):
             await self.look()
         while broken < MOST_BROKEN and (server := self._pick(model, failed)) is not None:
             try:
-                return await self._ask(server, target, body, headers)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                why = f": {server.url} {reason_of(error)}"
-                server.leave(reason_of(error))
-            except aiohttp.ClientResponseError as error:
-                raise EngineError(f"the answer of {server.url} is not to be read: {reason_of(error)}") from error
-            except (aiohttp.ClientError, OSError) as error:
+                return await self._ask(server, asked)
+            except NotConnected as error:
+                reason = reason_of(error.__cause__ or error)
+                why = f": {server.url} {reason}"
+                server.leave(reason)
+            except NotReadable as error:
+                raise EngineError(f"the answer of {server.url} is not to be read: {error}") from error
+            except OSError as error:
                 # Perhaps it is gone, and perhaps it is only this request that it does not take.
                 why = f": {server.url} {reason_of(error)}"
                 broken += 1
@@ -224,17 +255,11 @@ class PoolingServers:
                 "model",
             )
 
-    async def _ask(self, server: PoolingServer, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        asking = asyncio.ensure_future(
-            self._client.post(
-                URL(server.url + target, encoded=True),
-                data=body,
-                headers={**headers, **server.headers},
-                timeout=timeout,
-                allow_redirects=False,
-            )
-        )
+    async def _ask(self, server: PoolingServer, asked: PassedRequest) -> Answer:
+        known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
+        fields = [(b"Host", server.origin.host), *asked.fields, *known]
+        length = (b"Content-Length", str(len(asked.body)).encode())
+        asking = asyncio.ensure_future(server.origin.ask(asked.method, asked.target, [*fields, length], asked.body))
         server.asking.add(asking)
         server.in_flight += 1
         server.asked += 1
@@ -242,13 +267,19 @@ class PoolingServers:
             await asyncio.wait({asking})
             if asking.cancelled():
                 raise ServerSilent("it has stopped answering")
-            return Answer(asking.result(), server)
+            answer = Answer(asking.result(), server)
         except asyncio.CancelledError:
             close_result(asking)
             raise
         finally:
             server.asking.discard(asking)
             server.in_flight -= 1
+        try:
+            answer.require_sendable()
+        except EngineError:
+            answer.close()
+            raise
+        return answer
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
@@ -285,14 +316,15 @@ class PoolingServers:
         return self._session
 
 
-def _server(url: str, secret: str, told: Callable[[str, bool], object]) -> PoolingServer:
+def _server(url: str, secret: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:
     """Names and passwords are in no log, no metric and no answer."""
     parts = urlsplit(url.rstrip("/"))
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    origin = Origin(bare, tls, keep_alive_s=KEEP_ALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=HEADER_BYTES)
     if parts.username is None:
-        return PoolingServer(parts.geturl(), told, bearer(secret))
+        return PoolingServer(bare, told, origin, bearer(secret))
     who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
-    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
-    return PoolingServer(bare.geturl(), told, {"authorization": who})
+    return PoolingServer(bare, told, origin, {"authorization": who})
 
 
 def close_result(asking: Asking | asyncio.Future[Answer]) -> None:

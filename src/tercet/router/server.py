@@ -99,7 +99,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 if config.serves_without_vllm:
                     await serve_small(config, state, promise.max_model_len, shutdown, pooling)
                 else:
-                    await _serve_openai(config, state, promise.max_model_len, shutdown, shared, pooling)
+                    await _serve_openai(config, state, membership, promise.max_model_len, shutdown, shared, pooling)
             finally:
                 await background.close()
                 state.close()
@@ -136,8 +136,8 @@ def _interrupt(*_: object) -> None:
 
 
 async def _serve_openai(
-    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, shared: Shared | None,
-    pooling: PoolingServers,
+    config: RouterConfig, state: SharedState, membership: Membership, max_model_len: int, shutdown: Shutdown,
+    shared: Shared | None, pooling: PoolingServers,
 ) -> None:  # fmt: skip
     from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
@@ -150,6 +150,7 @@ async def _serve_openai(
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
+        await membership.speak(vllm.text_of(engine_client, args))
         server = await vllm.openai_server(args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters())

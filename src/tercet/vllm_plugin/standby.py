@@ -3,8 +3,8 @@
 vLLM starts its core and its workers with ``spawn`` where engines compute on CPUs: an interpreter each, which imports
 torch and vLLM anew, one after the other. Those take most of an engine's start. Here they are imported once: the process
 that becomes the API server imports, and forks the core, which forks the workers, while it still has one thread, no
-event loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process object,
-pipes, the environment) is sent to the one that waits, so nothing else of the API server's state gets into it.
+event loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process
+object, pipes, the environment) is sent to the one that waits, so nothing else of the API server's state gets into it.
 
 Relies on the protocol between :class:`multiprocessing.process.BaseProcess` and its ``Popen`` (``_bootstrap``,
 ``duplicate_for_child``, ``sentinel``), which Python's own ways of starting processes share.

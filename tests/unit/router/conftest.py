@@ -21,6 +21,7 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
+from tercet.protocol.types import TextFingerprint
 from tercet.router import admin
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.front_door import FrontDoor
@@ -98,6 +99,7 @@ class Engine(FakeEngine):
         self.model, self.max_model_len = model, max_model_len
         self.closed = False
         self.gone = False
+        self.text = TextFingerprint()
 
     async def status(self) -> EngineStatus:
         if self.gone:
@@ -105,7 +107,7 @@ class Engine(FakeEngine):
         return EngineStatus(
             engine=self.name, model=self.model, version="0", vllm_version="0", block_size=16, total_blocks=10,
             free_blocks=10, running=0, waiting=0, kv_cache_usage=0.0, max_model_len=self.max_model_len, leases=0,
-            sends=0,
+            sends=0, text=self.text,
         )  # fmt: skip
 
 

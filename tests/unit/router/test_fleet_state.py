@@ -147,6 +147,66 @@ def test_a_file_that_is_lost_is_written_again_with_what_is_known(tmp_path: Path)
     assert file.update(lambda state: state.with_draining("d", True), known).version == known.version + 1
 
 
+def later(state: FleetState) -> dict[str, Any]:
+    """A state as a later Tercet might write it."""
+    said = msgspec.json.decode(msgspec.json.encode(state))
+    said["zones"] = {"a": [1, 2]}
+    said["members"][0]["weight"] = 0.5
+    said["members"][0]["address"]["zone"] = "a"
+    said["program"]["plan"]["budget"] = {"tokens": 3}
+    said["promise"] = {"models": ["m"], "max_model_len": 10, "fingerprint": "", "modalities": ["text"]}
+    return said
+
+
+def test_fields_of_a_later_version_are_kept_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "state.json"
+    first = FIRST.with_member(EngineAddress("new", "http://new"))
+    path.write_bytes(msgspec.json.encode(later(first)))
+    file = StateFile(path)
+    for _ in range(2):
+        state = file.read()
+        assert state is not None
+        assert state.members == first.members
+    (said,) = [record.getMessage() for record in caplog.records]
+    for name in ("zones", "members[0].weight", "members[0].address.zone", "program.plan.budget", "promise.modalities"):
+        assert name in said
+    gone = first.members[-1].address.name
+    file.update(lambda state: state.with_role(first.members[0].address.name, "decode").without_member(gone), FIRST)
+    kept = msgspec.json.decode(path.read_bytes())
+    assert kept["zones"] == {"a": [1, 2]}
+    assert (kept["members"][0]["weight"], kept["members"][0]["address"]["zone"]) == (0.5, "a")
+    assert kept["members"][0]["address"]["role"] == "decode"
+    assert kept["program"]["plan"]["budget"] == {"tokens": 3}
+    assert kept["promise"]["modalities"] == ["text"]
+    changed = file.update(lambda state: state.with_program(Plan(program="other")), FIRST)
+    assert file.read() == changed
+    kept = msgspec.json.decode(path.read_bytes())
+    assert "budget" not in kept["program"]["plan"], "it was another program's"
+    assert kept["zones"]
+    assert len(caplog.records) == 1, "what is left of them has been named"
+
+
+def test_a_member_keeps_what_is_its_own_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    first = FIRST.with_member(EngineAddress("new", "http://new"))
+    said = msgspec.json.decode(msgspec.json.encode(first))
+    said["members"][-1]["weight"] = 7
+    path.write_bytes(msgspec.json.encode(said))
+    StateFile(path).update(lambda state: state.without_member(first.members[0].address.name), FIRST)
+    assert [each.get("weight") for each in msgspec.json.decode(path.read_bytes())["members"]][-1] == 7
+
+
+@pytest.mark.parametrize("said", [2, 0, "1.5", None, [1]])
+def test_another_format_is_refused_with_the_way_out(tmp_path: Path, said: Any) -> None:
+    path = tmp_path / "state.json"
+    content = msgspec.json.encode({**msgspec.to_builtins(FIRST), "format": said})
+    path.write_bytes(content)
+    for act in (StateFile(path).read, lambda: StateFile(path).update(lambda state: state, FIRST)):
+        with pytest.raises(BadRequest, match=r"its format is .* Run the version that wrote it.*--state"):
+            act()
+    assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 1}', '{"nonsense": 1}', "\xff"])
 def test_garbage_is_refused_and_not_overwritten(tmp_path: Path, text: str) -> None:
     file = StateFile(tmp_path / "state.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -15,13 +16,15 @@ from aiohttp import web
 from starlette.types import Receive, Scope, Send
 
 from tercet.fleet.admission import Gate
-from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, UnknownModel
+from tercet.protocol.openai_routes import POOLING
 from tercet.router import pooling as module
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
-from tercet.router.pooling import PATHS, PoolingServers
+from tercet.router.pooling import PoolingServers
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
+from ..client.raw_http import parsed, raw_server
 from .conftest import Door
 
 SECRET = "the fleet's"
@@ -128,7 +131,7 @@ async def client(door: Door, metrics: Metrics, pooling: PoolingServers) -> Async
         yield found
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize("path", sorted(POOLING))
 async def test_the_body_goes_to_a_server_of_the_model_and_its_answer_back(
     client: httpx.AsyncClient, embedders: list[Server], path: str
 ) -> None:
@@ -146,15 +149,87 @@ async def test_a_query_goes_with_it_as_it_is(client: httpx.AsyncClient, embedder
     assert embedders[2].queries == [query, ""]
 
 
+async def asked_through(front: FrontDoor, body: bytes, scope: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the front door's own server is given to write."""
+    waits = asyncio.Event()
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = list[dict[str, Any]]()
+
+    async def receive() -> Any:
+        if not received:
+            await waits.wait()
+        return received.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await front({"type": "http", "http_version": "1.1", "method": "POST", **scope}, receive, send)
+    return sent
+
+
+async def test_requests_and_answers_pass_byte_for_byte(door: Door, metrics: Metrics) -> None:
+    packed = gzip.compress(b"y" * 1000)
+    said = [
+        (b"Content-Type", b"application/octet-stream"), (b"Content-Encoding", b"gzip"), (b"X-Latin", b"caf\xe9"),
+        (b"Set-Cookie", b"a=1"), (b"Set-Cookie", b"b=2"), (b"Content-Length", b"%d" % len(packed)),
+    ]  # fmt: skip
+    hop = b"Date: then\r\nServer: theirs\r\nConnection: X-Hop\r\nX-Hop: 1\r\nKeep-Alive: timeout=5\r\n"
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in said)
+    answer = b"HTTP/1.1 201 Made\r\n" + head + hop + b"\r\n" + packed
+    models = b'HTTP/1.1 200 OK\r\nSet-Cookie: c=3\r\nContent-Length: 21\r\n\r\n{"data":[{"id":"m"}]}'
+    fields = [
+        (b"content-encoding", b"gzip"), (b"accept", b"a/b"), (b"accept", b"*/*"), (b"cookie", b"z=1"),
+        (b"x-latin", b"caf\xe9"), (b"x-long", b"l" * 40_000), (b"x-empty", b""),
+    ]  # fmt: skip
+    dropped = [
+        (b"host", b"door"), (b"authorization", b"Bearer key"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
+        (b"te", b"trailers"), (b"x-prefiller-host-port", b"h:1"), (b"expect", b"100-continue"),
+        (b"content-length", b"%d" % len(packed)),
+    ]  # fmt: skip
+    scope = {
+        "path": "/v1/embeddings", "raw_path": b"/v1%2fembeddings", "query_string": b"a=%2F&b=+",
+        "headers": [*fields, *dropped],
+    }  # fmt: skip
+    gate = Gate(Limits(), door.fleet, metrics)
+    async with raw_server(answer=models) as server, PoolingServers([server.url], SECRET) as pooling:
+        front = FrontDoor(nothing_here, None, gate, ("key",), door.service.program_called, 10_000, pooling=pooling)
+        await pooling.look()
+        server.answer = answer
+        heard = list[Any]()
+        for _ in range(2):
+            looks = len(server.heard)
+            start, *parts = await asked_through(front, packed, scope)
+            assert (start["status"], start["headers"]) == (201, said)
+            assert b"".join(each["body"] for each in parts) == packed
+            heard.append(parsed(bytes(server.heard[looks] if len(server.heard) > looks else server.heard[-1])))
+        first = heard[0]
+        assert first.start == b"POST /v1%2fembeddings?a=%2F&b=+ HTTP/1.1"
+        host = (b"host", server.url.removeprefix("http://").encode())
+        known = [(b"authorization", b"Bearer " + SECRET.encode()), (b"content-length", b"%d" % len(packed))]
+        assert first.fields == [host, *fields, *known]
+        assert first.body == packed
+        assert b"c=3" not in b"".join(server.heard)
+
+
+@pytest.mark.parametrize("head", [b"200 OK\r\nX: a\x01b", b"700 Odd"])
+async def test_an_answer_that_could_not_be_sent_is_an_error_of_its_own(head: bytes) -> None:
+    answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 0\r\n\r\n"
+    async with raw_server(answer=answer) as server, PoolingServers([server.url]) as pooling:
+        pooling.servers[0].serves(frozenset({"m"}))
+        with pytest.raises(EngineError, match="not to be read"):
+            await pooling.answer(b"POST", b"/score", "m", b"{}", (), 1e9)
+        assert pooling.servers[0].in_flight == 0
+
+
 async def test_a_password_is_shown_to_its_server_and_to_nobody_else(embedders: list[Server]) -> None:
     told = list[str]()
     url = embedders[2].url.replace("http://", "http://me:p%40ss@")
     async with PoolingServers([url], SECRET, told=lambda url, _: told.append(url)) as pooling:
-        answer = await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+        answer = await pooling.answer(b"POST", b"/score", "reranker", b"{}", (), 1e9)
         answer.close()
         await embedders[2].stop()
         with pytest.raises(EngineUnreachable) as refused:
-            await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+            await pooling.answer(b"POST", b"/score", "reranker", b"{}", (), 1e9)
     assert embedders[2].keys == {aiohttp.encode_basic_auth("me", "p@ss")}
     assert {*told} == {embedders[2].url}
     assert embedders[2].url in refused.value.message
@@ -203,7 +278,7 @@ async def test_a_request_that_breaks_servers_does_not_get_to_all_of_them() -> No
         each.breaks = True
     async with PoolingServers([each.url for each in servers]) as pooling:
         with pytest.raises(EngineUnreachable):
-            await pooling.answer("/score", "m", b"{}", {}, 1e9)
+            await pooling.answer(b"POST", b"/score", "m", b"{}", (), 1e9)
     assert sum(len(each.bodies) for each in servers) == module.MOST_BROKEN
     for each in servers:
         await each.stop()
@@ -277,7 +352,7 @@ async def test_one_that_is_silent_is_left_for_another_even_by_those_who_wait_for
 
 async def test_an_answer_that_breaks_off_has_no_end(embedders: list[Server], pooling: PoolingServers) -> None:
     embedders[2].breaks_within = True
-    answer = await pooling.answer("/score", "reranker", b"{}", {}, 1e9)
+    answer = await pooling.answer(b"POST", b"/score", "reranker", b"{}", (), 1e9)
     with pytest.raises(EngineUnreachable, match="broke off"):
         async for _ in answer.parts():
             pass
@@ -329,7 +404,7 @@ async def test_the_front_doors_key_and_size_hold(client: httpx.AsyncClient, embe
 
 async def test_a_client_that_leaves_ends_its_request(embedders: list[Server], pooling: PoolingServers) -> None:
     embedders[2].go.clear()
-    asking = asyncio.create_task(pooling.answer("/score", "reranker", b"{}", {}, 1e9))
+    asking = asyncio.create_task(pooling.answer(b"POST", b"/score", "reranker", b"{}", (), 1e9))
     await until(lambda: len(embedders[2].bodies) == 1)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -352,7 +427,7 @@ async def test_nobody_listens_and_others_say_no_models() -> None:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         async with PoolingServers([url]) as pooling:
             with pytest.raises(EngineUnreachable):
-                await pooling.answer("/score", "m", b"{}", {}, 0.0)
+                await pooling.answer(b"POST", b"/score", "m", b"{}", (), 0.0)
 
 
 async def test_a_model_is_unknown_only_once_all_have_told_theirs(embedders: list[Server]) -> None:
@@ -361,10 +436,10 @@ async def test_a_model_is_unknown_only_once_all_have_told_theirs(embedders: list
         silent = f"http://127.0.0.1:{closed.getsockname()[1]}"
         async with PoolingServers([silent, embedders[0].url]) as pooling:
             with pytest.raises(EngineUnreachable):
-                await pooling.answer("/score", "perhaps", json.dumps({}).encode(), {}, 0.0)
+                await pooling.answer(b"POST", b"/score", "perhaps", json.dumps({}).encode(), (), 0.0)
         async with PoolingServers([embedders[0].url]) as pooling:
             with pytest.raises(UnknownModel):
-                await pooling.answer("/score", "perhaps", json.dumps({}).encode(), {}, 0.0)
+                await pooling.answer(b"POST", b"/score", "perhaps", json.dumps({}).encode(), (), 0.0)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://here", "http://", "http://here:0", "http://[", ""])

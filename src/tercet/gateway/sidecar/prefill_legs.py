@@ -19,9 +19,10 @@ from tercet.client import HttpEngine, prefill_metrics
 from tercet.client.connection_errors import reason_of
 from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 from tercet.client.remote_prefill import RemotePrefill
-from tercet.gateway.sidecar.split_call import COMPLETIONS, KV_PARAMS, SplitCall
+from tercet.gateway.sidecar.split_call import KV_PARAMS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER
+from tercet.protocol.openai_routes import COMPLETIONS
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 

@@ -6,19 +6,29 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
-import aiohttp
 import msgspec
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from yarl import URL
 
 from tercet.client.connection_errors import reason_of
+from tercet.client.passing import (
+    Fields,
+    NotConnected,
+    NotReadable,
+    Origin,
+    OriginAnswer,
+    end_to_end,
+    first,
+    passed_on,
+    passed_trailers,
+)
+from tercet.client.passing.fields import is_encoded
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
@@ -32,14 +42,11 @@ from tercet.settings import SidecarConfig
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
 logger = logging.getLogger("tercet.gateway")
-HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-     "upgrade", "host", "content-length", "expect"}
-)  # fmt: skip
-DROPPED = HOP_BY_HOP | {*CONTROL_HEADERS, TRACE_HEADER}
+JSON = "application/json"
+# Of what a client says to this sidecar, what it does not say to the engine.
+OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
 # Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
-FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 EVENTS = "text/event-stream"
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
@@ -51,14 +58,13 @@ class Proxy:
     def __init__(
         self,
         config: SidecarConfig,
-        session: aiohttp.ClientSession,
+        origin: Origin,
         leg: PrefillLeg,
         allowed: AllowedPrefillers,
         verbs_are_open: bool,
     ) -> None:
         self._under_way = CallsInFlight()
-        self._url = config.engine.rstrip("/")
-        self._session = session
+        self._origin = origin
         self._leg = leg
         self._allowed = allowed
         self._keys = BearerKeys([config.secret])
@@ -68,32 +74,31 @@ class Proxy:
         self._stuck_s = config.stuck_after_s
         self._idle_s = config.idle_timeout_s
 
-    async def handle(self, http: web.Request) -> web.StreamResponse:
-        """The engine's answer, or an error in OpenAI's form."""
+    async def handle(self, http: ClientCall) -> None:
+        """Answer as the engine does, or with an error in OpenAI's form."""
         answer = _Answer(http)
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
         except TercetError as error:
-            return await answer.fail(error)
-        return answer.response
+            await answer.fail(error)
 
     def give_up(self, error: TercetError) -> None:
         """What is under way ends with ``error``."""
         self._under_way.lose(error)
 
-    async def _serve(self, http: web.Request, answer: _Answer) -> None:
+    async def _serve(self, http: ClientCall, answer: _Answer) -> None:
         self._require_caller(http)
-        if http.method == "POST" and http.path in SPLIT_PATHS:
+        if http.method == b"POST" and http.path in SPLIT_PATHS:
             await self._split(http, answer)
         elif self._refuses_params and _may_be_json(http):
             body = await self._body(http)
             self._fields(body)
             await self._forward(http, answer, body)
         else:
-            await self._forward(http, answer, http.content if http.body_exists else None)
+            await self._forward(http, answer, http.parts() if http.has_body else None)
 
-    def _require_caller(self, http: web.Request) -> None:
+    def _require_caller(self, http: ClientCall) -> None:
         """Raises :class:`~tercet.protocol.Unauthorized` for a stranger at the engine's verbs.
 
         An engine that this machine alone can reach asks nobody for a key; through here others would reach it.
@@ -103,25 +108,25 @@ class Proxy:
         if not self._keys and not self._verbs_are_open:
             raise BadRequest(f"{PREFIX}: this sidecar has no TERCET_SECRET, and passes no verbs on without one")
         refusal = "this sidecar asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-        self._keys.require(http.headers.getall("authorization", []), refusal)
+        self._keys.require(http.headers("authorization"), refusal)
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
-    async def _split(self, http: web.Request, answer: _Answer) -> None:
+    async def _split(self, http: ClientCall, answer: _Answer) -> None:
         body = await self._body(http)
-        named = http.headers.get(PREFILLER_HEADER)
+        named = http.header(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
         fields = self._fields(body)
         if not hosts or not fields:
             await self._forward(http, answer, body)
             return
         traces = [VerbTrace()]
-        if wants_trace({name.lower(): value for name, value in http.headers.items()}):
+        if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
             answer.traces = traces
-        request_id = http.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = http.header("x-request-id") or uuid.uuid4().hex
         # Clients may choose the same id: what engines pin and free by name has one that nobody else has.
         seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
-        shown = {name: http.headers[name] for name in SHOWN if name in http.headers} | {"x-request-id": seq_id}
+        shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
         call = SplitCall(http.path, body, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
             prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
@@ -143,9 +148,13 @@ class Proxy:
             raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
         return fields
 
-    async def _body(self, http: web.Request) -> bytes:
+    async def _body(self, http: ClientCall) -> bytes:
+        announced = http.header("content-length") or ""
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
+        await http.expected()
         chunks, size = list[bytes](), 0
-        async for chunk in http.content.iter_any():
+        async for chunk in http.parts():
             chunks.append(chunk)
             size += len(chunk)
             if size > self._max_bytes:
@@ -156,9 +165,9 @@ class Proxy:
 
     async def _forward(
         self,
-        http: web.Request,
+        http: ClientCall,
         answer: _Answer,
-        body: DecodeLeg | bytes | aiohttp.StreamReader | None,
+        body: DecodeLeg | bytes | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
     ) -> None:
         """Ask the engine and pass its answer on; ``held`` is closed once that has begun."""
@@ -187,13 +196,13 @@ class Proxy:
                         await held.aclose()
                         held = None
                     await answer.write(chunk)
-                await answer.end()
+                await answer.end(passed_trailers(response.trailers))
         finally:
             watching.cancel()
 
     async def _opened(
-        self, http: web.Request, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
+    ) -> tuple[OriginAnswer, bytes]:
         """The engine's answer with KV of another one, and what it says with its first tokens."""
         response = await self._asked(http, prepared.body, stack)
         try:
@@ -203,19 +212,26 @@ class Proxy:
             raise
 
     async def _asked(
-        self, http: web.Request, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None
-    ) -> aiohttp.ClientResponse:
-        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in DROPPED]
-        headers += (more or {}).items()
-        if isinstance(body, aiohttp.StreamReader) and "content-length" in http.headers:
-            headers.append(("content-length", http.headers["content-length"]))
-        url = URL(self._url + http.rel_url.raw_path_qs, encoded=True)
+        self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None
+    ) -> OriginAnswer:
+        is_same = not isinstance(body, bytes)  # a body that was read goes on whole, also if it came in chunks
+        drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else OURS
+        fields = passed_on(http.fields, drops) if is_same else end_to_end(http.fields, drops)
+        if not any(name.lower() == b"host" for name, _ in fields):
+            fields.insert(0, (b"Host", self._origin.host))
+        fields += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
+        if not is_same:
+            fields.append((b"Content-Length", str(len(body)).encode()))
+
+        def trailers() -> Fields:
+            return passed_trailers(http.trailers, OURS)
+
         try:
-            response = await self._session.request(
-                http.method, url, data=body, headers=headers, timeout=FORWARD, allow_redirects=False
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"the engine does not answer: {reason_of(error)}") from error
+            response = await self._origin.ask(http.method, http.target, fields, body, http.inform, trailers)
+        except NotReadable as error:
+            raise EngineError(f"the engine's answer cannot be read: {error}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
         stack.callback(response.close)
         return response
 
@@ -255,7 +271,7 @@ class _Waiting:
         return 0.0 if self.since is None else time.monotonic() - self.since
 
 
-async def _opening(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes:
+async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
     """What an engine that fetches KV says before its first tokens, and with them; empty if it is asked for no stream.
 
     Raises :class:`~tercet.protocol.TercetError` if it could not fetch the KV. In a stream it says that in an event.
@@ -263,7 +279,7 @@ async def _opening(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes
     if response.status >= 500:
         raise EngineError(f"the engine answers {response.status} with KV of another one")
     opening = Opening()
-    if response.status == 200 and response.headers.get("content-type", "").startswith(EVENTS):
+    if response.status == 200 and _is_stream(response):
         while chunk := await _read(response, waiting):
             came_to = opening.came_to(chunk)
             if came_to == "failure":
@@ -273,13 +289,13 @@ async def _opening(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes
     return opening.held
 
 
-async def _read(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes:
+async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
     """What the engine says next; empty at the end. Raises :class:`~tercet.protocol.EngineUnreachable`."""
     waiting.since = time.monotonic()
     try:
-        return await response.content.readany()
-    except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
-        raise EngineUnreachable(f"the engine was lost: {reason_of(error)}") from error
+        return await response.part()
+    except (NotReadable, OSError) as error:
+        raise EngineUnreachable(f"the engine was lost: {_reason(error)}") from error
     finally:
         waiting.since = None
 
@@ -287,29 +303,22 @@ async def _read(response: aiohttp.ClientResponse, waiting: _Waiting) -> bytes:
 class _Answer:
     """One answer to a client. ``traces``, if any, are added to it."""
 
-    def __init__(self, http: web.Request) -> None:
-        self.response = web.StreamResponse()
+    def __init__(self, http: ClientCall) -> None:
         self.traces: Sequence[VerbTrace] = ()
         self._http = http
         self._events: WholeEvents | None = None
-        self._began = False
         self._send: Any = None
+        self._reason = b""
+        self._trailers: Fields = ()
 
-    async def begin(self, upstream: aiohttp.ClientResponse) -> None:
-        """Its status and headers are the engine's."""
-        headers = [(name, value) for name, value in upstream.headers.items() if name.lower() not in HOP_BY_HOP]
-        length = upstream.headers.get("content-length")
-        is_stream = upstream.headers.get("content-type", "").startswith(EVENTS)
-        self._events = WholeEvents() if is_stream else None
-        if length is not None:
-            headers.append(("content-length", length))
-        message = {
-            "type": "http.response.start",
-            "status": upstream.status,
-            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers],
-        }
+    async def begin(self, upstream: OriginAnswer) -> None:
+        """Its status, reason and headers are the engine's."""
+        self._events = WholeEvents() if _is_stream(upstream) else None
+        self._reason = upstream.reason
         self._send = TracingSend(self._write_message, self.traces) if self.traces else self._write_message
-        await self._send(message)
+        has_length = upstream.status != HTTPStatus.NO_CONTENT
+        headers = passed_on(upstream.fields) if has_length else end_to_end(upstream.fields)
+        await self._send({"type": "http.response.start", "status": upstream.status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
         """Pass on what the engine sent."""
@@ -317,40 +326,50 @@ class _Answer:
         if passed:
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
-    async def end(self) -> None:
+    async def end(self, trailers: Fields) -> None:
         """The engine's answer is whole."""
         rest = b"" if self._events is None else self._events.rest()
+        self._trailers = trailers
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
-        await self.response.write_eof()
 
-    async def fail(self, error: TercetError) -> web.StreamResponse:
+    async def fail(self, error: TercetError) -> None:
         """It is an error, or ends in one; an answer that is no stream, and had begun, breaks off."""
-        if not self._began:
-            return web.Response(
-                body=msgspec.json.encode(error.to_wire()), status=error.status, content_type="application/json"
-            )
+        if not self._http.began:
+            await self._http.answer(error.status, msgspec.json.encode(error.to_wire()), JSON)
+            return
         logger.warning("an answer broke off: %s: %s", error.code, error.message)
         if self._events is not None:
-            await self.response.write(last_event(self._http.path, error))
-            await self.response.write_eof()
-        elif self._http.transport is not None:
-            self._http.transport.abort()
-        return self.response
+            await self._http.write(last_event(self._http.path, error))
+            await self._http.end()
+        else:
+            self._http.abort()
 
     async def _write_message(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            self.response.set_status(message["status"])
-            for name, value in message["headers"]:
-                self.response.headers.add(name.decode("latin-1"), value.decode("latin-1"))
-            self._began = True
-            await self.response.prepare(self._http)
-        elif message.get("body"):
-            await self.response.write(message["body"])
+            await self._http.begin(message["status"], self._reason, message["headers"])
+            return
+        if body := message.get("body"):
+            await self._http.write(body)
+        if not message.get("more_body"):
+            await self._http.end(self._trailers)
 
 
-def _may_be_json(http: web.Request) -> bool:
+def _is_stream(response: OriginAnswer) -> bool:
+    """Whether it is one of events that can be read; it has no length, which another last event would break."""
+    kind = first(response.fields, b"content-type") or ""
+    if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
+        return False
+    return not is_encoded(response.fields)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause of one that is none itself, in words."""
+    return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
+
+
+def _may_be_json(http: ClientCall) -> bool:
     """Whether vLLM may take the body for JSON: it does without a content type, too."""
-    return http.body_exists and "json" in http.headers.get("content-type", "json").lower()
+    return http.has_body and "json" in (http.header("content-type") or "json").lower()
 
 
 def _has_params(fields: Mapping[str, Any]) -> bool:

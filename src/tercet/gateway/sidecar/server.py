@@ -7,20 +7,23 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 import aiohttp
-from aiohttp import web
+import msgspec
 from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
 from tercet.client import HttpEngine, engine_tls, prefill_metrics
 from tercet.client.http_engine import KEEPALIVE_SECONDS
+from tercet.client.passing import Origin
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.gateway.served_certificate import ServedCertificate
+from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
 from tercet.protocol import BadRequest, ShuttingDown
@@ -33,10 +36,12 @@ LAST_SECONDS = 30.0
 """For requests that run when it is told to stop; a second signal ends them."""
 ERROR_SECONDS = 2.0
 """For those that are given up, to get their errors to their clients; then connections are closed, read or not."""
-END_SECONDS = LAST_SECONDS + ERROR_SECONDS
 DRAIN_SECONDS = 10.0
 """For KV that is fetched for clients who have left."""
 METRICS = "/sidecar/metrics"
+CONNECT_SECONDS = 5.0
+MOST_ANSWER_HEAD = 1024 * 1024
+"""Bytes of a head of the engine's answers."""
 
 
 def serve(config: SidecarConfig) -> None:
@@ -65,7 +70,7 @@ class SidecarServer:
 
     port: int
     _proxy: Proxy
-    _runner: web.AppRunner
+    _listener: Listener
     _leg: PrefillLeg
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
@@ -76,7 +81,7 @@ class SidecarServer:
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
-            await self._runner.cleanup()
+            await self._listener.finish()
             await _unless(hurried, self._leg.finish(DRAIN_SECONDS))
         finally:
             giving_up.cancel()
@@ -85,9 +90,7 @@ class SidecarServer:
         await _unless(hurried, asyncio.sleep(seconds))
         self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and the request was not waited for"))
         await asyncio.sleep(ERROR_SECONDS)
-        for connection in self._runner.server.connections if self._runner.server is not None else ():
-            if connection.transport is not None:
-                connection.transport.abort()  # close() would wait until all is read
+        self._listener.abort()
 
 
 async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
@@ -115,23 +118,31 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=tls or True)
     async with AsyncExitStack() as stack:
-        session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        session = aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
         await stack.enter_async_context(session)
         leg = await stack.enter_async_context(_leg(config, session, tls))
-        proxy = Proxy(config, session, leg, config.allowed_prefillers(), is_loopback(config.host))
-        app = web.Application(client_max_size=config.max_request_bytes)
-        app.add_routes([web.get(METRICS, _metrics), web.route("*", "/{path:.*}", proxy.handle)])
-        # A client that goes away cancels its handler, and with it what runs for it.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_SECONDS)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
+        origin = Origin(
+            config.engine, tls, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
+        )
+        stack.callback(origin.close)
+        proxy = Proxy(config, origin, leg, config.allowed_prefillers(), is_loopback(config.host))
+
+        async def handle(http: ClientCall) -> None:
+            if http.path == METRICS and http.method in (b"GET", b"HEAD"):
+                body = b"".join(generate_latest(each) for each in prefill_metrics.ALL)
+                await http.answer(HTTPStatus.OK, body, "text/plain")
+            else:
+                await proxy.handle(http)
+
+        listener = Listener(handle, lambda error: msgspec.json.encode(error.to_wire()))
+        stack.push_async_callback(listener.close)
         try:
-            await web.TCPSite(runner, config.host, config.port, ssl_context=_shown(config)).start()
+            await listener.start(config.host, config.port, _shown(config))
         except OSError as error:
             raise BadRequest(
                 f"port: nothing can listen on {config.host}:{config.port}: {error.strerror}", "port"
             ) from error
-        yield SidecarServer(int(runner.addresses[0][1]), proxy, runner, leg)
+        yield SidecarServer(listener.port, proxy, listener, leg)
 
 
 def _shown(config: SidecarConfig) -> SSLContext | None:
@@ -162,8 +173,3 @@ async def _leg(
 
         async with RemotePrefill(attempts, weights, config.secret, https, tls) as remote:
             yield TercetLeg(engine, session, remote, config.stuck_after_s)
-
-
-async def _metrics(_: web.Request) -> web.Response:
-    body = b"".join(generate_latest(each) for each in prefill_metrics.ALL)
-    return web.Response(body=body, content_type="text/plain")

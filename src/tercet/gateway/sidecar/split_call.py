@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import msgspec
 
-from tercet.gateway.sidecar.sse import RESPONSES
 from tercet.protocol import BadRequest
+from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})
 KV_PARAMS = "kv_transfer_params"
 # What vLLM's /tokenize takes of a chat request: that of which the prompt is made.

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from tercet.protocol import TercetError
+from tercet.protocol.openai_routes import RESPONSES
 from tercet.protocol.wire import UNREADABLE
 
-RESPONSES = "/v1/responses"
 _ENDS = b"\n\n", b"\r\n\r\n", b"\r\r"
 # Of a response, what an engine says before it has computed anything; and how it says that it has failed.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")

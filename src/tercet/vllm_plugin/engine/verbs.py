@@ -41,6 +41,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.multimodal import whole_features
 from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import TextFingerprint
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import MoveCall, PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
@@ -69,6 +70,7 @@ from tercet.vllm_plugin.engine.plugin_settings import MAX_REQUEST_BYTES
 from tercet.vllm_plugin.engine.send_destinations import destinations_of
 from tercet.vllm_plugin.engine.sequence_table import SequenceTable
 from tercet.vllm_plugin.hooks import vllm_version
+from tercet.vllm_plugin.text_fingerprint import text_fingerprint
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BYPASS_SECONDS = 1.0
 """A core that has shown no progress for so long is not waited for, where KV can be had without it."""
+
+UNKNOWN_TEXT = TextFingerprint()
 
 # What runs for a sequence: its generation (None), or one of its sends.
 BusyKey = tuple[str, str | None]
@@ -96,6 +100,7 @@ class EngineVerbs:
         adapters: Adapters,
         secret: str = "",
         longest_call: int = MAX_REQUEST_BYTES,
+        text: TextFingerprint = UNKNOWN_TEXT,
     ) -> None:
         self._client = client
         self._name = name
@@ -106,6 +111,7 @@ class EngineVerbs:
         self._probe = probe
         self.adapters = adapters
         self._limits = limits_of(client)
+        self._text = text
         self._tasks = TaskSet()
         self._agents = agents
         self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
@@ -137,7 +143,9 @@ class EngineVerbs:
         await probe.start()
         await practise_first_uses(client, core, description.token)
         agent_metrics.export(probe)
-        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret, longest)
+        has_text = not client.vllm_config.model_config.skip_tokenizer_init
+        text = text_fingerprint(client.get_tokenizer()) if has_text else UNKNOWN_TEXT
+        return cls(client, name, core, description, AgentCalls(agents), probe, adapters, secret, longest, text)
 
     # ---- prep_recv -------------------------------------------------------------------------------------------
 
@@ -433,6 +441,7 @@ class EngineVerbs:
             kv_events=self._kv_events,
             incarnation=self.incarnation,
             fingerprint=self._layout.model,
+            text=self._text,
             dtype=self._layout.dtype,
             model_dtype=str(self._client.vllm_config.model_config.dtype).removeprefix("torch."),
             stalled_s=self._probe.stalled_s,

@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.protocol.types import TextFingerprint
 from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
@@ -28,6 +29,7 @@ from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
+from tercet.vllm_plugin.text_fingerprint import text_fingerprint
 
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
@@ -57,6 +59,15 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     # vLLM's SageMaker layer may have closed the stack to further middleware.
     layers = app.middleware_stack or app.build_middleware_stack()
     return OpenAIServer(app, layers, fast_path(layers, app.state, args, engine_client))
+
+
+def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
+    """What this server's text goes by; a chat template that it was given is its own, and compared with none."""
+    config = engine_client.model_config
+    if config.skip_tokenizer_init:
+        return TextFingerprint()
+    found = text_fingerprint(engine_client.get_tokenizer())
+    return found if args.chat_template is None else TextFingerprint(found.tokenizer)
 
 
 def loads_adapters() -> bool:

@@ -24,6 +24,7 @@ from tercet.client.prefill_attempts import prefill_here
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
+from tercet.protocol.openai_routes import PREFILLED_BELOW
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-PREFIX = "/v1/"
 _COUNT = re.compile(r"[0-9]{1,9}")
 
 
@@ -73,7 +73,7 @@ class PrefillerHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         allowed = self._allowed()
-        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFIX) else {}
+        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW) else {}
         said = headers.get(PREFILLER_HEADER) if allowed else None
         if said is None:
             token = _told.set(_prefilled(headers.get(PREFILLED_HEADER, "")))

@@ -1,0 +1,279 @@
+"""Clients of a sidecar: their connections, one request at a time on each, and answers as the engine says them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlsplit
+
+import h11
+
+from tercet.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
+from tercet.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
+from tercet.fleet.admission import ClientLeft
+from tercet.protocol import BadRequest, TercetError
+from tercet.protocol.openai_routes import path_of
+
+logger = logging.getLogger("tercet.gateway")
+MOST_HEAD = 64 * 1024
+"""Bytes of a request's line and fields."""
+HEAD_SECONDS = 10.0
+"""For a head to come whole, from its first byte on."""
+IDLE_SECONDS = 75.0
+"""For a connection on which nobody asks anything."""
+SILENT_SECONDS = 60.0
+"""For the next bytes of a body."""
+LINGER_SECONDS = 2.0
+"""For a client to read why the rest of its body is not read."""
+NOTHING = [(b"Content-Length", b"0")]
+Handler = Callable[["ClientCall"], Awaitable[None]]
+
+
+class ClientCall:
+    """One request and the answer to it.
+
+    ``fields`` are the request's as they came, ``target`` what it asks for as it was written, ``path`` the same as an
+    engine's server reads it: without its query, decoded.
+    """
+
+    def __init__(self, connection: Connection, head: h11.Request) -> None:
+        self.method = bytes(head.method)
+        self.fields = raw_fields(head)
+        self.http_version = bytes(head.http_version)
+        self.target, host = _origin_form(bytes(head.target), self.method)
+        if host is not None:
+            self.fields = [(b"Host", host), *((name, value) for name, value in self.fields if name.lower() != b"host")]
+        self.path = path_of(self.target.decode("ascii"))
+        self.began = False
+        self.has_body = framing(self.fields) not in ([], NOTHING)
+        self.is_read = False
+        self._connection = connection
+
+    def header(self, name: str) -> str | None:
+        """The first value of that name, which is in lower case; None without one."""
+        return first(self.fields, name.encode())
+
+    def headers(self, name: str) -> list[str]:
+        """All values of that name."""
+        return [value.decode("latin-1") for value in values(self.fields, name.encode())]
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes.
+
+        Raises :class:`~tercet.fleet.admission.ClientLeft`, also for one that says nothing for long.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    part = await self._connection.part()
+            except OSError as error:
+                raise ClientLeft from error
+            except NotReadable as error:
+                raise BadRequest(f"the request's body cannot be read: {error}") from error
+            if not part:
+                self.is_read = True
+                return
+            yield part
+
+    @property
+    def trailers(self) -> Fields:
+        """Those of the request, once its body is read."""
+        return self._connection.trailers
+
+    async def expected(self) -> None:
+        """Tell a client that waits for it that its body is wanted."""
+        if self._connection.http.they_are_waiting_for_100_continue:
+            await self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+
+    async def inform(self, status: int, reason: bytes, fields: Fields) -> None:
+        """Pass on an answer before the answer (1xx), for clients that know of such."""
+        if self.http_version >= b"1.1" and not self.began:
+            await self._connection.send(
+                h11.InformationalResponse(status_code=status, reason=reason, headers=end_to_end(fields))
+            )
+
+    async def begin(self, status: int, reason: bytes, fields: Fields) -> None:
+        """The answer's head; ``fields`` say how it is framed."""
+        self.began = True
+        ends = [(b"Connection", b"close")] if self.has_body and not self.is_read else []
+        await self._connection.send(h11.Response(status_code=status, reason=reason, headers=[*fields, *ends]))
+
+    async def write(self, part: bytes) -> None:
+        """Some of the answer's body."""
+        await self._connection.send_part(part)
+
+    async def end(self, trailers: Fields = ()) -> None:
+        """The answer is whole."""
+        await self._connection.send_end(trailers)
+
+    def abort(self) -> None:
+        """The answer has no end: the client sees its connection closed."""
+        self._connection.abort()
+
+    async def answer(self, status: int, body: bytes, content_type: str) -> None:
+        """A whole answer of the sidecar's own."""
+        fields = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await self.begin(status, b"", fields)
+        if self.method != b"HEAD":
+            await self.write(body)
+        await self.end()
+
+
+class Listener:
+    """A port whose requests ``handler`` answers, each in a task that is cancelled when its client leaves."""
+
+    def __init__(self, handler: Handler, failure: Callable[[TercetError], bytes]) -> None:
+        self.port = 0
+        self._handler = handler
+        self._failure = failure
+        self._server: asyncio.Server | None = None
+        self._clients: dict[asyncio.Task[None], Connection] = {}
+        self._idle: set[asyncio.Task[None]] = set()
+        self._ends = False
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        """Raises :class:`OSError` for an address where nothing can listen."""
+        self._server = await asyncio.start_server(self._client, host, port, ssl=tls, limit=READ_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def finish(self) -> None:
+        """Take nothing new, and return when nothing runs any more."""
+        self._ends = True
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._idle):
+            task.cancel()
+        if self._clients:
+            await asyncio.wait(tuple(self._clients))
+
+    async def close(self) -> None:
+        """End whatever runs."""
+        self.abort()
+        for task in tuple(self._clients):
+            task.cancel()
+        await self.finish()
+
+    def abort(self) -> None:
+        """Close all connections, whether or not clients have read what was written to them."""
+        for connection in tuple(self._clients.values()):
+            connection.abort()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connection = Connection(h11.SERVER, reader, writer, MOST_HEAD)
+        self._clients[task] = connection
+        try:
+            while await self._next(connection, task) and connection.next_message():
+                pass
+            await _linger(connection)
+        except (OSError, asyncio.CancelledError):  # it is gone, or this sidecar goes
+            pass
+        finally:
+            del self._clients[task]
+            connection.close()
+
+    async def _next(self, connection: Connection, task: asyncio.Task[None]) -> bool:
+        """Serve the next request; whether there may be another one."""
+        try:
+            head = await self._head(connection, task)
+            if head is None:
+                return False
+            call = ClientCall(connection, head)
+            if not call.has_body:
+                await connection.part()
+        except NotReadable as error:
+            await self._refuse(connection, error)
+            return False
+        serving = asyncio.ensure_future(self._serve(call))
+        leaving = asyncio.ensure_future(_left(connection, serving))
+        try:
+            await asyncio.wait({serving})
+        finally:
+            serving.cancel()
+            leaving.cancel()
+            await asyncio.wait({serving, leaving})
+        return not self._ends
+
+    async def _head(self, connection: Connection, task: asyncio.Task[None]) -> h11.Request | None:
+        """None if there is none before the connection ends, or for too long."""
+        if self._ends:
+            return None
+        self._idle.add(task)
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                await connection.begun()
+        except (TimeoutError, BrokeOff):
+            return None
+        finally:
+            self._idle.discard(task)
+        try:
+            async with asyncio.timeout(HEAD_SECONDS):
+                event = await connection.event()
+        except TimeoutError:
+            raise NotReadable(f"the head of a request did not come within {HEAD_SECONDS:g} s", 408) from None
+        return event if isinstance(event, h11.Request) else None
+
+    async def _refuse(self, connection: Connection, error: NotReadable) -> None:
+        said = BadRequest(f"this is no request that can be read: {error}")
+        body = self._failure(said)
+        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        with contextlib.suppress(h11.LocalProtocolError):
+            await connection.send(
+                h11.Response(status_code=error.status, headers=[*fields, (b"connection", b"close")], reason=b"")
+            )
+            await connection.send_part(body)
+            await connection.send_end()
+
+    async def _serve(self, call: ClientCall) -> None:
+        try:
+            await self._handler(call)
+        except (OSError, ClientLeft):
+            call.abort()
+        except Exception:
+            logger.exception("a request failed")
+            if call.began:
+                call.abort()
+            else:
+                await call.answer(500, self._failure(TercetError("internal error")), "application/json")
+
+
+async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
+    """Cancel what serves a client once it has gone; as long as its body comes, who reads that sees it."""
+    await connection.is_whole.wait()
+    with contextlib.suppress(OSError):
+        await connection.gone()
+    serving.cancel()
+
+
+async def _linger(connection: Connection) -> None:
+    """Read what a client still sends, for a while: a connection that is closed before takes the answer with it."""
+    if connection.http.their_state is not h11.SEND_BODY or connection.writer.is_closing():
+        return
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            if connection.writer.can_write_eof():
+                connection.writer.write_eof()
+            while await connection.reader.read(READ_BYTES):
+                pass
+
+
+def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
+    """What an engine is asked for, and the host that is named with it, of a target in any of HTTP's forms.
+
+    Raises :class:`~tercet.client.passing.NotReadable` for what is none, and for tunnels.
+    """
+    if method == b"CONNECT":
+        raise NotReadable("CONNECT: this is no proxy to other servers", 405)
+    if b"#" in target:
+        raise NotReadable("a request's target has no fragment")
+    if target.startswith(b"/") or target == b"*":
+        return target, None
+    parts = urlsplit(target.decode("ascii"))
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise NotReadable("the request's target is neither a path nor a URL")
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{parts.path or '/'}{query}".encode(), parts.netloc.rpartition("@")[2].encode()
