@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from datetime import UTC, datetime
@@ -48,7 +49,10 @@ class JsonLines(logging.Formatter):
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         line |= getattr(record, FIELDS, {})
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except (UnicodeEncodeError, OverflowError):  # text that is none, such as a file's name in another encoding
+            return json.dumps(line, default=str)
 
 
 def _in_one_line(text: str) -> str:

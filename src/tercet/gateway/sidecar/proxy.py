@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
@@ -21,13 +20,16 @@ from tercet.client.connection_errors import reason_of
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
+from tercet.gateway.sidecar.sse import Opening
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.error_forms import error_body, last_events
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.sse import EVENTS, WholeEvents, object_of
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import PREFIX, UNREADABLE
+from tercet.protocol.wire import PREFIX
 from tercet.settings import SidecarConfig
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
@@ -40,7 +42,6 @@ DROPPED = HOP_BY_HOP | {*CONTROL_HEADERS, TRACE_HEADER}
 # Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-EVENTS = "text/event-stream"
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
 
@@ -128,17 +129,17 @@ class Proxy:
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:
-        """The body's fields; none for one that cannot be read.
+        """The body's fields; none for one that is no object, which the engine refuses.
 
-        Raises :class:`~tercet.protocol.BadRequest` for what may say where engines fetch KV, which is not for clients to
-        say: what cannot be read here may be read there, such as numbers and encodings that are not JSON's.
+        Raises :class:`~tercet.protocol.BadRequest` for what cannot be read here, and might be there, and for what may
+        say where engines fetch KV: that is not for clients to say.
         """
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, Any])
-        except UNREADABLE as error:
+        found = read_json(in_utf8(body))
+        if not isinstance(found, dict):
             if self._refuses_params:
-                raise BadRequest(f"the request's body is no JSON object: {error}") from error
+                raise BadRequest("the request's body is no JSON object")
             return {}
+        fields = cast("dict[str, Any]", found)
         if self._refuses_params and _has_params(fields):
             raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
         return fields
@@ -289,6 +290,7 @@ class _Answer:
         self._http = http
         self._events: WholeEvents | None = None
         self._began = False
+        self._last = b""
         self._send: Any = None
 
     async def begin(self, upstream: aiohttp.ClientResponse) -> None:
@@ -311,6 +313,7 @@ class _Answer:
         """Pass on what the engine sent."""
         passed = chunk if self._events is None else self._events.passed(chunk)
         if passed:
+            self._last = passed
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
     async def end(self) -> None:
@@ -322,12 +325,11 @@ class _Answer:
     async def fail(self, error: TercetError) -> web.StreamResponse:
         """It is an error, or ends in one; an answer that is no stream, and had begun, breaks off."""
         if not self._began:
-            return web.Response(
-                body=msgspec.json.encode(error.to_wire()), status=error.status, content_type="application/json"
-            )
+            body = error_body(self._http.path, error)
+            return web.Response(body=body, status=error.status, content_type="application/json")
         logger.warning("an answer broke off: %s: %s", error.code, error.message)
         if self._events is not None:
-            await self.response.write(last_event(self._http.path, error))
+            await self.response.write(last_events(self._http.path, error, object_of(self._last)))
             await self.response.write_eof()
         elif self._http.transport is not None:
             self._http.transport.abort()

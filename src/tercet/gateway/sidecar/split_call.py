@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import msgspec
 
-from tercet.gateway.sidecar.sse import RESPONSES
 from tercet.protocol import BadRequest
+from tercet.protocol.error_forms import RESPONSES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})

@@ -76,8 +76,12 @@ class Programs(Protocol):
 class SequenceOutputs:
     """One sequence's outputs as vLLM's layer sees them, and its failures in vLLM's words."""
 
-    def __init__(self, programs: Programs, request: Request, context: RequestContext) -> None:
+    def __init__(
+        self, programs: Programs, request: Request, context: RequestContext, request_id: str | None = None
+    ) -> None:
         self.seq_id = request.seq_id
+        # What vLLM calls it here, which its client may have chosen.
+        self.request_id = request_id or request.seq_id
         self._num_prompt_tokens = request.num_tokens
         self._programs = programs
         self._context = context
@@ -103,7 +107,7 @@ class SequenceOutputs:
             )
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
-        return to_core_output(self.seq_id, self._num_prompt_tokens, output, usage)
+        return to_core_output(self.request_id, self._num_prompt_tokens, output, usage)
 
     @contextmanager
     def failures(self) -> Generator[None]:
@@ -178,13 +182,13 @@ class ProgramClient(EngineCoreClient):
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
             raise
-        outputs = SequenceOutputs(self._programs, sequence, context)
+        outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
         if context.stream is not None:
             context.stream.begin(outputs)
             return
         task = self._tasks.spawn(self._run(outputs))
-        self._running[sequence.seq_id] = task
-        task.add_done_callback(lambda _: self._running.pop(sequence.seq_id, None))
+        self._running[request.request_id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""
@@ -216,29 +220,29 @@ class ProgramClient(EngineCoreClient):
                 first = True
                 async with aclosing(outputs.stream) as stream:
                     async for output in stream:
-                        self._require_taken(outputs.seq_id)
+                        self._require_taken(outputs.request_id)
                         self._ready.put_nowait(outputs.to_core_output(output))
                         if first and not output.finished:
                             # The client has its first token before the program goes on to what the second one needs.
                             await self._next_batch.wait()
                         first = False
         except Exception as error:
-            self._fail(outputs.seq_id, error)
+            self._fail(outputs.request_id, error)
 
-    def _require_taken(self, seq_id: str) -> None:
+    def _require_taken(self, request_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
-        queue = self._queue_of(seq_id)
+        queue = self._queue_of(request_id)
         waiting = queue.output if queue is not None else None
         choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
         if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
             raise DeadlineExceeded("the client does not read its answer: what waits for it has reached its bound")
 
-    def _fail(self, seq_id: str, error: Exception) -> None:
-        queue = self._queue_of(seq_id)
+    def _fail(self, request_id: str, error: Exception) -> None:
+        queue = self._queue_of(request_id)
         if queue is not None:
             queue.put(error)
-            self._processor.abort_requests((seq_id,), internal=True)
+            self._processor.abort_requests((request_id,), internal=True)
 
-    def _queue_of(self, seq_id: str) -> RequestOutputCollector | None:
-        state = self._processor.request_states.get(seq_id)
+    def _queue_of(self, request_id: str) -> RequestOutputCollector | None:
+        state = self._processor.request_states.get(request_id)
         return state.queue if state is not None else None

@@ -51,6 +51,8 @@ class RequestContext:
     traces: list[Any] = field(default_factory=list[Any])
     wants_trace: bool = False
     failed: TercetError | None = None
+    # What vLLM said of an error in the chat stream of which it makes the answer, in OpenAI's words.
+    stream_error: Mapping[str, Any] | None = None
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: PlainStream | None = None
