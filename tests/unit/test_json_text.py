@@ -93,7 +93,8 @@ def test_errors_that_quote_what_cannot_be_written_can_be_written() -> None:
      ({"sampling_params": {"structured_outputs": {"json": {"\ud83d": 1}}}}, "sampling_params")],
 )  # fmt: skip
 def test_a_call_that_cannot_be_written_is_the_callers_error(fields: Any, named: str) -> None:
-    call = StartGenerateCall(**{"prompt": [1], "seq_id": "s", **fields})
+    given: dict[str, Any] = {"prompt": [1], "seq_id": "s", **fields}
+    call = StartGenerateCall(**given)
     with pytest.raises(BadRequest) as caught:
         encode_call(call)
     assert caught.value.param == named

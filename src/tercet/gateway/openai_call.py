@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.protocol.wire import UNREADABLE, field_of
+from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
+from tercet.protocol.wire import field_of
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 MOST_READ = 1024 * 1024
@@ -39,6 +41,8 @@ class OpenAIBody(msgspec.Struct, frozen=True):
 
 
 NOTHING = OpenAIBody()
+# What may be half of a surrogate pair, as JSON escapes it.
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
 
@@ -86,17 +90,29 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
 
     Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would take.
     """
-    path = _path(headers)
+    path = path_of(headers)
     if body is None or path not in GENERATING or headers.get(":method") != "POST":
         return OpenAICall(path, headers, size=0 if body is None else len(body))
-    if body.count(b"[") + body.count(b"{") > MOST_NESTED:
-        return call_unread(headers, [body], len(body))
+    text = in_utf8(body)
+    if text.count(b"[") + text.count(b"{") > MOST_NESTED:
+        return call_unread(headers, [text], len(body))
+    if not (text.isascii() or _is_utf8(text)) or _ESCAPED_HALF.search(text):
+        read_json(text)  # fields that are not read here are the engine's, for which text that is none is no text either
     try:
-        return OpenAICall(path, headers, _decode(body), len(body))
+        return OpenAICall(path, headers, _decode(text), len(body))
     except UNREADABLE as error:
+        read_json(text)  # it says what is wrong with what is no JSON, or names the field of text that is none
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}the request's body is not one of {path}: {error}", field) from error
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
@@ -107,8 +123,9 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
             break
         opening.append(chunk[:missing])
         missing -= len(chunk)
-    return OpenAICall(_path(headers), headers, size=size, opening=b"".join(opening))
+    return OpenAICall(path_of(headers), headers, size=size, opening=b"".join(opening))
 
 
-def _path(headers: Mapping[str, str]) -> str:
+def path_of(headers: Mapping[str, str]) -> str:
+    """What is asked for, without its query."""
     return headers.get(":path", "").partition("?")[0]

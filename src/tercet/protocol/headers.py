@@ -38,7 +38,11 @@ HEADERS = (
         "requests to a front door",
         "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
     ),
-    Header("x-request-id", "requests to a front door", "vLLM's: the id of the request, in its answer and in logs."),
+    Header(
+        "x-request-id",
+        "requests to a front door",
+        "vLLM's: the id of the request, in its answer and in logs; there a longer one than 200 characters is shortened.",
+    ),
     Header(
         "authorization",
         "requests to a front door or an engine",

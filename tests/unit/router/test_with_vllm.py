@@ -17,6 +17,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
+from tercet.protocol.sse import events_of, object_of
 from tercet.router import admin
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 0.5
 PROMPT = list(range(1000, 1100))
 BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "x"}]
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 ANSWER = [1100, 1101, 1102, 1103, 1104, 1105]
 
@@ -142,6 +144,124 @@ async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: Hous
     for fields in ({}, {"logprobs": 1}):  # by the fast path, and by vLLM's own stream
         *_, last = await house.events(**fields)
         assert last["error"] == expected
+
+
+def events_in(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Of a stream, what its events say."""
+    assert answer.status_code == 200, answer.text
+    return [said for event in events_of(answer.content) if (said := object_of(event))]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_streams_of_every_api_end_with_an_event_that_says_what_failed(house: House, after: int) -> None:
+    for path, fields in (
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 6}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 6}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 6}),
+    ):
+        for engine in house.engines.values():
+            engine.failures["stream"], engine.fail_after = BadRequest("x: not with me", "x"), after
+        async with house.client() as client:
+            *_, last = events_in(await client.post(path, json={"model": "m", "stream": True, **fields}))
+        house.mend()
+        if path == "/v1/messages":
+            error = {"type": "invalid_request_error", "message": "x: not with me"}
+            assert last == {"type": "error", "error": error}
+        elif path == "/v1/responses":
+            assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+            assert last["response"]["error"]["message"] == "x: not with me"
+        else:
+            assert last["error"]["message"] == "x: not with me"
+
+
+async def test_an_error_of_vllms_own_in_a_converted_stream_is_no_pydantic_text(house: House) -> None:
+    schema = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}
+    fields = {"messages": MESSAGES, "max_tokens": 6, "output_config": {"format": schema}}
+    async with house.client() as client:
+        answer = await client.post("/v1/messages", json={"model": "m", "stream": True, **fields})
+    *_, last = events_in(answer)
+    assert (last["type"], last["error"]["type"]) == ("error", "invalid_request_error")
+    assert "pydantic" not in last["error"]["message"]
+    assert "ChatCompletionStreamResponse" not in last["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_clients_id_of_any_length_is_served_and_carried(house: House, stream: bool) -> None:
+    seen: list[Request] = []
+    house.engines["d"].on_request = seen.append
+    for given in ("x" * 300, "y" * 5000, "a\nb"):
+        answer = await house.complete(request_id=given, stream=stream)
+        assert answer.status_code == 200
+        event = json.loads(answer.text.removeprefix("data: ").partition("\n")[0]) if stream else answer.json()
+        assert event["id"] == f"cmpl-{given}"
+    assert all(len(request.seq_id) <= 256 and request.seq_id.isprintable() for request in seen)
+    assert len({request.seq_id for request in seen}) == len(seen)
+
+
+HALF = "\\ud83d"
+TEXT_FIELDS = [
+    ("/v1/completions", '{"model": "m", "prompt": "x", "request_id": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": ["x", "HALF"]}'),
+    ("/v1/completions", '{"model": "HALF", "prompt": "x"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "stop": ["HALF"]}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "user": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "cache_salt": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "structured_outputs": {"choice": ["HALF"]}}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "stream": true, "structured_outputs": {"regex": "HALF"}}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "HALF": 1}'),
+    ("/v1/chat/completions", '{"model": "m", "messages": [{"role": "user", "content": "HALF"}]}'),
+    ("/v1/chat/completions", '{"model": "m", "messages": [{"role": "HALF", "content": "x"}]}'),
+    ("/v1/messages", '{"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "HALF"}]}'),
+    ("/v1/responses", '{"model": "m", "input": "HALF"}'),
+    ("/v1/responses", '{"model": "m", "input": "x", "metadata": {"k": "HALF"}}'),
+    ("/tokenize", '{"model": "m", "prompt": "HALF"}'),
+    ("/invocations", '{"model": "m", "prompt": "HALF"}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXT_FIELDS)
+async def test_half_an_emoji_is_its_clients_error_in_every_field(house: House, path: str, body: str) -> None:
+    async with house.client() as client:
+        for _ in range(6):  # more than failures that a program may have in a row
+            content = body.replace("HALF", HALF)
+            answer = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert answer.headers["content-type"].startswith("application/json")
+            assert "surrogate" in answer.json()["error"]["message"]
+    assert not house.service.routing.failures
+    assert tokens_of(await house.complete()) == ANSWER
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\\\ud83d"])
+async def test_half_an_emoji_in_json_in_a_text_blames_nobody_else(house: House, half: str) -> None:
+    arguments = '"{\\"a\\": \\"HALF\\"}"'.replace("HALF", half)
+    function = f'{{"name": "f", "arguments": {arguments}}}'
+    call = f'{{"role": "assistant", "tool_calls": [{{"id": "c", "type": "function", "function": {function}}}]}}'
+    content = f'{{"model": "m", "max_tokens": 2, "messages": [{{"role": "user", "content": "x"}}, {call}]}}'
+    async with house.client() as client:
+        answer = await client.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+    assert answer.status_code in (200, 400)
+    assert not house.service.routing.failures
+
+
+@pytest.mark.parametrize("header", ["x-request-id", "x-session-token", "user-agent", "traceparent"])
+async def test_odd_bytes_in_a_header_are_carried_or_refused(house: House, header: str) -> None:
+    async with house.client() as client:
+        for value in (b"\xed\xa0\xbd", b"\xff\xfe", "gr\u00f6\u00dfe".encode()):
+            answer = await client.post("/v1/completions", json=BODY, headers={header.encode(): value})
+            assert answer.status_code == 200, answer.text
+    assert not house.service.routing.failures
+
+
+@pytest.mark.parametrize("path", ["/v1/completions?x=%ED%A0%BD", "/v1/completions?\u00ff", "/v1/%ED%A0%BD"])
+async def test_odd_bytes_in_a_target(house: House, path: str) -> None:
+    async with house.client() as client:
+        answer = await client.post(path, json=BODY)
+    assert answer.status_code == (404 if path == "/v1/%ED%A0%BD" else 200)
+    assert answer.headers["content-type"].startswith("application/json")
 
 
 async def test_what_a_program_refuses_names_the_field(house: House) -> None:
