@@ -41,7 +41,7 @@ HEADERS = (
     Header(
         "x-request-id",
         "requests to a front door",
-        "vLLM's: the id of the request, in its answer and in logs; there a longer one than 200 characters is shortened.",
+        "vLLM's: the id of the request, in its answer and in logs; there one of over 200 characters is shortened.",
     ),
     Header(
         "authorization",

@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
+from tercet.fleet.portions import Portions
 from tercet.protocol import BadRequest, EngineUnreachable, FrontDoorFailed, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
@@ -24,6 +25,7 @@ from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
+from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
 from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_headers
@@ -107,6 +109,8 @@ class FrontDoor:
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
                 if body is not None and (pooling is not None or context.path in GENERATING):
                     held.callback(body.close)
+                    if pooling is None:
+                        self._divide(context)
                     if not self._gate.is_open:
                         place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
                         await held.enter_async_context(place)
@@ -122,6 +126,14 @@ class FrontDoor:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
                 await self._serve(context, scope, receive if body is None else body.receive, send)
+
+    def _divide(self, context: RequestContext) -> None:
+        """Its sequences come in by portions. Raises :class:`~tercet.protocol.BadRequest` if there are too many."""
+        limits = self._gate.limits
+        require_few_sequences(context.path, context.fields, limits.sequences)
+        spares = None if self._gate.is_open else self._gate
+        context.most_sequences = limits.sequences
+        context.portions = Portions(limits.at_once, spares, context.asked.priority)
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, query: bytes

@@ -40,6 +40,14 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
+        name="prompts one by one",
+        what="The generations of one HTTP request begin one after the other",
+        why="vLLM prepares all of a request's prompts in one go, in which no other stream gets a token",
+        until="its handlers pause between them",
+        replaces=("AsyncLLM.generate",),
+        relies_on=(Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),),
+    ),
+    Hook(
         name="adapters",
         what="What vLLM's OpenAI layer looks adapters up in is a view of those that the fleet has",
         why="A client asks for an adapter by the model's name, and no engine of this process loads it",

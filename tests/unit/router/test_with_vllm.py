@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -79,6 +79,13 @@ class House:
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
+
+    async def until(self, in_flight: int, request: asyncio.Task[Any]) -> None:
+        """Until so many sequences are on their way, while the request is under way."""
+        async with asyncio.timeout(20):
+            while self.fleet.member("d").in_flight < in_flight:
+                assert not request.done(), request.result().text
+                await asyncio.sleep(0.001)
 
     def mend(self) -> None:
         for engine in self.engines.values():
@@ -358,3 +365,90 @@ async def test_refusals(house: House, path: str, body: dict[str, Any], status: i
     assert answer.status_code == status, answer.text
     assert answer.json().get("error") or answer.json().get("detail")
     assert not any(engine.running for engine in house.engines.values())
+
+
+# ---- requests of many sequences ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_at_once(house: House) -> Iterator[None]:
+    """Three sequences of one request at once, of at most eight, in a fleet that takes four."""
+    front = house.app.middleware_stack
+    before = front._gate
+    front._gate = house.gate = Gate(Limits(in_flight=4, sequences=8, at_once=3), house.fleet, house.metrics)
+    house.service._request_timeout = None
+    yield
+    front._gate = house.gate = before
+    house.service._request_timeout = SECONDS
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": ["x"] * 9}), ("/v1/completions", {"prompt": PROMPT, "n": 9}),
+     ("/v1/completions", {"prompt": ["x"] * 1024, "n": 16384}),
+     ("/v1/chat/completions", {"messages": MESSAGES, "n": 9}),
+     ("/v1/chat/completions/batch", {"messages": [MESSAGES] * 9}), ("/invocations", {"prompt": "x", "n": 9})],
+)  # fmt: skip
+async def test_a_request_of_too_many_sequences_is_refused(house: House, path: str, fields: dict[str, Any]) -> None:
+    async with house.client() as client:
+        answer = await client.post(path, json={"model": "m", "max_tokens": 2, **fields})
+    assert (answer.status_code, "--max-sequences" in answer.text) == (400, True)
+    assert house.is_empty
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}, {"prompt": [PROMPT] * 2, "n": 4}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sequences_come_in_by_portions_and_count_in_the_limits(
+    house: House, fields: dict[str, Any], stream: bool
+) -> None:
+    house.engines["d"].pause.clear()
+    request = asyncio.create_task(house.complete(**fields, stream=stream, temperature=1))
+    await house.until(3, request)
+    assert house.gate._admission.in_flight == 3
+    other = asyncio.create_task(house.complete())
+    await house.until(4, other)
+    house.engines["d"].pause.set()
+    assert tokens_of(await other) == ANSWER
+    answer = await request
+    if stream:
+        chunks = [said["choices"][0] for event in events_of(answer.content) if (said := object_of(event))]
+        assert {chunk["index"] for chunk in chunks if chunk["finish_reason"]} == set(range(8))
+    else:
+        assert [choice["token_ids"] for choice in answer.json()["choices"]] == [ANSWER] * 8
+    assert house.gate._admission.in_flight == 0
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}])
+async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict[str, Any]) -> None:
+    started: list[Request] = []
+    house.engines["d"].on_request, pause = started.append, house.engines["d"].pause
+    pause.clear()
+    leaves = asyncio.Event()
+    body = json.dumps({**BODY, **fields, "temperature": 1}).encode()
+    messages: list[Any] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers,
+        "http_version": "1.1", "scheme": "http", "app": house.app, "root_path": "",
+    }  # fmt: skip
+    request = asyncio.create_task(house.app.middleware_stack(scope, receive, send))
+    await house.until(3, request)
+    leaves.set()
+    async with asyncio.timeout(20):
+        while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
+            await asyncio.sleep(0.001)
+        pause.set()
+        await request
+    assert not started

@@ -25,7 +25,7 @@ from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
-from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
+from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
@@ -147,6 +147,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     client.attach(engine_client.output_processor)
     keep_data_here(engine_client.renderer, model_config)
     render_short_prompts_here(engine_client.renderer)
+    start_one_by_one(engine_client)
     return engine_client
 
 

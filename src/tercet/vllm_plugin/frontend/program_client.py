@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.vllm_plugin.frontend.conversion import features_of, to_core_output, to_request
-from tercet.vllm_plugin.frontend.request_context import RequestContext, current
+from tercet.vllm_plugin.frontend.request_context import InPortions, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Tokens and log probabilities that wait in vLLM's layer for a client that does not read.
 MOST_UNTAKEN = 256 * 1024
+# Sequences of one request that are added in a row.
+BETWEEN_PAUSES = 8
 # Ids from there on are no vocabulary's, nor vLLM's arrays'.
 MOST_TOKENS = 2**31
 
@@ -137,6 +140,36 @@ class SequenceFailed(GracefulHTTPError):
         self.error = error
 
 
+def _require_few(context: RequestContext) -> None:
+    if context.most_sequences is not None and context.sequences >= context.most_sequences:
+        raise VLLMValidationError(
+            f"the request asks for more than {context.most_sequences} sequences, which is all that this front door "
+            "takes of one (--max-sequences); send several requests"
+        )
+
+
+def start_one_by_one(engine_client: Any) -> None:
+    """Have the engine client begin the prompts of a request one after the other, and others be served in between.
+
+    vLLM's handlers start all of them at once, and each is prepared by its first step.
+    """
+    generate = engine_client.generate
+
+    async def paced(context: RequestContext, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        async with context.starting:
+            await asyncio.sleep(0)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def generate_in_turn(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        context, outputs = current(), generate(*args, **kwargs)
+        context.generations += 1
+        return outputs if context.generations == 1 else paced(context, outputs)
+
+    engine_client.generate = generate_in_turn
+
+
 def _size(choice: CompletionOutput) -> int:
     tokens, logprobs = len(choice.token_ids), choice.logprobs
     return tokens * (1 + len(logprobs[-1] or ())) if logprobs else tokens
@@ -176,6 +209,7 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or hand it to the plain stream that the request is."""
         context = current()
         try:
+            _require_few(context)
             features = await features_of(request, self._programs.model_dtype)
             sequence = to_request(request, context.headers, context.asked.user, features)
         except VLLMValidationError:
@@ -186,9 +220,16 @@ class ProgramClient(EngineCoreClient):
         if context.stream is not None:
             context.stream.begin(outputs)
             return
-        task = self._tasks.spawn(self._run(outputs))
+        context.sequences += 1
+        task = self._tasks.spawn(self._run(outputs, context.portions))
         self._running[request.request_id] = task
-        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
+        task.add_done_callback(partial(self._ended, request.request_id, context))
+        if context.sequences % BETWEEN_PAUSES == 0:
+            await asyncio.sleep(0)  # the sequences of one request come in a row, and others want their tokens
+
+    def _ended(self, request_id: str, context: RequestContext, _: object) -> None:
+        self._running.pop(request_id, None)
+        context.sequences -= 1
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""
@@ -214,20 +255,24 @@ class ProgramClient(EngineCoreClient):
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, outputs: SequenceOutputs) -> None:
+    async def _run(self, outputs: SequenceOutputs, portions: InPortions | None) -> None:
         try:
-            with outputs.failures():
-                first = True
-                async with aclosing(outputs.stream) as stream:
-                    async for output in stream:
-                        self._require_taken(outputs.request_id)
-                        self._ready.put_nowait(outputs.to_core_output(output))
-                        if first and not output.finished:
-                            # The client has its first token before the program goes on to what the second one needs.
-                            await self._next_batch.wait()
-                        first = False
+            async with nullcontext() if portions is None else portions.one():
+                await self._pass_on(outputs)
         except Exception as error:
             self._fail(outputs.request_id, error)
+
+    async def _pass_on(self, outputs: SequenceOutputs) -> None:
+        with outputs.failures():
+            first = True
+            async with aclosing(outputs.stream) as stream:
+                async for output in stream:
+                    self._require_taken(outputs.request_id)
+                    self._ready.put_nowait(outputs.to_core_output(output))
+                    if first and not output.finished:
+                        # The client has its first token before the program goes on to what the second one needs.
+                        await self._next_batch.wait()
+                    first = False
 
     def _require_taken(self, request_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
